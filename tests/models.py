@@ -46,6 +46,7 @@ _FAMILIES = {
         "topk_group": 2,
         "num_key_value_heads": 4,
     },
+    "seed_oss": {"head_dim": 24},
     "glm4_moe": {**_SIGMOID_EXPERTS, "head_dim": 24, "attention_bias": True, "use_qk_norm": True},
 }
 ROPES = {

@@ -21,15 +21,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from slipstream.backend.batch.micro_batch import MicroBatch
-    from slipstream.backend.batch.train_batch import TrainBatch
     from slipstream.backend.commands.own_run import OwnRun, StepsDone
     from slipstream.backend.monitor.summary import RunSummary
-    from slipstream.backend.objective.kl import ReferencePenalty
-    from slipstream.backend.objective.losses import TokenObjective, Tokens
-    from slipstream.backend.objective.policy_loss import PolicyLoss
-    from slipstream.backend.trainer.prepared import Scores
-    from slipstream.backend.trainer.protocols import BatchMetrics, BatchTransform, TokenAdvantage
+    from slipstream.backend.trainer.protocols import (
+        BatchMetrics,
+        BatchTransform,
+        MicroBatch,
+        PolicyLoss,
+        ReferencePenalty,
+        Scores,
+        TokenAdvantage,
+        TokenObjective,
+        Tokens,
+        TrainBatch,
+    )
     from slipstream.bridge.families import Family
     from slipstream.configs.schema import RunConfig
     from slipstream.rollout.control.filters import GroupFilter

@@ -129,15 +129,15 @@ class OwnRun:
 
         Raises Failed when the run has failed, and ``StepsDone`` when ``run.steps`` steps are done.
         """
-        from slipstream.backend.driver.training import Lost, Taken
+        from slipstream.backend.driver.training import BatchTaken, StepLost
 
         self._expect("batch")
         event = self._step_event(self._ask("go on"))
-        while isinstance(event, Lost):
+        while isinstance(event, StepLost):
             event = self._step_event(self._ask("go on"))
         if event is None:
             raise StepsDone(f"all {self._recipe.run.steps} steps of the recipe are done (run.steps)")
-        assert isinstance(event, Taken)
+        assert isinstance(event, BatchTaken)
         self._next, self._taken = "step", event.batch.decoded()
         return self._taken
 
@@ -149,14 +149,14 @@ class OwnRun:
         the batch come again, and the loop goes on with ``batch``. Raises Failed when the run has failed.
         """
         from slipstream.backend.batch.train_batch import TrainBatch
-        from slipstream.backend.driver.training import Trained
+        from slipstream.backend.driver.training import StepTrained
 
         self._expect("step")
         if not isinstance(batch, TrainBatch):
             raise TypeError(f"step: found a {type(batch).__name__}, expected the batch that `batch` returned")
         changed = None if batch is self._taken else batch
         event = self._done(self._ask("go on", changed))
-        assert isinstance(event, Trained)
+        assert isinstance(event, StepTrained)
         self._next, self._taken = "publish", None
         return event.metrics
 
@@ -165,11 +165,11 @@ class OwnRun:
 
         Running requests go on afterwards. A checkpoint is taken if one is due. Raises as ``step``.
         """
-        from slipstream.backend.driver.training import Published
+        from slipstream.backend.driver.training import StepPublished
 
         self._expect("publish")
         event = self._done(self._ask("go on"))
-        assert isinstance(event, Published)
+        assert isinstance(event, StepPublished)
         self._next = "batch"
         return event.version
 
@@ -207,9 +207,9 @@ class OwnRun:
         return answer
 
     def _done(self, answer: "StepEvent | OwnEvaluation | None") -> "StepEvent | OwnEvaluation | None":
-        from slipstream.backend.driver.training import Lost
+        from slipstream.backend.driver.training import StepLost
 
-        if isinstance(answer, Lost):
+        if isinstance(answer, StepLost):
             self._next = "batch"
             raise TrainerFailed(f"{answer.error}; it is started again, and `batch` waits for it")
         return answer

@@ -38,21 +38,21 @@ Read = Callable[[list[bytes]], Awaitable[list[bytes]]]
 
 
 @dataclass(frozen=True)
-class Taken:
+class BatchTaken:
     """A batch that the next step trains on. Whoever steers may send another one back."""
 
     batch: EncodedBatch
 
 
 @dataclass(frozen=True)
-class Trained:
+class StepTrained:
     """The batch was trained on, and its version is to be published."""
 
     metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Published:
+class StepPublished:
     """The new version is served."""
 
     version: int
@@ -60,15 +60,15 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Lost:
+class StepLost:
     """The trainer has failed in the step, which is to be done again with another batch."""
 
     error: TrainerFailed
 
 
-StepEvent = Taken | Trained | Published | Lost
+StepEvent = BatchTaken | StepTrained | StepPublished | StepLost
 Steps = AsyncGenerator[StepEvent, "TrainBatch | None"]
-"""Each step as it comes: Taken, Trained and Published, or Lost in the place of one of them."""
+"""Each step as it comes: BatchTaken, StepTrained and StepPublished, or StepLost in the place of one of them."""
 
 
 async def training_loop(
@@ -78,7 +78,7 @@ async def training_loop(
     running: list[asyncio.Task[object]] = []
     async with asyncio.TaskGroup() as evaluations:
         async for event in steps:
-            is_published = isinstance(event, Published)
+            is_published = isinstance(event, StepPublished)
             if is_published and evaluation is not None and evaluation.is_due(gate.step, run.steps):
                 running.append(evaluations.create_task(evaluation.run(event.version)))
         if gate.is_ended:
@@ -120,10 +120,10 @@ async def training_steps(
             if hooks is not None:
                 batch = await _hooked(hooks.begin(batch, groups, gate, waited_s), weights.life)
             batch = feedback.prepared(batch)
-            changed = yield Taken(batch)
+            changed = yield BatchTaken(batch)
             async with weights.trained(changed or batch, gate.next_version) as trained:
                 feedback.observe(batch, trained.metrics)
-                yield Trained(trained.metrics)
+                yield StepTrained(trained.metrics)
                 report = await trained.publish()
             times = StepTimes(wait_s=waited_s, train_s=trained.train_s, step_s=clock() - began)
             step = TrainedStep(
@@ -138,12 +138,12 @@ async def training_steps(
             listener.step(step, status())
             skipped.add(gate.step, trained.skipped)
             await checkpoints.step_done(gate)
-            yield Published(trained.version, trained.metrics)
+            yield StepPublished(trained.version, trained.metrics)
         except TrainerFailed as error:
             weights.life.fail(error)
             if gate.is_stepping:
                 await gate.step_failed(str(error))
-            yield Lost(error)
+            yield StepLost(error)
 
 
 async def _is_trainer_there(life: TrainerLife, gate: AdmissionGate) -> bool:

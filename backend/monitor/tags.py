@@ -391,6 +391,13 @@ TAGS: dict[str, Tag] = {
     "advantage/teacher_clipped_fraction": Tag(
         "fraction", "Fraction of the tokens that carry loss whose teacher's term `clip` has cut."
     ),
+    "advantage/plugin_mean": Tag(
+        "1",
+        "Token mean of the recipe's own term, times its weight. Only with a term of type `plugin`.",
+    ),
+    "advantage/plugin_abs_mean": Tag(
+        "1", "Token mean of the absolute value of the recipe's own term, times its weight."
+    ),
     # hook
     "hook/parts": Tag(
         "as the hook says",

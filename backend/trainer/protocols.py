@@ -1,4 +1,4 @@
-"""What code of a user's on trainer ranks must look like, beside objectives and penalties (``objective``).
+"""What code of a user's on trainer ranks must look like, and all that it is given.
 
 A recipe names a class by import path. Each rank constructs it once, when it starts, before Megatron is set
 up; the class may keep state, which a restart of the trainer loses. What it raises ends the run.
@@ -14,7 +14,23 @@ from torch import Tensor
 
 from slipstream.backend.batch.micro_batch import MicroBatch
 from slipstream.backend.batch.train_batch import TrainBatch
+from slipstream.backend.objective.kl import ReferencePenalty
+from slipstream.backend.objective.losses import TokenObjective, Tokens
+from slipstream.backend.objective.policy_loss import PolicyLoss
 from slipstream.backend.trainer.prepared import Scores
+
+__all__ = [
+    "BatchMetrics",
+    "BatchTransform",
+    "MicroBatch",
+    "PolicyLoss",
+    "ReferencePenalty",
+    "Scores",
+    "TokenAdvantage",
+    "TokenObjective",
+    "Tokens",
+    "TrainBatch",
+]
 
 
 class TokenAdvantage(Protocol):
