@@ -68,7 +68,7 @@ class StepLost:
 
 StepEvent = BatchTaken | StepTrained | StepPublished | StepLost
 Steps = AsyncGenerator[StepEvent, "TrainBatch | None"]
-"""Each step as it comes: BatchTaken, StepTrained and StepPublished, or StepLost in the place of one of them."""
+"""Each step as it comes: taken, trained and published, or lost instead of one of them."""
 
 
 async def training_loop(
