@@ -98,7 +98,7 @@ class TrainBatch:
 
 def _renumbered(episode_N: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return the numbers of episodes as 0, 1, ... in the order in which they come."""
-    is_new_N = np.append(np.zeros(1, np.bool_), episode_N[1:] != episode_N[:-1])
+    is_new_N = np.append(np.zeros(1, np.int64), (episode_N[1:] != episode_N[:-1]).astype(np.int64))
     return np.cumsum(is_new_N)[: len(episode_N)]
 
 

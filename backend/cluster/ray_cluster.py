@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -46,7 +47,8 @@ def ray_cluster(config: RunConfig, *, batch_bytes: int, note: Callable[[str], No
             _start_local(config, folder.path, batch_bytes, note)
         else:
             _join_job()
-        signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts in one that exits without cleaning up
+        if threading.current_thread() is threading.main_thread():  # no other thread has signals
+            signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts in one that exits without cleaning up
         alive = [node for node in ray.nodes() if node["Alive"]]
         if config.cluster.type == "slurm":
             smallest = min(int(node["Resources"].get("object_store_memory", 0)) for node in alive)

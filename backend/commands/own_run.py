@@ -6,11 +6,13 @@ with OwnRun(recipe) ──► thread: attended ──► run ──► engines, 
 """
 
 import asyncio
+import signal
+import threading
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.backend.commands.outcome import Failed, WrongInput
@@ -81,6 +83,7 @@ class OwnRun:
         from slipstream.backend.driver.own_loop import OwnLoop
         from slipstream.backend.driver.run import run
 
+        self._on_sigterm = _interrupt_on_sigterm()
         self._loop: OwnLoop = OwnLoop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="run")
         start = partial(run, self._recipe, own=self._loop, **self._options)
@@ -111,6 +114,8 @@ class OwnRun:
             self._loop.stop()
             wait([self._run], timeout=STOP_AGAIN_S)
         self._thread.shutdown()
+        if self._on_sigterm is not None:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
 
     # ---- the loop
 
@@ -216,7 +221,8 @@ class OwnRun:
 
     def _first(self, answer: "Future[T]") -> T:
         """Return the answer. Raises what has ended the run before it."""
-        wait([answer, self._run], return_when=FIRST_COMPLETED)
+        waited: list[Future[Any]] = [answer, self._run]
+        wait(waited, return_when=FIRST_COMPLETED)
         if not answer.done() or answer.exception() is not None:
             try:
                 self._run.result()  # an error of the loop ends the run, which says what it is
@@ -224,6 +230,15 @@ class OwnRun:
                 raise Failed("the run was cancelled") from None
             raise Failed("the run has ended: expected no further calls")
         return answer.result()
+
+
+def _interrupt_on_sigterm() -> "signal._HANDLER | None":  # pyright: ignore[reportPrivateUsage]
+    """Let SIGTERM end the block as Ctrl-C does, if it would end the process. Return the handler before."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or handler is not signal.SIG_DFL:
+        return None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return handler
 
 
 class StepsDone(RuntimeError):

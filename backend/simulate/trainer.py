@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 from slipstream.backend.batch.skipped import SkippedUpdate
-from slipstream.backend.batch.train_batch import EncodedBatch
+from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
 from slipstream.backend.driver.devices import TrainerTurn
 from slipstream.backend.simulate.engine import Engine
 from slipstream.backend.simulate.pool import SimulatedPool
@@ -33,7 +33,8 @@ class SimulatedTrainer:
         self.pauses: list[tuple[float, float]] = []
         """Begin and end of the pause of the serving engines for each version, in seconds."""
 
-    async def train(self, batch: EncodedBatch) -> Mapping[str, float]:
+    async def train(self, batch: EncodedBatch | TrainBatch) -> Mapping[str, float]:
+        assert isinstance(batch, EncodedBatch)  # only an own loop changes batches
         model = self._model.trainer
         tokens = sum(header.length for header in batch.headers)
         seconds = model.step_s + tokens / (model.tokens_per_s * self._gpus)

@@ -87,6 +87,9 @@ def hooks_on_ranks_are_called(config: RunConfig) -> Iterator[Violation]:
         if actor.correction.token is not None and actor.correction.token.type == "mask":
             reason = f"expected null or cap: {name} drops tokens itself"
             yield Violation("actor.correction.token", "mask", reason)
+    if hooks.custom_loss_function is not None and actor.objective.type == "plugin":
+        reason = f"expected another type: {SECTION}.custom_loss_function computes the loss"
+        yield Violation("actor.objective.type", "plugin", reason)
     if hooks.custom_update_weight_post_write is not None and config.weights.transport.type != "disk":
         reason = f"expected disk: other transports write no files ({SECTION}.custom_update_weight_post_write)"
         yield Violation("weights.transport", config.weights.transport.type, reason)
@@ -94,8 +97,9 @@ def hooks_on_ranks_are_called(config: RunConfig) -> Iterator[Violation]:
         reason = "expected null: the recipe has no section eval, so that nothing is evaluated"
         name = f"{SECTION}.custom_eval_rollout_log_function"
         yield Violation(name, hooks.custom_eval_rollout_log_function, reason)
-    if hooks.custom_advantage_function is not None and actor.teacher_term is not None:
-        reason = f"expected no term of a teacher: {SECTION}.custom_advantage_function sets the advantages"
+    own_terms = (actor.teacher_term, actor.plugin_term)
+    if hooks.custom_advantage_function is not None and any(own_terms):
+        reason = f"expected a term of rewards alone: {SECTION}.custom_advantage_function sets the advantages"
         yield Violation("actor.advantage", [term.type for term in actor.advantage], reason)
 
 

@@ -84,10 +84,10 @@ class Source:
         others = [self._others(each) for each in samples]
         if all(each == others[0] for each in others):
             others = others[:1]
-        row = {
+        row: dict[str, Any] = {
             "prompt": first.prompt,
             "label": first.label,
-            "metadata": {**(first.metadata or {}), DRAWN: others},
+            "metadata": cast("dict[str, Any]", first.metadata or {}) | {DRAWN: others},
         }
         try:
             json.dumps(row)
