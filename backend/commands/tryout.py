@@ -39,8 +39,8 @@ def try_recipe(config: RunConfig, number: int, *, as_json: bool = False) -> None
     """
     if config.rollout.data_source is not None:
         raise WrongInput(
-            f"rollout.data_source: found {config.rollout.data_source.path}, expected null: `try` takes prompts "
-            "from a file; add rollout.data_source=null 'data={path: some.jsonl}'"
+            f"rollout.data_source: found {config.rollout.data_source.path}, expected null: `try` takes "
+            "prompts from a file; add rollout.data_source=null 'data={path: some.jsonl}'"
         )
     if config.data is None:
         raise WrongInput("data: expected prompts to try: the recipe has none")

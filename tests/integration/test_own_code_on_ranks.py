@@ -19,7 +19,10 @@ OURS = {"objective": {"type": "ppo"}}
 OWN = {"objective": {"type": "plugin", "path": "examples.objective.clipped.Clipped"}}
 SHAPED = {
     **OWN,
-    "transforms": [{"path": "examples.transform.shaping.DropRepeated", "args": {"at_least": 4}}],
+    "transforms": [
+        {"path": "examples.transform.shaping.BoundRewards", "args": {"low": 0.5}},
+        {"path": "examples.transform.shaping.DropRepeated", "args": {"at_least": 4}},
+    ],
     "metrics": ["examples.metrics.diversity.Diversity"],
     "advantage": [{"type": "reward"}, {"type": "plugin", "path": "examples.advantage.brevity.Brevity"}],
 }
