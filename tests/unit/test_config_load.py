@@ -149,8 +149,8 @@ def test_an_unknown_key_comes_with_the_nearest_valid_one(recipe, key, hint):
         (
             "actor.advantage",
             "grpo",
-            "expected a list of at least one item, each a mapping whose `type` is 'reward', 'teacher' or "
-            "'teacher_topk'",
+            "expected a list of at least one item, each a mapping whose `type` is 'reward', 'teacher', "
+            "'teacher_topk' or 'plugin'",
         ),
         ("actor.advantage", [], "expected a list of at least one item, each a mapping"),
         ("actor.advantage", [{"type": "reward"}, 3], "expected a list of at least one item"),
@@ -158,7 +158,7 @@ def test_an_unknown_key_comes_with_the_nearest_valid_one(recipe, key, hint):
         ("actor.parallel.layers", 3, "expected a list of whole numbers or null"),
         ("model.dtype", "float16", "expected 'bfloat16' or 'float32'"),
         ("model.path", 3, "expected a path"),
-        ("model", "somewhere", "expected a mapping with path (required), dtype"),
+        ("model", "somewhere", "expected a mapping with path (required), dtype, families"),
         ("eval", 3, "expected a mapping with path (required), every, max_prompts, max_new_tokens or null"),
         ("rollout.reward", 3, "expected an import path or a mapping with path (required), args"),
         ("rollout.reward.path", "Name", "expected a dotted import path such as 'my_package.module.Name'"),
@@ -196,7 +196,7 @@ def test_a_missing_setting_is_named_and_does_not_hide_others(recipe):
     assert set(reported) == {"run.steps", "rollout.reward", "model"}
     assert reported["model"].value is ABSENT
     assert reported["rollout.reward"].reason.startswith("missing, but required: Import path of a class with ")
-    assert reported["model"].reason == "missing, but required: a mapping with path (required), dtype"
+    assert reported["model"].reason == "missing, but required: a mapping with path (required), dtype, families"
 
 
 def test_every_required_setting_that_is_missing_is_named_at_once(recipe):
@@ -256,11 +256,14 @@ def test_a_recipe_without_violations_is_what_the_schema_itself_makes_of_it(recip
     assert load_recipe(recipe(VALID)) == RunConfig.model_validate(VALID)
 
 
+LISTS = {("actor", "advantage"), ("actor", "transforms"), ("actor", "metrics")}
+"""Lists of sections, whose settings have the places of their sections in their paths."""
+
 LEAVES = sorted(
     {
         ".".join(path)
         for path, _, field in schema_fields()
-        if not sections_of(field) and path[:2] != ("actor", "advantage")
+        if not sections_of(field) and path[:2] not in LISTS
     }
 )
 PLUGIN_ARGS = {
@@ -342,6 +345,14 @@ def test_junk_in_any_setting_is_reported_at_that_setting(recipe, path):
     if path in PLUGIN_ARGS:
         data = changed(path.removesuffix(".args"), {"path": "rollout.Thing", "args": [{"junk": 1}]}, data)
     assert list(violations(recipe(data))) == [path]
+
+
+def test_a_wrong_plug_in_of_a_list_is_named_by_its_place(recipe):
+    plugins = ["rollout.Thing", "Thing", {"path": "rollout.Thing", "arg": {}}, {"args": {}}, 3]
+    reported = violations(recipe(changed("actor.transforms", plugins[:4])))
+    assert set(reported) == {f"actor.transforms.{place}" for place in ("1.path", "2.arg", "3.path")}
+    assert "expected a dotted import path" in reported["actor.transforms.1.path"].reason
+    assert list(violations(recipe(changed("actor.transforms", plugins[4:])))) == ["actor.transforms"]
 
 
 TERMS = {
