@@ -63,6 +63,20 @@ def test_a_run_with_most_plug_ins_at_once_trains_on_what_they_make(inputs: Path,
 
 
 @pytest.mark.slow
+def test_an_objective_that_returns_a_wrong_shape_ends_the_run_with_its_file_and_line(
+    inputs: Path, tmp_path: Path, start
+):
+    objective = "actor.objective={type: plugin, path: tests.wrong_inputs.their_plugins.Scalar}"
+    run = start(run_command("train", "examples/everything.yaml", *of_inputs(inputs, tmp_path), objective))
+    assert finish(run) == 1, run.output()
+    run.assert_nothing_left()
+    [line] = [line for line in run.output().splitlines() if "PluginFailed" in line]
+    assert "actor.objective: tests.wrong_inputs.their_plugins.Scalar.loss" in line
+    assert "tests/wrong_inputs/their_plugins.py:" in line and "of shape []" in line
+    assert "started again" not in run.output(), "no other trainer would mend it"
+
+
+@pytest.mark.slow
 def test_a_loop_of_ones_own_trains_publishes_and_evaluates(inputs: Path, tmp_path: Path, start):
     data = f"data.path={inputs / 'train.jsonl'}"
     sizes = ["rollout.batch_size=4", "rollout.n_samples_per_prompt=4", data]

@@ -196,7 +196,9 @@ def test_a_missing_setting_is_named_and_does_not_hide_others(recipe):
     assert set(reported) == {"run.steps", "rollout.reward", "model"}
     assert reported["model"].value is ABSENT
     assert reported["rollout.reward"].reason.startswith("missing, but required: Import path of a class with ")
-    assert reported["model"].reason == "missing, but required: a mapping with path (required), dtype, families"
+    assert (
+        reported["model"].reason == "missing, but required: a mapping with path (required), dtype, families"
+    )
 
 
 def test_every_required_setting_that_is_missing_is_named_at_once(recipe):
@@ -260,11 +262,7 @@ LISTS = {("actor", "advantage"), ("actor", "transforms"), ("actor", "metrics")}
 """Lists of sections, whose settings have the places of their sections in their paths."""
 
 LEAVES = sorted(
-    {
-        ".".join(path)
-        for path, _, field in schema_fields()
-        if not sections_of(field) and path[:2] not in LISTS
-    }
+    {".".join(path) for path, _, field in schema_fields() if not sections_of(field) and path[:2] not in LISTS}
 )
 PLUGIN_ARGS = {
     ".".join(path) for path, section, _ in schema_fields() if section is PluginConfig and path[-1] == "args"

@@ -56,7 +56,7 @@ def trajectory(seed: int, response: int) -> Trajectory:
 TRAJECTORIES = tuple(trajectory(i, n) for i, n in enumerate(RESPONSES))
 
 
-def given(advantage, config, batch, microbatches, scores, group):
+def given(advantage, config, batch, microbatches, scores, group, plugins):
     """In the place of ``find_targets``."""
     return [Targets(torch.from_numpy(advantage[micro.trajectory_M]), None) for micro in microbatches]
 
