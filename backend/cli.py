@@ -307,7 +307,8 @@ def check(
         config = (
             supervised.run if supervised else read_recipe(recipe, overrides or [], model_config=model_config)
         )
-        check(config, weights=model_config is None, supervised=supervised)
+        for note in check(config, weights=model_config is None, supervised=supervised):
+            typer.echo(note)
         typer.echo(f"{recipe}: nothing wrong ({config.run.name}, {config.run.steps} steps)")
 
 

@@ -29,7 +29,7 @@ from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.garbage import OF_RECORDED_EPISODE, look_seldom_for_garbage
 from slipstream.rollout.ledger.recovery import open_ledger
 from slipstream.rollout.ledger.writer import Ledger
-from slipstream.rollout.prompts import PromptStream
+from slipstream.rollout.prompts import PromptSet, PromptStream
 from slipstream.rollout.trajectory import Prompt, TrajectoryHeader
 
 BATCH = 256
@@ -192,7 +192,7 @@ class Run:
         control = RolloutControl(load.groups, load.bound)
         text = "What is the sum of the first hundred odd numbers? " * 5
         prompts = [Prompt(number, text, "10000", {"level": 1}) for number in range(1000)]
-        intake = Intake(PromptStream(prompts, shuffle=True, seed=0))
+        intake = Intake(PromptStream(PromptSet.of(prompts), shuffle=True, seed=0))
         self.gate = AdmissionGate(control, intake, ledger, Silent())
         self.roster = EngineRoster(control, limit=load.concurrent)
         self.leases = Leases(self.gate, ledger, Silent(), share_of=self.roster.share_of, samples=load.samples)

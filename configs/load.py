@@ -60,7 +60,7 @@ def load_supervised(recipe: Path, overrides: Sequence[str] = ()) -> Supervised:
     unsure = document.unsure | {path for path, name in AS_IN_SUPERVISED.items() if name in document.unsure}
     violations = [violation.renamed(AS_IN_SUPERVISED) for violation in _check_together(config, unsure)]
     _raise_any([*document.violations, *violations, *preferences_are_not_shared(supervised)], recipe)
-    return Supervised(config, supervised.learn)
+    return Supervised(config, supervised.learn, supervised.data.columns)
 
 
 def load_layout(model: Path, parallel: Mapping[str, object]) -> ParallelConfig:

@@ -6,11 +6,11 @@ So there is no second trainer, and the rules between settings hold for both kind
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from slipstream.configs.schema import RunConfig
-from slipstream.configs.schema.supervised import SupervisedConfig
+from slipstream.configs.schema.supervised import ExampleColumnsConfig, SupervisedConfig
 from slipstream.configs.violations import Violation
 
 _ACTOR = {
@@ -26,7 +26,7 @@ _ROLLOUT = {
     "sampling": {"max_new_tokens": 1},
 }
 
-SHARED = ("run", "model", "data", "cluster", "prepare")
+SHARED = ("run", "model", "cluster", "prepare")
 """Sections that both kinds of recipe have."""
 
 AS_IN_SUPERVISED = {"rollout.batch_size": "batch_size"}
@@ -39,6 +39,12 @@ class Supervised:
 
     run: RunConfig
     learn: Literal["responses", "preferences"]
+    columns: ExampleColumnsConfig = field(default_factory=ExampleColumnsConfig)
+
+    @property
+    def targets(self) -> int:
+        """Number of texts to learn from in each example."""
+        return 1 if self.learn == "responses" else 2
 
 
 def run_of(recipe: SupervisedConfig) -> RunConfig:
@@ -47,11 +53,20 @@ def run_of(recipe: SupervisedConfig) -> RunConfig:
     return RunConfig.model_validate(
         {
             **{key: given[key] for key in SHARED if key in given},
+            "data": {
+                **{name: value for name, value in given["data"].items() if name != "columns"},
+                "columns": {"prompt": _prompt_column(recipe), "label": None},
+            },
             "actor": {**given.get("actor", {}), **_ACTOR},
             "rollout": {**_ROLLOUT, "batch_size": recipe.batch_size},
             "checkpoint": {**given.get("checkpoint", {}), "every": recipe.checkpoint.every},
         }
     )
+
+
+def _prompt_column(recipe: SupervisedConfig) -> str:
+    columns = recipe.data.columns
+    return columns.messages if recipe.learn == "responses" and columns.messages else columns.prompt
 
 
 def preferences_are_not_shared(config: SupervisedConfig) -> Iterator[Violation]:

@@ -50,17 +50,19 @@ class Prompt:
     """
 
     id: int
-    """Row number in the prompt set, from 0."""
+    """Row number in the prompt set, from 0. Rows of several files are counted on."""
     prompt: str | Messages
-    """Column `prompt`: a text, or a chat."""
+    """A text, or a chat: the column `prompt`, or as the recipe says (`data.columns`)."""
     label: Any = None
-    """Column `label`: whatever the reward compares with; None where the row has none."""
+    """Whatever the reward compares with: the column `label`; None where the row has none."""
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
-    """All other columns of the row, by name."""
+    """All other columns of the row, by name, or those of the column `data.columns.metadata`."""
     file: str = field(default="", compare=False, repr=False)
     """Path of the prompt set; empty for a prompt from elsewhere."""
     line: int = field(default=0, compare=False, repr=False)
     """Line of a jsonl file, or row of a parquet file, from 1; 0 for a prompt from elsewhere."""
+    source: str = field(default="", compare=False, repr=False)
+    """Name of its file among several (`data.sources`, `eval.sets`); empty where there is one."""
 
     @property
     def reference(self) -> str:
@@ -75,14 +77,22 @@ class Prompt:
         return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
 
 
-PromptFields = tuple[int, Any, Any, dict[str, Any], str, int]
+PromptFields = tuple[int, Any, Any, dict[str, Any], str, int, str]
 """A prompt as messages between processes hold it: its id, its text or chat, its label, its metadata, and the
-file and line that it comes from."""
+file and line that it comes from, and the name of its source."""
 
 
 def prompt_fields(prompt: Prompt) -> PromptFields:
     """Return a prompt as messages hold it; ``Prompt(*fields)`` makes it again."""
-    return prompt.id, prompt.prompt, prompt.label, prompt.metadata, prompt.file, prompt.line
+    return (
+        prompt.id,
+        prompt.prompt,
+        prompt.label,
+        prompt.metadata,
+        prompt.file,
+        prompt.line,
+        prompt.source,
+    )
 
 
 class Finish(StrEnum):

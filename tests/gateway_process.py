@@ -132,7 +132,7 @@ async def _serve(folder: Path, settings: dict[str, Any]) -> None:
     from starlette.requests import Request
     from transformers import AutoTokenizer
 
-    from slipstream.configs.schema import GatewayConfig, SamplingConfig
+    from slipstream.configs.schema import GatewayConfig, ModelConfig, SamplingConfig
     from slipstream.rollout.gateway.serving.assemble import assemble, served_model
     from tests.scripted_source import ScriptedSource
     from tests.watched_sessions import FixedKeys, MemoryLog, WatchedSessions
@@ -146,7 +146,7 @@ async def _serve(folder: Path, settings: dict[str, Any]) -> None:
     conversations, entries = WatchedSessions(TEMPERATURE, tokenizer.decode), MemoryLog()
     serving = assemble(
         served_model(
-            folder,
+            ModelConfig(path=folder),
             name="scripted",
             context=context,
             dialect=gateway,

@@ -73,19 +73,21 @@ def _without_inputs(model_config: Path) -> list[str]:
     return [f"model.path={json.dumps(str(folder))}", f"prepare={NO_INPUTS}"]
 
 
-def check(config: RunConfig, *, weights: bool = True, supervised: Supervised | None = None) -> None:
+def check(config: RunConfig, *, weights: bool = True, supervised: Supervised | None = None) -> list[str]:
     """Compare everything that a recipe names with the recipe, with each other and with this machine.
 
     Its models must fit its layout, their files and the memory of the GPUs, its tokenizer and chat template
     its data, every row of which is read, and the code that it names must have the shape that it is asked for.
-    Raises WrongInput with everything that is wrong. What ``prepare`` has yet to make is not checked. weights:
-    compare the tensors in the checkpoints too. supervised: the recipe is this one of ``slipstream sft``.
+    Return notes for the user. Raises WrongInput with everything that is wrong. What ``prepare`` has yet to
+    make is not checked. weights: compare the tensors in the checkpoints too. supervised: the recipe is this
+    one of ``slipstream sft``.
     """
     from slipstream.backend.commands.check_data import input_problems
     from slipstream.backend.commands.machine import host_facts, machine_problems
     from slipstream.backend.driver.inputs import checkpoint_problems, judge_model_problems
     from slipstream.backend.driver.plugin_process import imported_plugin_problems
 
+    notes: list[str] = []
     problems = [*imported_plugin_problems(config), *hook_problems(config), *judge_model_problems(config)]
     if (config.model.path / "config.json").exists():
         try:
@@ -97,10 +99,12 @@ def check(config: RunConfig, *, weights: bool = True, supervised: Supervised | N
         if weights:
             problems += checkpoint_problems(config, MODELS)
     if weights:
-        problems += input_problems(config, supervised)
+        wrong, notes = input_problems(config, supervised)
+        problems += wrong
         problems += machine_problems(config, host_facts())
     if problems:
         raise WrongInput("\n".join(dict.fromkeys(problems)))
+    return notes
 
 
 def planned(config: RunConfig, *, supervised: bool = False) -> Planned:

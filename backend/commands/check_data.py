@@ -1,38 +1,51 @@
 """What is wrong with a recipe's tokenizer, chat templates and data: every row is read, and none is kept."""
 
-from slipstream.backend.driver.data_checks import data_problems, example_checks, template_problems
-from slipstream.backend.driver.inputs import prompt_sets, read_tokenizer, tokenizer_problems
-from slipstream.backend.driver.sft import COLUMNS
+from pathlib import Path
+
+from slipstream.backend.driver.data_checks import template_problems
+from slipstream.backend.driver.inputs import (
+    data_problems,
+    named_files,
+    problems_in,
+    read_tokenizer,
+    tokenizer_problems,
+)
+from slipstream.backend.driver.sft import checked_examples
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.model.spec import ModelSpec
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import RunConfig, is_on_hub
 from slipstream.configs.supervised import Supervised
 from slipstream.rollout import plugins
 from slipstream.rollout.tokenizer import HfTokenizer
 
 
-def input_problems(config: RunConfig, supervised: Supervised | None = None) -> list[str]:
-    """Return what is wrong with the tokenizer and with each row of the recipe's data.
+def input_problems(config: RunConfig, supervised: Supervised | None = None) -> tuple[list[str], list[str]]:
+    """Return what is wrong with the tokenizer and with each row of the recipe's data, and notes for the user.
 
     Files that ``prepare`` has yet to make are not looked at. ``supervised``: the recipe of ``slipstream
     sft``.
     """
+    notes: list[str] = []
     spec = _spec(config)
     tokenizer, problems = _tokenizer(config, spec)
     context = None if spec is None else spec.geometry.max_positions
     if supervised is not None:
         if tokenizer is not None:
             problems += [f"model.path: {reason}" for reason in template_problems(tokenizer)]
-        if config.data is not None and config.data.path.exists():
-            checks = example_checks(tokenizer, context, COLUMNS[supervised.learn])
-            problems += data_problems("data.path", config.data.path, checks)
-        return problems
+        if all(_is_there(file.path) for file in config.training_files):
+            problems += problems_in("data.path", checked_examples(supervised, tokenizer, context))
+        return problems, notes
     if tokenizer is not None:
         problems += tokenizer_problems(config, tokenizer)
-    for each in prompt_sets(config):
-        if each.path.exists():
-            problems += data_problems(each.setting, each.path, each.checks(tokenizer, context))
-    return problems
+    for each in named_files(config):
+        if _is_there(each.file.path):
+            found, said = data_problems(each, tokenizer, context)
+            problems, notes = problems + found, notes + said
+    return problems, notes
+
+
+def _is_there(path: Path) -> bool:
+    return is_on_hub(path) or path.exists() or any(path.parent.glob(path.name))
 
 
 def _spec(config: RunConfig) -> ModelSpec | None:
@@ -49,6 +62,6 @@ def _tokenizer(config: RunConfig, spec: ModelSpec | None) -> tuple[HfTokenizer |
     if not (config.model.path / "config.json").exists():
         return None, []
     try:
-        return read_tokenizer(config.model.path, spec), []
+        return read_tokenizer(config.model, spec), []
     except (ValueError, OSError) as error:
         return None, [f"model.path: {error}"]

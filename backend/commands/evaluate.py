@@ -14,12 +14,16 @@ from rich.markup import escape
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.commands.preflight import check_start
 from slipstream.backend.commands.tryout import told
+from slipstream.backend.driver.length_filter import LengthFilter
 from slipstream.backend.driver.tryout import tryout
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 from slipstream.backend.monitor.units import mean
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import EvalSamplingConfig, PromptFile, RunConfig
+from slipstream.configs.schema.data import how_held_out
 from slipstream.rollout.collector.trial import TriedEpisode
-from slipstream.rollout.prompts import PromptError, read_prompts
+from slipstream.rollout.evaluated_set import HELD_OUT
+from slipstream.rollout.prompts import PromptError, checked_prompts
+from slipstream.rollout.tokenizer import load_tokenizer
 from slipstream.rollout.trajectory import Finish, Prompt
 
 PASSED = 1.0
@@ -52,9 +56,10 @@ class SetScore:
 def prompt_sets(config: RunConfig, named: Sequence[str]) -> dict[str, list[Prompt]]:
     """Return the prompts of each set by its name. ``named``: NAME=FILE; none: the recipe's held-out prompts.
 
-    Raises WrongInput with everything that is wrong.
+    A named file is read as held-out prompts are. Raises WrongInput with everything that is wrong.
     """
-    files: dict[str, Path] = {}
+    files: dict[str, PromptFile] = {}
+    columns, template = how_held_out(config.eval, config.data)
     problems: list[str] = []
     for each in named:
         name, equals, path = each.partition("=")
@@ -63,15 +68,19 @@ def prompt_sets(config: RunConfig, named: Sequence[str]) -> dict[str, list[Promp
         elif name in files:
             problems.append(f"--set {each}: there is a set {name} already: give it another name")
         else:
-            files[name] = Path(path)
-    if not named and config.eval is not None:
-        files["held_out"] = config.eval.path
+            files[name] = PromptFile(Path(path), columns, template)
+    if not named:
+        files = {file.name or HELD_OUT: file for file in config.held_out_files}
     if not named and not files:
         problems.append("--set: expected NAME=FILE, because the recipe has no eval.path")
     sets: dict[str, list[Prompt]] = {}
-    for name, path in files.items():
+    most = config.eval and config.eval.max_prompt_tokens
+    keeps = (
+        LengthFilter(load_tokenizer(config.model.path, config.model.template_args), most) if most else None
+    )
+    for name, file in files.items():
         try:
-            sets[name] = read_prompts(path)
+            sets[name] = list(checked_prompts(file, keeps=keeps))
         except (PromptError, OSError) as error:
             problems.append(f"--set {name}: {error}")
     if problems:
@@ -108,11 +117,10 @@ def evaluate(
 
 def with_sampling(config: RunConfig, temperature: float) -> RunConfig:
     """Return the recipe with the sampling of its evaluations, and without what only training reads."""
-    sampling = config.rollout.sampling
-    update: dict[str, object] = {"temperature": temperature or sampling.temperature}
-    if config.eval is not None and config.eval.max_new_tokens is not None:
-        update["max_new_tokens"] = config.eval.max_new_tokens
-    rollout = config.rollout.model_copy(update={"sampling": sampling.model_copy(update=update)})
+    own = (config.eval.sampling if config.eval is not None else EvalSamplingConfig()).model_copy(
+        update={"temperature": temperature}
+    )
+    rollout = config.rollout.model_copy(update={"sampling": own.over(config.rollout.sampling)})
     return config.model_copy(update={"rollout": rollout, "data": None, "eval": None})
 
 

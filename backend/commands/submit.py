@@ -13,7 +13,7 @@ import slipstream.slurm
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.driver.job_end import SHORTEST_S
 from slipstream.configs.rules.models import JUDGE, MODELS, model_folder
-from slipstream.configs.schema import ContainerConfig, RunConfig
+from slipstream.configs.schema import ContainerConfig, RunConfig, is_on_hub
 from slipstream.configs.schema.judge import OwnEngines, own_engines
 
 SBATCH_TIMEOUT_S = 120.0
@@ -65,8 +65,8 @@ def _named_folders(config: RunConfig) -> list[Path]:
     """Return the folders outside of the folder of submission that the recipe names, if they exist."""
     root = config.run.root
     folders = [root if root.is_dir() else root.parent]
-    folders += [config.data.path.parent] if config.data else []
-    folders += [config.eval.path.parent] if config.eval else []
+    files = (*config.training_files, *config.held_out_files)
+    folders += [file.path.parent for file in files if not is_on_hub(file.path)]
     folders += [folder for name in (*MODELS, JUDGE) if (folder := model_folder(config, name)) is not None]
     absolute = [folder for folder in folders if folder.is_absolute() and folder.is_dir()]
     return [folder for folder in absolute if folder != Path("/")]

@@ -19,7 +19,7 @@ from slipstream.backend.driver.prepare import PrepareFailed
 from slipstream.backend.driver.tryout import evenly, tryout
 from slipstream.backend.monitor.tables import pairs_table
 from slipstream.backend.monitor.units import mean
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import RunConfig, path_text
 from slipstream.rollout.collector.trial import TriedEpisode
 from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.engine.process import EngineStartError
@@ -92,13 +92,15 @@ def facts(config: RunConfig, inputs: Inputs) -> Any:
     """Return a table of what the episodes are made of."""
     rollout, sampling = config.rollout, config.rollout.sampling
     template = "the tokenizer's" if inputs.tokenizer.chat_template else "none: prompts must be texts"
-    assert config.data is not None
     return pairs_table(
         str(config.run.name),
         {
             "model": f"{config.model.path}, {config.model.dtype}",
             "tokenizer": f"{len(inputs.tokenizer):,} tokens; chat template: {template}",
-            "prompts": f"{len(inputs.prompts):,} in {config.data.path}",
+            "prompts": ", ".join(
+                f"{len(source.prompts):,} in {path_text(file.path)}"
+                for source, file in zip(inputs.prompts.sources, config.training_files, strict=True)
+            ),
             "workflow": rollout.workflow.path,
             "reward": rollout.reward.path if rollout.reward is not None else "of the hooks",
             "sampling": f"temperature {sampling.temperature:g}, at most {sampling.max_new_tokens} new tokens",

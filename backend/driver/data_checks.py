@@ -5,22 +5,21 @@ order of roles, and every prompt that may be too long for the model. Nothing is 
 than the memory.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 from jinja2 import TemplateError
 from jinja2.exceptions import TemplateSyntaxError
 
+from slipstream.backend.driver.length_filter import rendered_ids, shape_of, text_bytes
 from slipstream.backend.driver.plugin_checks import is_user_code
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout import plugins
-from slipstream.rollout.prompts import Check, PromptError, checked_prompts, text_in
+from slipstream.rollout.prompts import Check, text_in
 from slipstream.rollout.prompts.chat import role_problem
 from slipstream.rollout.tokenizer import HfTokenizer
-from slipstream.rollout.trajectory import Messages, Prompt
+from slipstream.rollout.trajectory import Prompt
 
 WRITES_PROMPTS = ("slipstream.rollout.workflow.SingleTurn", "slipstream.rollout.workflow.ToolUse")
 """Workflows whose first request is the prompt as the chat template writes it."""
@@ -131,18 +130,6 @@ def template_file_problems(config: RunConfig, tokenizer: HfTokenizer) -> list[st
     return problems
 
 
-def data_problems(setting: str, path: Path, checks: list[Check]) -> list[str]:
-    """Return what is wrong with a prompt set, each with its setting. Nothing of the set is kept."""
-    try:
-        for _ in checked_prompts(path, checks):
-            pass
-    except PromptError as error:
-        return [f"{setting}: {line}" for line in str(error).splitlines()]
-    except OSError as error:
-        return [f"{setting}: {path} cannot be read: {error.strerror or error}"]
-    return []
-
-
 class TemplateCheck:
     """Writes prompts as a rollout sends them, and counts their tokens where they may be too many."""
 
@@ -151,6 +138,11 @@ class TemplateCheck:
         self._tokenizer = tokenizer
         self._room = room
         self._columns = columns
+        self._way_out = (
+            "shorten it, or leave the row out"
+            if columns
+            else f"shorten it, or leave it out: max_prompt_tokens: {max(1, room.tokens if room else 1)}"
+        )
         self._shapes: set[tuple[object, ...]] = set()
         self._tokenized = 0
         template = str(tokenizer.chat_template)
@@ -167,25 +159,25 @@ class TemplateCheck:
                 return reason
         if not self._works:
             return None  # it is said once, and not of each prompt
-        shape = _shape(prompt)
+        shape = shape_of(prompt)
         if shape not in self._shapes and len(self._shapes) < MOST_SHAPES:
             self._shapes.add(shape)
-            if reason := self._template_problem(prompt.messages()):
+            if reason := self._template_problem(prompt):
                 return reason
         return self._length_problem(prompt)
 
-    def _template_problem(self, messages: Messages) -> str | None:
+    def _template_problem(self, prompt: Prompt) -> str | None:
         try:
-            ids = self._ids(messages)
+            ids = rendered_ids(self._tokenizer, prompt)
         except TemplateError as error:
-            roles = ", ".join(str(message["role"]) for message in messages)
+            roles = ", ".join(str(message["role"]) for message in prompt.messages())
             return (
                 f"`prompt`: the chat template refuses a chat with the roles {roles}: {error.message}; "
                 "change the "
                 "chat, or the template (tokenizer_config.json or chat_template.jinja)"
             )
         except Exception as error:  # the template is code of the model's
-            roles = ", ".join(str(message["role"]) for message in messages)
+            roles = ", ".join(str(message["role"]) for message in prompt.messages())
             return (
                 f"`prompt`: the chat template fails with the roles {roles}: {type(error).__name__}: {error}"
             )
@@ -195,14 +187,14 @@ class TemplateCheck:
         if self._room is None:
             return None
         targets = [str(prompt.metadata.get(column, "")) for column in self._columns]
-        size = _bytes(prompt.prompt) + max((_bytes(target) for target in targets), default=0)
+        size = text_bytes(prompt.prompt) + max((text_bytes(target) for target in targets), default=0)
         if size + TEMPLATE_BYTES <= self._room.tokens:
             return None  # no token has less than a byte
         self._tokenized += size
         if self._tokenized > MOST_TOKENIZED and size < BYTES_PER_TOKEN * self._room.tokens:
             return None
         try:
-            tokens = len(self._ids(prompt.messages()))
+            tokens = len(rendered_ids(self._tokenizer, prompt))
         except Exception:  # said of the first prompt of its shape
             return None
         tokens += max(
@@ -217,26 +209,8 @@ class TemplateCheck:
         )
         return (
             f"{what} {tokens} tokens, expected at most {self._room.tokens}: {self._room.why} "
-            "(max_position_embeddings); shorten it, or leave the row out"
+            f"(max_position_embeddings); {self._way_out}"
         )
-
-    def _ids(self, messages: Messages) -> list[int]:
-        return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-
-
-def _shape(prompt: Prompt) -> tuple[object, ...]:
-    """Return what of a prompt a chat template may treat in another way."""
-    if isinstance(prompt.prompt, str):
-        return ("text",)
-    return tuple(
-        (message["role"], type(message.get("content")), *sorted(message)) for message in prompt.prompt
-    )
-
-
-def _bytes(content: object) -> int:
-    if not isinstance(content, str):
-        content = json.dumps(content, ensure_ascii=False, default=str)
-    return len(content.encode(errors="replace"))
 
 
 def _label_check(config: RunConfig) -> Check | None:

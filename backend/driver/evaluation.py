@@ -1,4 +1,4 @@
-"""Evaluation: greedy completions of held-out prompts, beside training."""
+"""Evaluation: completions of held-out prompts, beside training."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 from slipstream.backend.driver.hooked_batches import HookedBatches
 from slipstream.backend.driver.ports import RunListener
 from slipstream.backend.monitor.units import mean
-from slipstream.configs.schema.run import EvalConfig
+from slipstream.configs.schema import EvalConfig
 from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.evaluated_set import HELD_OUT, EvaluatedSet
 from slipstream.rollout.trajectory import Prompt, means_by_name, prompt_fields
@@ -64,26 +64,33 @@ class Evaluation:
         rewards = [result.reward for result in results if result.reward is not None]
         if len(rewards) < len(results):
             raise _NotEvaluated(next(result.note for result in results if result.reward is None))
-        held_out = EvaluatedSet(
-            HELD_OUT,
-            rewards,
-            [result.response_length for result in results],
-            [result.is_truncated for result in results],
-            [prompt_fields(prompt) for prompt in self._prompts],
-        )
-        return _Result(
-            [held_out],
-            means_by_name(result.reward_parts for result in results),
-            means_by_name(result.metrics for result in results),
-        )
+        by_set: dict[str, list[int]] = {}
+        for place, prompt in enumerate(self._prompts):
+            by_set.setdefault(prompt.source or HELD_OUT, []).append(place)
+        sets = [
+            EvaluatedSet(
+                name,
+                [rewards[place] for place in places],
+                [results[place].response_length for place in places],
+                [results[place].is_truncated for place in places],
+                [prompt_fields(self._prompts[place]) for place in places],
+            )
+            for name, places in by_set.items()
+        ]
+        parts = means_by_name(result.reward_parts for result in results)
+        return _Result(sets, parts | _by_set(sets), means_by_name(result.metrics for result in results))
 
     async def _ask_function(self, version: int) -> "_Result":
         """Have the recipe's function evaluate. Raises _NotEvaluated."""
         result = await self._questions.ask_function(version)
         if not result.sets:
             raise _NotEvaluated(result.note)
-        several = result.sets if len(result.sets) > 1 else []
-        return _Result(result.sets, {each.name: mean(each.rewards) for each in several}, {})
+        return _Result(result.sets, _by_set(result.sets), {})
+
+
+def _by_set(sets: Sequence[EvaluatedSet]) -> dict[str, float]:
+    """Return the mean reward of each of several sets."""
+    return {each.name: mean(each.rewards) for each in sets} if len(sets) > 1 else {}
 
 
 class _NotEvaluated(Exception):

@@ -14,8 +14,9 @@ from typing import BinaryIO
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from slipstream.backend.driver.inputs import InputError
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import PromptFile, RunConfig, path_text
 from slipstream.rollout.durable import write_durably
+from slipstream.rollout.prompts.files import local_files
 
 INPUTS = "inputs.json"
 ACCEPT = "--accept-changed-inputs"
@@ -88,23 +89,23 @@ class KnownInputs(_Strict):
 def identify(path: Path) -> Identity:
     """Return the identity of a data set, or of the HF checkpoint in a folder. Raises OSError."""
     if not path.is_dir():
-        return _identity([path], path.parent, SAMPLES)
+        return _identity(list(local_files(path)), path.parent, SAMPLES)
     files = {file for pattern in MODEL_FILES for file in path.glob(pattern) if file.is_file()}
     return _identity(sorted(files), path, WEIGHT_SAMPLES)
 
 
 def current_inputs(config: RunConfig) -> KnownInputs:
     """Identify the inputs that the recipe names. Raises OSError."""
-    paths = {"model.path": config.model.path}
-    if config.data is not None:
-        paths["data.path"] = config.data.path
-    if config.eval is not None:
-        paths["eval.path"] = config.eval.path
-    return KnownInputs(
-        inputs={
-            setting: KnownInput(path=str(path), identity=identify(path)) for setting, path in paths.items()
-        }
-    )
+    inputs = {"model.path": KnownInput(path=str(config.model.path), identity=identify(config.model.path))}
+    for file in (*config.training_files, *config.held_out_files):
+        inputs[_name_of(file)] = KnownInput(path=path_text(file.path), identity=identify(file.path))
+    return KnownInputs(inputs=inputs)
+
+
+def _name_of(file: PromptFile) -> str:
+    """Return the setting of a prompt file, with its name in place of its number."""
+    section, *more, path = file.setting.split(".")
+    return ".".join([section, *more[:1], *([file.name] if file.name else []), path])
 
 
 def inputs_to_go_on_with(
@@ -161,7 +162,8 @@ def _identity(files: list[Path], folder: Path, samples: int) -> Identity:
     for path in files:
         with path.open("rb") as file:
             size = file.seek(0, 2)
-            name = path.relative_to(folder).as_posix() if len(files) > 1 else ""
+            inside = path.relative_to(folder).as_posix() if folder in path.parents else path.name
+            name = inside if len(files) > 1 else ""
             digest.update(f"{name}\0{size}\0".encode())
             for offset in _offsets(size, samples):
                 digest.update(_block(file, offset))

@@ -1,9 +1,8 @@
 """Reads the inputs of a run, so that everything wrong with them is found before anything is started."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TypeVar, cast
 
 from slipstream.backend.driver.data_checks import (
@@ -12,6 +11,7 @@ from slipstream.backend.driver.data_checks import (
     template_problems,
     writes_prompts,
 )
+from slipstream.backend.driver.length_filter import LengthFilter
 from slipstream.backend.driver.plugin_checks import model_of
 from slipstream.backend.driver.plugin_process import imported_plugin_problems
 from slipstream.bridge.families import model_spec
@@ -20,13 +20,20 @@ from slipstream.bridge.hf.index import HfCheckpointError
 from slipstream.bridge.model.spec import ModelSpec, value_spec
 from slipstream.bridge.shards.check import check_tensors
 from slipstream.configs.rules.models import CRITIC, JUDGE, OTHER_MODELS, model_folder
-from slipstream.configs.schema import PluginConfig, RunConfig
+from slipstream.configs.schema import ModelConfig, PluginConfig, PromptFile, RunConfig, path_text
 from slipstream.configs.schema.judge import own_engines
 from slipstream.rollout import plugins
 from slipstream.rollout.compat.slime.checking import hook_problems
 from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.engine.model_limits import context_of, vocabulary_of
-from slipstream.rollout.prompts import Check, PromptError, read_prompts
+from slipstream.rollout.prompts import (
+    Check,
+    PromptError,
+    PromptSet,
+    SourcePrompts,
+    StoredPrompts,
+    checked_prompts,
+)
 from slipstream.rollout.reward.loading import load_judge
 from slipstream.rollout.tokenizer import HfTokenizer, load_tokenizer
 from slipstream.rollout.trajectory import Prompt
@@ -45,12 +52,14 @@ class Inputs:
 
     spec: ModelSpec
     tokenizer: HfTokenizer
-    prompts: list[Prompt]
+    prompts: PromptSet
     held_out: list[Prompt]
     workflow: Workflow
     reward: object
     """The object that judges, or the function; None without prompts."""
     group_filter: GroupFilter | None
+    notes: Sequence[str] = ()
+    """What the user is told of the prompts: how many are left out."""
 
 
 def read_inputs(config: RunConfig) -> Inputs:
@@ -77,14 +86,17 @@ def read_inputs(config: RunConfig) -> Inputs:
     spec = attempt(
         "model.path", lambda: model_spec(config.model.path, plugins.resolved(config.model.families))
     )
-    tokenizer = attempt("model.path", lambda: read_tokenizer(config.model.path, spec))
+    tokenizer = attempt("model.path", lambda: read_tokenizer(config.model, spec))
     if tokenizer is not None:
         problems += tokenizer_problems(config, tokenizer)
     context = spec and spec.geometry.max_positions
-    sets = {
-        each.setting: attempt(each.setting, partial(read_prompts, each.path, each.checks(tokenizer, context)))
-        for each in prompt_sets(config)
-    }
+    sets = {"data": list[SourcePrompts](), "eval": list[SourcePrompts]()}
+    for each in named_files(config):
+        sources = sets[each.file.setting.partition(".")[0]]
+        first = sum(len(source.prompts) + source.left_out for source in sources)
+        read = partial(read_source, each, tokenizer, context, first)
+        if (source := attempt(each.file.setting, read)) is not None:
+            sources.append(source)
     problems += [
         *hook_problems(config),
         *checkpoint_problems(config, OTHER_MODELS),
@@ -95,45 +107,110 @@ def read_inputs(config: RunConfig) -> Inputs:
     return Inputs(
         spec=spec,
         tokenizer=tokenizer,
-        prompts=sets.get("data.path") or [],
-        held_out=(sets.get("eval.path") or [])[: config.eval and config.eval.max_prompts],
+        prompts=PromptSet(sets["data"]),
+        held_out=[
+            prompt
+            for source in sets["eval"]
+            for prompt in source.prompts[: config.eval and config.eval.max_prompts]
+        ],
         workflow=cast(Workflow, workflow),
         reward=reward,
         group_filter=cast(GroupFilter | None, group_filter),
+        notes=[source.note for sources in sets.values() for source in sources if source.note],
     )
 
 
 @dataclass(frozen=True)
-class PromptSet:
-    """A prompt set that a recipe names."""
+class NamedFile:
+    """A prompt file that a recipe names, and the room for its prompts."""
 
-    setting: str
-    path: Path
+    file: PromptFile
     config: RunConfig
     new_tokens: int
     new_tokens_setting: str
+    most_tokens: int | None
+    most_tokens_setting: str
 
     def checks(self, tokenizer: HfTokenizer | None, context: int | None) -> list[Check]:
         """Return the checks of its rows."""
         return prompt_checks(self.config, tokenizer, context, self.new_tokens, self.new_tokens_setting)
 
+    def filter(self, tokenizer: HfTokenizer | None) -> LengthFilter | None:
+        """Return what leaves its long prompts out; None: all are kept."""
+        if self.most_tokens is None or tokenizer is None or not tokenizer.chat_template:
+            return None
+        return LengthFilter(tokenizer, self.most_tokens)
 
-def prompt_sets(config: RunConfig) -> list[PromptSet]:
-    """Return the prompt sets that a recipe names."""
-    sets, sampling = list[PromptSet](), "rollout.sampling.max_new_tokens"
+    def note(self, left_out: int, kept: int) -> str:
+        """Return how many prompts are left out, for the user. Raises PromptError when there is no other."""
+        text = f"{left_out:,} of {left_out + kept:,} prompts have more than {self.most_tokens:,} tokens"
+        if not kept:
+            raise PromptError(
+                f"{path_text(self.file.path)}: {text} ({self.most_tokens_setting}): none is left"
+            )
+        return f"{self.file.setting}: {text} ({self.most_tokens_setting}) and are left out"
+
+
+def named_files(config: RunConfig) -> list[NamedFile]:
+    """Return the prompt files that a recipe names, those to train on first."""
+    files, setting = list[NamedFile](), "rollout.sampling.max_new_tokens"
     most = config.rollout.sampling.max_new_tokens
     if config.data is not None:
-        sets.append(PromptSet("data.path", config.data.path, config, most, sampling))
+        longest = config.data.max_prompt_tokens, "data.max_prompt_tokens"
+        files += [NamedFile(file, config, most, setting, *longest) for file in config.training_files]
     if config.eval is not None:
-        own = config.eval.max_new_tokens
-        setting = sampling if own is None else "eval.max_new_tokens"
-        sets.append(PromptSet("eval.path", config.eval.path, config, own or most, setting))
-    return sets
+        own = config.eval.sampling.max_new_tokens
+        setting = setting if own is None else "eval.sampling.max_new_tokens"
+        longest = config.eval.max_prompt_tokens, "eval.max_prompt_tokens"
+        files += [NamedFile(file, config, own or most, setting, *longest) for file in config.held_out_files]
+    return files
+
+
+def read_source(
+    named: NamedFile, tokenizer: HfTokenizer | None, context: int | None, first: int
+) -> SourcePrompts:
+    """Read a prompt file. ``first``: number of its first prompt. Raises PromptError and OSError."""
+    file, keeps = named.file, named.filter(tokenizer)
+    checks = named.checks(tokenizer, context)
+    prompts = StoredPrompts(checked_prompts(file, checks, first=first, keeps=keeps))
+    left_out = 0 if keeps is None else keeps.left_out
+    note = named.note(left_out, len(prompts)) if left_out else ""
+    return SourcePrompts(prompts, file.name, file.weight, left_out, note)
+
+
+def data_problems(
+    named: NamedFile, tokenizer: HfTokenizer | None, context: int | None
+) -> tuple[list[str], list[str]]:
+    """Return what is wrong with a prompt file, each with its setting, and notes. Nothing of it is kept."""
+    keeps, kept, notes = named.filter(tokenizer), 0, list[str]()
+    prompts = checked_prompts(named.file, named.checks(tokenizer, context), keeps=keeps)
+
+    def counted() -> Iterator[Prompt]:
+        nonlocal kept
+        for prompt in prompts:
+            kept += 1
+            yield prompt
+        if keeps is not None and keeps.left_out:
+            notes.append(named.note(keeps.left_out, kept))
+
+    return problems_in(named.file.setting, counted()), notes
+
+
+def problems_in(setting: str, rows: Iterable[object]) -> list[str]:
+    """Return what is wrong with a file that is read, each with its setting. Nothing of it is kept."""
+    try:
+        for _ in rows:
+            pass
+    except PromptError as error:
+        return [f"{setting}: {line}" for line in str(error).splitlines()]
+    except OSError as error:
+        return [f"{setting}: {error.filename or 'the file'} cannot be read: {error.strerror or error}"]
+    return []
 
 
 def tokenizer_problems(config: RunConfig, tokenizer: HfTokenizer) -> list[str]:
     """Return what is wrong with the chat templates that the recipe uses."""
-    own = template_problems(tokenizer) if writes_prompts(config) and prompt_sets(config) else []
+    own = template_problems(tokenizer) if writes_prompts(config) and named_files(config) else []
     return [*(f"model.path: {reason}" for reason in own), *template_file_problems(config, tokenizer)]
 
 
@@ -186,12 +263,13 @@ def judge_model_problems(config: RunConfig) -> list[str]:
     return problems
 
 
-def read_tokenizer(folder: Path, spec: ModelSpec | None) -> HfTokenizer:
-    """Return the tokenizer of a checkpoint. Raises ValueError, OSError.
+def read_tokenizer(model: ModelConfig, spec: ModelSpec | None) -> HfTokenizer:
+    """Return the tokenizer of the policy. Raises ValueError, OSError.
 
     A tokenizer with ids that the model does not have would end the engines.
     """
-    tokenizer = load_tokenizer(folder)
+    folder = model.path
+    tokenizer = load_tokenizer(folder, model.template_args)
     if spec is not None and len(tokenizer) > spec.geometry.vocab:
         raise ValueError(
             f"the tokenizer in {folder} has {len(tokenizer)} tokens, the model {spec.geometry.vocab} "

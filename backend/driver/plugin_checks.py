@@ -284,4 +284,4 @@ def _method_problem(factory: type, method: Method) -> str:
 def model_of(config: RunConfig) -> Callable[[], object] | None:
     """Return what makes the language model of the recipe; None: it names none."""
     setup = named_model(config)
-    return setup and (lambda: JudgeModel.of(setup.settings, setup.policy))
+    return setup and (lambda: JudgeModel.of(setup.settings, setup.policy, setup.template_args))

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import RunConfig, is_on_hub, path_text
 from slipstream.rollout.plugins import resolve
 
 LONGEST_LINE = 2**24
@@ -24,20 +25,46 @@ class PrepareFailed(RuntimeError):
     """The recipe's ``prepare`` has failed, or has not made the files it was called for."""
 
 
-def input_paths(config: RunConfig) -> dict[str, Path]:
-    """Return the files that the run reads, by the argument names of ``prepare``."""
-    paths = {"model_path": config.model.path}
-    paths |= {"data_path": config.data.path} if config.data else {}
-    return paths | ({"eval_path": config.eval.path} if config.eval else {})
+Inputs = dict[str, Path | dict[str, Path]]
+
+
+def input_paths(config: RunConfig) -> Inputs:
+    """Return the files that the run reads, by the argument names of ``prepare``: ``data_path``, or
+    ``data_paths`` by their names where there are several."""
+    paths: Inputs = {"model_path": config.model.path}
+    for section, files in (("data", config.training_files), ("eval", config.held_out_files)):
+        named = {file.name: file.path for file in files if file.name}
+        paths |= {f"{section}_paths": named} if named else {f"{section}_path": file.path for file in files}
+    return paths
+
+
+def _missing(paths: Inputs) -> list[str]:
+    """Return the files that do not exist."""
+    files = [
+        file for each in paths.values() for file in (each.values() if isinstance(each, dict) else [each])
+    ]
+    return [str(file) for file in files if not is_on_hub(file) and not file.exists()]
+
+
+def _as_text(path: Path | dict[str, Path]) -> object:
+    return (
+        {name: path_text(each) for name, each in path.items()} if isinstance(path, dict) else path_text(path)
+    )
+
+
+def _as_path(text: Any) -> object:
+    return {name: Path(each) for name, each in text.items()} if isinstance(text, dict) else Path(text)
 
 
 async def prepare_inputs(config: RunConfig, say: Callable[[str], None]) -> None:
     """Call the recipe's ``prepare`` when one of the run's inputs is missing. Raises PrepareFailed."""
     paths = input_paths(config)
-    if config.prepare is None or all(path.exists() for path in paths.values()):
+    if config.prepare is None or not _missing(paths):
         return
     arguments = (
-        {name: str(path) for name, path in paths.items()} | {"seed": config.run.seed} | config.prepare.args
+        {name: _as_text(path) for name, path in paths.items()}
+        | {"seed": config.run.seed}
+        | config.prepare.args
     )
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -63,7 +90,7 @@ async def prepare_inputs(config: RunConfig, say: Callable[[str], None]) -> None:
         with suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-    if absent := [str(path) for path in paths.values() if not path.exists()]:
+    if absent := _missing(paths):
         raise PrepareFailed(f"{config.prepare.path} has ended well, but did not make {', '.join(absent)}")
 
 
@@ -74,9 +101,9 @@ def _ending(code: int) -> str:
 def main() -> None:
     request = json.loads(sys.argv[1])
     arguments = request["args"]
-    for name in ("model_path", "data_path", "eval_path"):
+    for name in ("model_path", "data_path", "data_paths", "eval_path", "eval_paths"):
         if name in arguments:
-            arguments[name] = Path(arguments[name])
+            arguments[name] = _as_path(arguments[name])
     resolve(request["path"])(**arguments, say=lambda text: print(text, flush=True))
 
 

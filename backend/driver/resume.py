@@ -82,7 +82,13 @@ async def open_run(
                 apply_mode(config)
                 progress.phase("checking the last checkpoint")
                 checkpoint = find_checkpoint(config)
-                state = begin(config, inputs, checkpoint, lease, other_prompts="data.path" in changed)
+                state = begin(
+                    config,
+                    inputs,
+                    checkpoint,
+                    lease,
+                    other_prompts=any(setting.startswith("data.") for setting in changed),
+                )
                 taken.callback(state.ledger.close)
                 write_recipe(config, known)
             else:

@@ -95,6 +95,8 @@ async def _run(
         stack.enter_context(state.lease.held(stop.fail))
         stack.callback(state.ledger.close)
         progress.keep_in(folder)
+        for note in inputs.notes:
+            progress.note(note)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         metrics = MetricsLog(folder, open_trackers(config, recipe_text(config), progress.note))
         stack.callback(metrics.close)

@@ -27,7 +27,7 @@ from slipstream.backend.driver.identity import KnownInputs, current_inputs, inpu
 from slipstream.backend.driver.inputs import InputError
 from slipstream.backend.monitor.metrics import METRICS_FILE
 from slipstream.backend.monitor.progress import Progress
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import RunConfig, is_on_hub
 from slipstream.configs.schema.base import Section
 from slipstream.rollout.durable import write_durably
 from slipstream.rollout.ledger.database import LedgerBusy
@@ -51,6 +51,9 @@ OF_A_RUN = (RECIPE, LEDGER, METRICS_FILE, CHECKPOINTS)
 
 FIXED = ("run.seed", "data.shuffle", "rollout.batch_size", "rollout.n_samples_per_prompt")
 """Settings that give the ledger its meaning: they cannot change when a run is resumed."""
+
+READING = ("data.columns", "data.prompt_template", "data.max_prompt_tokens", "data.sources")
+"""Settings that decide which prompt is where in the order. They cannot change either, but for paths."""
 
 
 def recipe_text(config: RunConfig) -> str:
@@ -169,10 +172,15 @@ def with_absolute_paths(section: AnySection) -> AnySection:
     """Return the same settings with absolute paths: other nodes need not share the working directory."""
     changed: dict[str, object] = {}
     for name, value in section:
-        if isinstance(value, Path):
+        if isinstance(value, Path) and not is_on_hub(value):
             changed[name] = value.resolve()
         elif isinstance(value, Section):
             changed[name] = with_absolute_paths(value)
+        elif isinstance(value, list):
+            items = cast("list[object]", value)
+            changed[name] = [
+                with_absolute_paths(each) if isinstance(each, Section) else each for each in items
+            ]
     return section.model_copy(update=changed)
 
 
@@ -195,7 +203,7 @@ def check_same_run(config: RunConfig) -> None:
     before, now = read_recipe(config.run.folder), config.model_dump(mode="json")
     changed = [
         f"{key}: {_setting(now, key)!r}, but the run was started with {_setting(before, key)!r}"
-        for key in FIXED
+        for key in (*FIXED, *READING)
         if _setting(now, key) != _setting(before, key)
     ]
     if changed:
@@ -236,4 +244,6 @@ def _damaged(path: Path, reason: str) -> InputError:
 def _setting(recipe: object, key: str) -> object:
     for part in key.split("."):
         recipe = recipe.get(part) if isinstance(recipe, dict) else None
+    if key == "data.sources" and isinstance(recipe, list):  # files may have moved
+        return [{name: value for name, value in source.items() if name != "path"} for source in recipe]
     return recipe

@@ -6,7 +6,7 @@ For the trainer a response is a trajectory with reward 1 that its present policy
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,7 +54,15 @@ from slipstream.rollout import plugins
 from slipstream.rollout.control.core import GroupCounts
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.ledger.lease import FolderLease
-from slipstream.rollout.prompts import Example, PromptError, PromptStream, read_examples
+from slipstream.rollout.prompts import (
+    EpochOrder,
+    Example,
+    PromptError,
+    answered_chat,
+    checked_prompts,
+    ends_with_answer,
+    read_examples,
+)
 from slipstream.rollout.trajectory import Prompt
 
 T = TypeVar("T")
@@ -63,8 +71,6 @@ RANK_CLASSES = {
     "responses": "slipstream.backend.trainer.rank.TrainerRank",
     "preferences": "slipstream.backend.trainer.reward_model.RewardModelRank",
 }
-COLUMNS = {"responses": ("response",), "preferences": ("chosen", "rejected")}
-
 PROGRESS_LINES = 50
 """Number of progress lines to print."""
 
@@ -119,7 +125,7 @@ async def _run(
         metrics = MetricsLog(folder, open_trackers(config, recipe_text(config), progress.note))
         stack.callback(metrics.close)
         progress.phase("starting Ray")
-        trajectories = config.rollout.batch_size * len(COLUMNS[supervised.learn])
+        trajectories = config.rollout.batch_size * supervised.targets
         largest = batch_bytes(trajectories, examples.longest)
         nodes = stack.enter_context(ray_cluster(config, batch_bytes=largest, note=progress.note))
         logs, timeout_s = folder / LOGS, config.run.step_timeout_s
@@ -288,13 +294,12 @@ class EncodedExamples:
             [_encoded(example.prompt, target, tokenizer) for target in example.targets]
             for example in examples
         ]
-        prompts = [example.prompt for example in examples]
         assert config.data is not None
-        self._order = PromptStream(prompts, shuffle=config.data.shuffle, seed=config.run.seed)
+        self._order = EpochOrder(len(examples), shuffle=config.data.shuffle, seed=config.run.seed)
 
     def pairs_at(self, position: int) -> list[TokenPair]:
         """Return the prompt with each target of the example at ``position`` in the order."""
-        return self._pairs[self._order.at(position).id]
+        return self._pairs[self._order.at(position)]
 
     @property
     def longest(self) -> int:
@@ -317,13 +322,11 @@ def read_encoded_examples(supervised: Supervised) -> EncodedExamples:
     spec = attempt(
         "model.path", lambda: model_spec(config.model.path, plugins.resolved(config.model.families))
     )
-    tokenizer = attempt("model.path", lambda: read_tokenizer(config.model.path, spec))
-    assert config.data is not None
-    path, columns = config.data.path, COLUMNS[supervised.learn]
+    tokenizer = attempt("model.path", lambda: read_tokenizer(config.model, spec))
     if tokenizer is not None:
         problems += [f"model.path: {reason}" for reason in template_problems(tokenizer)]
-    checks = example_checks(tokenizer, spec and spec.geometry.max_positions, columns)
-    examples = attempt("data.path", lambda: read_examples(path, columns, checks))
+    context = spec and spec.geometry.max_positions
+    examples = attempt("data.path", lambda: list(checked_examples(supervised, tokenizer, context)))
     if not problems and spec is not None and tokenizer is not None and examples is not None:
         encoded = EncodedExamples(config, examples, tokenizer)
         if encoded.longest <= spec.geometry.max_positions:
@@ -333,6 +336,21 @@ def read_encoded_examples(supervised: Supervised) -> EncodedExamples:
             f"{spec.geometry.max_positions} (max_position_embeddings): leave such examples out"
         )
     raise InputError("\n".join(problems))
+
+
+def checked_examples(
+    supervised: Supervised, tokenizer: HfTokenizer | None, context: int | None
+) -> Iterator[Example]:
+    """Yield the examples of a recipe. ``context``: tokens that the model has room for; None: not known.
+
+    Raises PromptError with every wrong row, and OSError.
+    """
+    (file,), columns = supervised.run.training_files, supervised.columns
+    if supervised.learn == "responses" and columns.messages is not None:
+        checks = [ends_with_answer, *example_checks(tokenizer, context, ())]
+        return map(answered_chat, checked_prompts(file, checks))
+    targets = (columns.response,) if supervised.learn == "responses" else (columns.chosen, columns.rejected)
+    return read_examples(file, targets, example_checks(tokenizer, context, targets))
 
 
 def _encoded(prompt: Prompt, target: str, tokenizer: HfTokenizer) -> TokenPair:

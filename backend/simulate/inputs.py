@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from slipstream.configs.load import load_recipe
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.simulate import ClusterLayout
 from slipstream.configs.violations import RecipeError, Violation
-from slipstream.rollout.prompts import PromptError, read_prompts
+from slipstream.rollout.prompts import PromptError, checked_prompts
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -159,13 +160,16 @@ def _held_out(config: RunConfig) -> int:
     """Return the number of prompts of each evaluation during the run, as far as it is known."""
     if config.eval is None or not config.eval.every:
         return 0
-    if not config.eval.path.exists():
-        return config.eval.max_prompts or 0
-    try:
-        prompts = len(read_prompts(config.eval.path))
-    except (PromptError, OSError) as error:
-        raise RecipeError([Violation("eval.path", str(config.eval.path), str(error))]) from None
-    return min(prompts, config.eval.max_prompts or prompts)
+    prompts, most = 0, config.eval.max_prompts
+    for file in config.held_out_files:
+        if not file.path.exists():
+            prompts += most or 0
+            continue
+        try:
+            prompts += sum(1 for _ in islice(checked_prompts(file), most))
+        except (PromptError, OSError) as error:
+            raise RecipeError([Violation(file.setting, str(file.path), str(error))]) from None
+    return prompts
 
 
 def _memory_violations(work: Work) -> Iterator[Violation]:

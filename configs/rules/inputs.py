@@ -16,11 +16,15 @@ from slipstream.configs.rules.models import (
     model_number,
 )
 from slipstream.configs.rules.rule import Rule, setting
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import DataConfig, EvalConfig, RunConfig, is_on_hub, path_text
+from slipstream.configs.schema.data import PROMPT_SUFFIXES, SourceConfig
 from slipstream.configs.violations import ABSENT, Violation, one_of
 
-PROMPT_SUFFIXES = (".jsonl", ".parquet")
-PROMPTS = ("data.path", "eval.path")
+PROMPTS = tuple(
+    f"{section}.{name}"
+    for section, several in (("data", "sources"), ("eval", "sets"))
+    for name in ("path", several, "columns", "prompt_template")
+)
 PLUGINS = (
     "rollout.workflow",
     "rollout.reward",
@@ -38,7 +42,7 @@ PLUGINS = (
     "judge.hint.question.parser",
     "prepare",
 )
-COMPLETION_LENGTHS = ("rollout.sampling.max_new_tokens", "eval.max_new_tokens")
+COMPLETION_LENGTHS = ("rollout.sampling.max_new_tokens", "eval.sampling.max_new_tokens")
 
 LONGEST_NAME = 255
 """Bytes in one path component, on every file system in use."""
@@ -98,18 +102,84 @@ def reward_is_given(config: RunConfig) -> Iterator[Violation]:
         )
 
 
-def prompts_have_a_known_format(config: RunConfig, path: str) -> Iterator[Violation]:
-    file = setting(config, path, Path)
-    if file is not None and file.suffix not in PROMPT_SUFFIXES:
-        yield Violation(path, str(file), f"expected a file that ends in {one_of(PROMPT_SUFFIXES)}")
+def prompts_are_named_once(config: RunConfig) -> Iterator[Violation]:
+    """Prompts come from one path, or from several under different names."""
+    data, evaluation = config.data, config.eval
+    if data is not None:
+        yield from _named_once("data", "sources", data.path, [each.name for each in data.sources])
+        given = [each.weight is not None for each in data.sources]
+        if any(given) and not all(given):
+            without = ", ".join(each.name for each in data.sources if each.weight is None)
+            yield Violation(
+                f"data.sources.{given.index(False)}.weight",
+                ABSENT,
+                f"expected a weight for each source or for none; these have none: {without}",
+            )
+    if evaluation is not None:
+        yield from _named_once("eval", "sets", evaluation.path, [each.name for each in evaluation.sets])
 
 
-def prompts_exist(config: RunConfig, path: str) -> Iterator[Violation]:
-    file = setting(config, path, Path)
-    if file is None or config.prepare is not None:
+def _named_once(section: str, several: str, path: Path | None, names: list[str]) -> Iterator[Violation]:
+    if path is None and not names:
+        yield Violation(
+            f"{section}.path", ABSENT, f"missing, but required: a prompt file, or {section}.{several}"
+        )
+    if path is not None and names:
+        yield Violation(
+            f"{section}.path",
+            path_text(path),
+            f"expected either one file, or several in {section}.{several}, and not both",
+        )
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            reason = "another one has this name; expected names that differ, because metrics have them"
+            yield Violation(f"{section}.{several}.{place}.name", name, reason)
+
+
+def template_takes_the_place_of_a_column(config: RunConfig) -> Iterator[Violation]:
+    sections: list[tuple[str, DataConfig | EvalConfig | SourceConfig]] = []
+    for name, section in (("data", config.data), ("eval", config.eval)):
+        sections += [(name, section)] if section is not None else []
+    data, evaluation = config.data, config.eval
+    sections += [(f"data.sources.{n}", each) for n, each in enumerate(data.sources if data else [])]
+    sections += [(f"eval.sets.{n}", each) for n, each in enumerate(evaluation.sets if evaluation else [])]
+    for name, section in sections:
+        columns = section.columns
+        if section.prompt_template and columns and "prompt" in columns.model_fields_set:
+            reason = (
+                f"expected no other prompt, because {name}.prompt_template makes it; leave one of them out"
+            )
+            yield Violation(f"{name}.columns.prompt", columns.prompt, reason)
+
+
+def prompts_have_a_known_format(config: RunConfig) -> Iterator[Violation]:
+    for file in (*config.training_files, *config.held_out_files):
+        text = path_text(file.path)
+        if is_on_hub(file.path):
+            if len(file.path.parts) < 4:
+                yield Violation(
+                    file.setting, text, "expected hf://datasets/OWNER/NAME, with a folder or file"
+                )
+        elif file.path.suffix not in PROMPT_SUFFIXES:
+            yield Violation(
+                file.setting,
+                text,
+                f"expected a file that ends in {one_of(PROMPT_SUFFIXES)}, or a data set of the hub: "
+                "hf://datasets/OWNER/NAME",
+            )
+
+
+def prompts_exist(config: RunConfig) -> Iterator[Violation]:
+    if config.prepare is not None:
         return
-    if file.suffix in PROMPT_SUFFIXES and not os.path.isfile(file):
-        yield Violation(path, str(file), "there is no such file, and no `prepare` to create it")
+    for file in (*config.training_files, *config.held_out_files):
+        path = file.path
+        if is_on_hub(path) or path.suffix not in PROMPT_SUFFIXES:
+            continue
+        if "*" in path.name and not any(path.parent.glob(path.name)):
+            yield Violation(file.setting, str(path), "no file has such a name, and no `prepare` creates one")
+        elif "*" not in path.name and not os.path.isfile(path):
+            yield Violation(file.setting, str(path), "there is no such file, and no `prepare` to create it")
 
 
 def model_exists(config: RunConfig, path: str) -> Iterator[Violation]:
@@ -166,8 +236,10 @@ RULES = (
     Rule(prompts_are_given, ("data", "rollout.data_source", "gateway", "live.train", "live.share")),
     Rule(prompts_come_from_one_place, ("data", "rollout.data_source", "rollout.hooks.data_source")),
     Rule(reward_is_given, ("rollout.reward", "rollout.hooks", "rollout.data_source", "data", "eval")),
-    *(Rule(partial(prompts_have_a_known_format, path=path), (path,)) for path in PROMPTS),
-    *(Rule(partial(prompts_exist, path=path), ("prepare", path)) for path in PROMPTS),
+    Rule(prompts_are_named_once, PROMPTS),
+    Rule(template_takes_the_place_of_a_column, PROMPTS),
+    Rule(prompts_have_a_known_format, PROMPTS),
+    Rule(prompts_exist, ("prepare", *PROMPTS)),
     *(Rule(partial(model_exists, path=path), ("prepare", POLICY, path)) for path in (*MODELS, JUDGE)),
     *(Rule(partial(model_config_is_readable, path=path), (path,)) for path in (*MODELS, JUDGE)),
     *(Rule(partial(plugin_can_be_found, path=path), (path,)) for path in PLUGINS),

@@ -3,6 +3,14 @@
 from slipstream.configs.schema.actor import ActorConfig, LoraConfig, ParallelConfig
 from slipstream.configs.schema.advantage import TeacherTerm
 from slipstream.configs.schema.checkpoint import CheckpointConfig
+from slipstream.configs.schema.data import (
+    ColumnsConfig,
+    DataConfig,
+    EvalConfig,
+    PromptFile,
+    is_on_hub,
+    path_text,
+)
 from slipstream.configs.schema.dialect import DialectConfig, EndpointConfig
 from slipstream.configs.schema.gateway import GatewayConfig, LimitsConfig
 from slipstream.configs.schema.hooks import HooksConfig
@@ -18,16 +26,15 @@ from slipstream.configs.schema.models import (
 from slipstream.configs.schema.objective import CorrectionConfig, Objective, TurnsConfig
 from slipstream.configs.schema.optimizer import ConstantRate, CosineDecay, LinearDecay, OptimizerConfig
 from slipstream.configs.schema.plugin import PluginConfig
-from slipstream.configs.schema.rollout import EngineConfig, JudgingConfig, RolloutConfig, SamplingConfig
+from slipstream.configs.schema.rollout import EngineConfig, JudgingConfig, RolloutConfig
 from slipstream.configs.schema.run import (
     ContainerConfig,
-    DataConfig,
-    EvalConfig,
     LocalCluster,
     ModelConfig,
     RunConfig,
     SlurmCluster,
 )
+from slipstream.configs.schema.sampling import EvalSamplingConfig, SamplingConfig
 from slipstream.configs.schema.simulate import SimulateConfig
 from slipstream.configs.schema.weights import (
     DeltaTransportConfig,
@@ -46,6 +53,7 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointReference",
     "CodeJudge",
+    "ColumnsConfig",
     "ConstantRate",
     "ContainerConfig",
     "CorrectionConfig",
@@ -60,6 +68,7 @@ __all__ = [
     "EngineConfig",
     "EpisodeLogConfig",
     "EvalConfig",
+    "EvalSamplingConfig",
     "GatewayConfig",
     "HooksConfig",
     "Judge",
@@ -78,6 +87,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PluginConfig",
+    "PromptFile",
     "RolloutConfig",
     "RunConfig",
     "SamplingConfig",
@@ -90,4 +100,6 @@ __all__ = [
     "Verify",
     "VerifyOff",
     "WeightsConfig",
+    "is_on_hub",
+    "path_text",
 ]

@@ -8,19 +8,7 @@ from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.dialect import EndpointConfig
 from slipstream.configs.schema.hooks import HooksConfig
 from slipstream.configs.schema.plugin import Plugin, PluginConfig
-
-
-class SamplingConfig(Section):
-    """How the behaviour policy samples."""
-
-    temperature: float = Field(
-        default=1.0,
-        gt=0,
-        description="Temperature of the softmax. Log-probs are of the distribution at this temperature.",
-    )
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Must be 1: no truncation by probability.")
-    top_k: int = Field(default=-1, description="Must be -1: the whole vocabulary.")
-    max_new_tokens: int = Field(default=1024, ge=1, description="Largest number of tokens of a completion.")
+from slipstream.configs.schema.sampling import SamplingConfig
 
 
 class EngineConfig(Section):

@@ -8,6 +8,7 @@ from pydantic import Field
 from slipstream.configs.schema.actor import ActorConfig
 from slipstream.configs.schema.base import PathSetting, Section
 from slipstream.configs.schema.checkpoint import CheckpointConfig
+from slipstream.configs.schema.data import DataConfig, EvalConfig, PromptFile, data_files, eval_files
 from slipstream.configs.schema.gateway import GatewayConfig
 from slipstream.configs.schema.judge import CodeJudge, Judge
 from slipstream.configs.schema.live import LiveConfig
@@ -89,35 +90,10 @@ class ModelConfig(Section):
         description="Model families of your own: the `model_type` of a `config.json`, and the import path of "
         "a module or object with the functions of `slipstream.bridge.families.Family`.",
     )
-
-
-class DataConfig(Section):
-    """The prompts to train on."""
-
-    path: PathSetting = Field(
-        description="Prompt file (.jsonl or .parquet) with the columns `prompt` and `label`."
-    )
-    shuffle: bool = Field(
-        default=True, description="Take the prompts in random order instead of the order of the file."
-    )
-
-
-class EvalConfig(Section):
-    """Mean reward of greedy completions of held-out prompts, before, during and after training."""
-
-    path: PathSetting = Field(description="Held-out prompts, in the format of `data.path`.")
-    every: int = Field(
-        default=0,
-        ge=0,
-        description="Number of training steps between two evaluations; 0 evaluates only before and after.",
-    )
-    max_prompts: int | None = Field(
-        default=None, ge=1, description="Largest number of prompts to evaluate on; null: all."
-    )
-    max_new_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Largest number of tokens of a completion; null: `rollout.sampling.max_new_tokens`.",
+    template_args: dict[str, object] = Field(
+        default={},
+        description="Variables of the chat template, such as `enable_thinking: false`, wherever it writes "
+        "prompts of the policy.",
     )
 
 
@@ -217,3 +193,13 @@ class RunConfig(Section):
     def has_prompts(self) -> bool:
         """True if episodes are run on prompts to train on, those of a file or of a data source."""
         return self.data is not None or self.rollout.data_source is not None
+
+    @property
+    def training_files(self) -> list[PromptFile]:
+        """The prompt files to train on."""
+        return data_files(self.data)
+
+    @property
+    def held_out_files(self) -> list[PromptFile]:
+        """The prompt files to evaluate on."""
+        return eval_files(self.eval, self.data)

@@ -5,18 +5,43 @@ from typing import Literal
 from pydantic import Field
 
 from slipstream.configs.schema.actor import TrainedConfig
-from slipstream.configs.schema.base import PathSetting, Section
+from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.checkpoint import CheckpointConfig
+from slipstream.configs.schema.data import PromptPath
 from slipstream.configs.schema.plugin import Plugin
 from slipstream.configs.schema.run import Cluster, LocalCluster, ModelConfig, RunSection
+
+
+class ExampleColumnsConfig(Section):
+    """The columns of an example file. A name that is no column leads into objects by its dots."""
+
+    prompt: str = Field(default="prompt", min_length=1, description="Column with the prompt: text or chat.")
+    response: str = Field(
+        default="response", min_length=1, description="Column with the text to learn, for `responses`."
+    )
+    chosen: str = Field(
+        default="chosen", min_length=1, description="Column with the better text, for `preferences`."
+    )
+    rejected: str = Field(
+        default="rejected", min_length=1, description="Column with the worse text, for `preferences`."
+    )
+    messages: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Column with a whole chat, whose last message is the text to learn, in place of `prompt` "
+        "and `response`; null: there is none.",
+    )
 
 
 class ExamplesConfig(Section):
     """The examples to train on."""
 
-    path: PathSetting = Field(
-        description="Example file (.jsonl or .parquet) with the columns `prompt` and `response`, or "
-        "`prompt`, `chosen` and `rejected`."
+    path: PromptPath = Field(
+        description="Example file (.jsonl or .parquet), several of them (`part-*.parquet`), or a data set of "
+        "the Hugging Face Hub (`hf://datasets/OWNER/NAME/FOLDER`)."
+    )
+    columns: ExampleColumnsConfig = Field(
+        default=ExampleColumnsConfig(), description="Which columns of a row are read."
     )
     shuffle: bool = Field(
         default=True, description="Take the examples in random order instead of the order of the file."

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from slipstream.configs.schema import RunConfig, SamplingConfig
+from slipstream.configs.schema import EvalSamplingConfig, RunConfig, SamplingConfig
 from slipstream.configs.schema.judge import asks_policy, own_engines
 from slipstream.rollout import plugins
 from slipstream.rollout.collector.episodes import check
@@ -84,7 +84,7 @@ async def surroundings_of(
 
         serve_endpoint = load()  # before the tokenizer imports transformers
     most_requests = make_room(rollout.max_concurrent, each=DESCRIPTORS if serve_endpoint else 1)
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.model.template_args)
     asks = asks_policy(config.judge)
     engines = ServingAddresses(asks_policy=asks)
     async with JudgePool(
@@ -169,14 +169,14 @@ async def episode_parts(
                     config, context=context, version=lambda: pool.version, decode=tokenizer.decode
                 )
             )
-        greedy = UnrecordedGenerator(pool, greedy=True)
+        evaluating = UnrecordedGenerator(pool, greedy=config.eval is None or config.eval.sampling.is_greedy)
 
         def around_calls() -> CallSurroundings:
             assert endpoints is not None
             sampled = UnrecordedGenerator(pool, greedy=False)
             return CallSurroundings(
                 endpoints.of(sampled, rollout.sampling),
-                endpoints.of(greedy, evaluation_sampling(config), is_trained=False),
+                endpoints.of(evaluating, evaluation_sampling(config), is_trained=False),
                 limit,
                 lambda: pool.version,
                 give_up,
@@ -198,16 +198,15 @@ async def episode_parts(
             _filter(config, hooked),
             hooked.evaluation,
             endpoints,
-            (greedy, WorkflowReward(judges, limit)),
+            (evaluating, WorkflowReward(judges, limit)),
         )
 
 
 def evaluation_sampling(config: RunConfig) -> SamplingConfig:
-    """Return the sampling of evaluations, whose completions may have a length of their own."""
-    sampling = config.rollout.sampling
-    if config.eval is None or config.eval.max_new_tokens is None:
-        return sampling
-    return sampling.model_copy(update={"max_new_tokens": config.eval.max_new_tokens})
+    """Return the sampling of evaluations."""
+    return (config.eval.sampling if config.eval is not None else EvalSamplingConfig()).over(
+        config.rollout.sampling
+    )
 
 
 def _filter(config: RunConfig, hooked: HookParts) -> NamedFilter | None:

@@ -47,9 +47,7 @@ async def serve(
     dialect, sampling = config.rollout.endpoint or EndpointConfig(), config.rollout.sampling
     attempts = Attempts(version, decode)
     serving = assemble(
-        served_model(
-            config.model.path, name=config.run.name, context=context, dialect=dialect, sampling=sampling
-        ),
+        served_model(config.model, name=config.run.name, context=context, dialect=dialect, sampling=sampling),
         limits=_LIMITS,
         source=attempts,
         conversations=attempts,

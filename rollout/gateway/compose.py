@@ -48,7 +48,7 @@ def build(surroundings: GatewaySurroundings) -> ServedSessions:
     if entries := sessions.restore(surroundings.retained):
         journal.append(entries)
     model = served_model(
-        config.model.path,
+        config.model,
         name=gateway.served_model_name or config.run.name,
         context=min(spec.context, gateway.limits.context or spec.context),
         dialect=gateway,

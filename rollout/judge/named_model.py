@@ -15,4 +15,7 @@ def named_model(config: RunConfig) -> ModelSetup | None:
     """Return the language model that the recipe names; None: it names none."""
     if not isinstance(config.judge, ModelJudge):
         return None
-    return ModelSetup(config.judge.model_dump(mode="json"), str(config.model.path.absolute()))
+    policy = config.model
+    return ModelSetup(
+        config.judge.model_dump(mode="json"), str(policy.path.absolute()), dict(policy.template_args)
+    )

@@ -51,6 +51,8 @@ class ModelSetup(msgspec.Struct, array_like=True, frozen=True):
     """The section, as plain data."""
     policy: str
     """Folder of the policy, whose tokenizer the policy's engines and the teacher have."""
+    template_args: dict[str, Any] = {}
+    """Variables of the policy's chat template."""
 
 
 class JudgeSetup(msgspec.Struct, array_like=True):

@@ -92,7 +92,7 @@ def _model(setup: ModelSetup) -> object:
     """Return what code asks that has a parameter ``judge_model``. Imports more than other judges need."""
     from slipstream.rollout.reward.model.judge_model import JudgeModel
 
-    return JudgeModel.of(setup.settings, setup.policy)
+    return JudgeModel.of(setup.settings, setup.policy, setup.template_args)
 
 
 def _reason(error: BaseException) -> str:

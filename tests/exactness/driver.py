@@ -27,7 +27,7 @@ from slipstream.rollout.handover.receiver import GatewayReceiver
 from slipstream.rollout.ledger.recovery import open_ledger
 from slipstream.rollout.live.baseline import ScoreBaseline
 from slipstream.rollout.live.turns import LiveTurns
-from slipstream.rollout.prompts import PromptStream
+from slipstream.rollout.prompts import PromptSet, PromptStream
 from slipstream.rollout.reward.live import JudgedTurn, Verdict
 from slipstream.rollout.trajectory import Messages, Prompt
 from tests.unit.doubles import Listener
@@ -109,7 +109,7 @@ class Driver:
         )
         self.gate = AdmissionGate(
             self.core,
-            Intake(PromptStream([Prompt(0, "")], shuffle=False, seed=0)),
+            Intake(PromptStream(PromptSet.of([Prompt(0, "")]), shuffle=False, seed=0)),
             self.ledger,
             _Said(),
             live=self.live,

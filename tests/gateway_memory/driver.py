@@ -37,7 +37,7 @@ from slipstream.rollout.ledger.recovery import open_ledger
 from slipstream.rollout.live.baseline import ScoreBaseline
 from slipstream.rollout.live.judging import LiveJudging
 from slipstream.rollout.live.turns import LiveTurns
-from slipstream.rollout.prompts import PromptStream
+from slipstream.rollout.prompts import PromptSet, PromptStream
 from slipstream.rollout.reward.live import JudgedTurn, Verdict
 from slipstream.rollout.trajectory import Messages, Prompt
 
@@ -99,7 +99,7 @@ class Driver:
             train=True,
             vocab=vocab,
         )
-        prompts = PromptStream([Prompt(0, "")], shuffle=False, seed=0)
+        prompts = PromptStream(PromptSet.of([Prompt(0, "")]), shuffle=False, seed=0)
         self.gate = AdmissionGate(
             self.core, Intake(prompts), self.ledger, SilentListener(), live=self.live, live_wait_s=0.2
         )

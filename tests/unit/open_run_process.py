@@ -23,6 +23,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.rollout.ledger import database
 from slipstream.rollout.ledger import lease as leases
 from slipstream.rollout.ledger.driver_file import Machine
+from slipstream.rollout.prompts import PromptSet
 from slipstream.rollout.trajectory import Prompt
 
 
@@ -34,7 +35,7 @@ def main() -> int:
         database.fcntl_error = lambda folder: "none here"
         leases.take_lease.__kwdefaults__["lock"] = lambda descriptor: None
         run_folder.lock_problem = lambda folder: "none here"
-    inputs = SimpleNamespace(prompts=[Prompt(0, "a prompt")])
+    inputs = SimpleNamespace(prompts=PromptSet.of([Prompt(0, "a prompt")]))
 
     async def open_and_wait(progress: Progress) -> None:
         with ExitStack() as stack:

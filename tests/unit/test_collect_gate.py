@@ -24,7 +24,7 @@ from slipstream.rollout.control.consumption import OnStale, ReadyFirst
 from slipstream.rollout.control.core import ControlError, GroupCounts, Loss, RolloutControl, Ticket
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.ledger.transaction import Training
-from slipstream.rollout.prompts import PromptStream
+from slipstream.rollout.prompts import PromptSet, PromptStream
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
 from tests.unit.doubles import Listener
 
@@ -45,7 +45,7 @@ def make(batch_size=1, eta=0, **more: Any) -> tuple[RolloutControl, AdmissionGat
 
 
 def gate_of(core: RolloutControl, journal=None, listener=None, **more: Any) -> AdmissionGate:
-    stream = PromptStream([Prompt(i, f"prompt {i}") for i in range(5)], shuffle=False, seed=0)
+    stream = PromptStream(PromptSet.of([Prompt(i, f"prompt {i}") for i in range(5)]), shuffle=False, seed=0)
     return AdmissionGate(core, Intake(stream), journal or NoJournal(), listener or Listener(), **more)
 
 
@@ -537,7 +537,9 @@ def test_a_requeued_prompt_is_assigned_again():
 
 def test_groups_of_before_a_restart_are_assigned_first_at_their_own_prompts():
     async def main():
-        stream = PromptStream([Prompt(i, "?") for i in range(9)], shuffle=False, seed=0, position=3)
+        stream = PromptStream(
+            PromptSet.of([Prompt(i, "?") for i in range(9)]), shuffle=False, seed=0, position=3
+        )
         core = RolloutControl(1, 2, counts=GroupCounts(6, 4))
         core.restore_unstarted(5)
         gate = AdmissionGate(core, Intake(stream, [(4, 1), (5, 2)]), NoJournal(), Listener())

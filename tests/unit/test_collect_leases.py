@@ -35,7 +35,7 @@ from slipstream.rollout.messages import (
     pack,
     split,
 )
-from slipstream.rollout.prompts import PromptStream
+from slipstream.rollout.prompts import PromptSet, PromptStream
 from slipstream.rollout.record import REF, PieceHeader, checksum, encode
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
 from tests.unit.doubles import Listener
@@ -236,7 +236,7 @@ class Schedule(RuleBasedStateMachine):
         self.samples, self.share = samples, share
         self.core = RolloutControl(2, eta, consumption=policy, over_sampling=over)
         self.journal, self.listener = Held(), Listener()
-        stream = PromptStream([Prompt(i, "?") for i in range(5)], shuffle=False, seed=0)
+        stream = PromptStream(PromptSet.of([Prompt(i, "?") for i in range(5)]), shuffle=False, seed=0)
         self.gate = AdmissionGate(self.core, Intake(stream), self.journal, self.listener)
         self.leases = Leases(self.gate, self.journal, self.listener, lambda name: self.share, samples)
         self.collectors: dict[str, FakeCollector] = {}

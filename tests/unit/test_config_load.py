@@ -121,7 +121,7 @@ def test_the_report_counts_and_lists_every_violation(recipe):
         ("optimizer", "did you mean actor.optimizer or critic.optimizer?"),
         ("rollout.engine.mem_fraction_static", "did you mean rollout.engine.args.mem_fraction_static?"),
         ("actor.cp_comm_type", "did you mean actor.megatron.cp_comm_type?"),
-        ("model.frobnicate", "the keys here are path (required), dtype"),
+        ("model.frobnicate", "the keys here are path (required), dtype, template_args"),
     ],
 )
 def test_an_unknown_key_comes_with_the_nearest_valid_one(recipe, key, hint):
@@ -158,8 +158,17 @@ def test_an_unknown_key_comes_with_the_nearest_valid_one(recipe, key, hint):
         ("actor.parallel.layers", 3, "expected a list of whole numbers or null"),
         ("model.dtype", "float16", "expected 'bfloat16' or 'float32'"),
         ("model.path", 3, "expected a path"),
-        ("model", "somewhere", "expected a mapping with path (required), dtype, families"),
-        ("eval", 3, "expected a mapping with path (required), every, max_prompts, max_new_tokens or null"),
+        ("model", "somewhere", "expected a mapping with path (required), dtype, families, template_args"),
+        (
+            "eval",
+            3,
+            "expected a mapping with path, max_prompt_tokens, sets, columns, prompt_template,",
+        ),
+        (
+            "data.sources",
+            {"math": "a.jsonl"},
+            "expected a list of at least one item, each a mapping",
+        ),
         ("rollout.reward", 3, "expected an import path or a mapping with path (required), args"),
         ("rollout.reward.path", "Name", "expected a dotted import path such as 'my_package.module.Name'"),
         ("cluster.type", "slrum", "expected 'local' or 'slurm'"),
@@ -196,8 +205,8 @@ def test_a_missing_setting_is_named_and_does_not_hide_others(recipe):
     assert set(reported) == {"run.steps", "rollout.reward", "model"}
     assert reported["model"].value is ABSENT
     assert reported["rollout.reward"].reason.startswith("missing, but required: Import path of a class with ")
-    assert (
-        reported["model"].reason == "missing, but required: a mapping with path (required), dtype, families"
+    assert reported["model"].reason == (
+        "missing, but required: a mapping with path (required), dtype, families, template_args"
     )
 
 
@@ -219,6 +228,7 @@ def test_every_required_setting_that_is_missing_is_named_at_once(recipe):
         "rollout.batch_size",
         "rollout.n_samples_per_prompt",
         "rollout.workflow.path",
+        "rollout.reward",
     }
 
 
@@ -258,11 +268,19 @@ def test_a_recipe_without_violations_is_what_the_schema_itself_makes_of_it(recip
     assert load_recipe(recipe(VALID)) == RunConfig.model_validate(VALID)
 
 
-LISTS = {("actor", "advantage"), ("actor", "transforms"), ("actor", "metrics")}
-"""Lists of sections, whose settings have the places of their sections in their paths."""
-
+LISTS_OF_SECTIONS = (
+    ("actor", "advantage"),
+    ("actor", "transforms"),
+    ("actor", "metrics"),
+    ("data", "sources"),
+    ("eval", "sets"),
+)
 LEAVES = sorted(
-    {".".join(path) for path, _, field in schema_fields() if not sections_of(field) and path[:2] not in LISTS}
+    {
+        ".".join(path)
+        for path, _, field in schema_fields()
+        if not sections_of(field) and path[:2] not in LISTS_OF_SECTIONS
+    }
 )
 PLUGIN_ARGS = {
     ".".join(path) for path, section, _ in schema_fields() if section is PluginConfig and path[-1] == "args"
@@ -335,11 +353,10 @@ def test_junk_in_any_setting_is_reported_at_that_setting(recipe, path):
         data = changed(f"{section}.type", type_, data)
     if section == "cluster.container":
         data = changed("cluster.type", "slurm", data)
+    for optional, others in BESIDES.items():
+        if path.startswith(f"{optional}."):
+            data = changed(optional, others, data)
     data = changed(path, [{"junk": 1}], data)
-    for section, others in BESIDES.items():
-        if path.startswith(f"{section}."):
-            [name] = path.removeprefix(f"{section}.").split(".")
-            data = changed(section, {**others, name: [{"junk": 1}]}, data)
     if path in PLUGIN_ARGS:
         data = changed(path.removesuffix(".args"), {"path": "rollout.Thing", "args": [{"junk": 1}]}, data)
     assert list(violations(recipe(data))) == [path]
@@ -351,6 +368,20 @@ def test_a_wrong_plug_in_of_a_list_is_named_by_its_place(recipe):
     assert set(reported) == {f"actor.transforms.{place}" for place in ("1.path", "2.arg", "3.path")}
     assert "expected a dotted import path" in reported["actor.transforms.1.path"].reason
     assert list(violations(recipe(changed("actor.transforms", plugins[4:])))) == ["actor.transforms"]
+
+
+def test_a_wrong_setting_of_one_of_several_sources_is_named_with_its_place(recipe):
+    sources = [
+        {"name": "a", "path": "a.jsonl", "weight": 1},
+        {"name": "b c", "path": 3, "weight": 0, "columns": {"prompt": "", "typo": 1}},
+        {"path": "c.jsonl"},
+    ]
+    reported = violations(recipe(changed("data", {"sources": sources}, VALID)))
+    assert set(reported) == {
+        *(f"data.sources.1.{name}" for name in ("name", "path", "weight", "columns.prompt", "columns.typo")),
+        "data.sources.2.name",
+    }
+    assert reported["data.sources.1.columns.typo"].reason.startswith("unknown key")
 
 
 TERMS = {

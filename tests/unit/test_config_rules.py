@@ -353,7 +353,7 @@ def violations(file, *overrides: str) -> dict[str, str]:
         (["rollout.reward=nosuchpackage.Reward"], "rollout.reward", "no Python package 'nosuchpackage'"),
         (["rollout.workflow=nosuchpackage.Flow"], "rollout.workflow", "PYTHONPATH"),
         (["rollout.sampling.max_new_tokens=128"], "rollout.sampling.max_new_tokens", "less than 128"),
-        (["eval.max_new_tokens=128"], "eval.max_new_tokens", "less than 128"),
+        (["eval.sampling.max_new_tokens=128"], "eval.sampling.max_new_tokens", "less than 128"),
         (["actor.parallel.tensor=3"], "actor.parallel.tensor", "divisor of 4"),
         (["actor.parallel.tensor=4"], "actor.parallel.tensor", "divisor of 2"),
         (["rollout.engine.tensor_parallel=4"], None, ""),

@@ -23,6 +23,7 @@ from slipstream.rollout.control.core import Loss, Ticket
 from slipstream.rollout.ledger.recovery import open_ledger
 from slipstream.rollout.ledger.transaction import Training
 from slipstream.rollout.ledger.writer import SAMPLES, Ledger
+from slipstream.rollout.prompts import PromptSet
 from slipstream.rollout.record import (
     REF,
     PieceHeader,
@@ -58,7 +59,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def start(config: RunConfig, checkpoint=None, other_prompts: bool = False):
-    inputs, lease = SimpleNamespace(prompts=PROMPTS), SimpleNamespace(check=lambda: None)
+    inputs, lease = SimpleNamespace(prompts=PromptSet.of(PROMPTS)), SimpleNamespace(check=lambda: None)
     return begin(config, inputs, checkpoint, lease, other_prompts=other_prompts)  # type: ignore[arg-type]
 
 

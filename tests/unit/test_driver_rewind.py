@@ -18,6 +18,7 @@ from slipstream.rollout.control.core import Loss
 from slipstream.rollout.ledger.audit import audit_ledger
 from slipstream.rollout.ledger.turns import RecoveredTurns
 from slipstream.rollout.messages import JUDGED, TRAIN, Event, GroupVerdict, Lease, Up
+from slipstream.rollout.prompts import PromptSet
 from slipstream.rollout.record import checksum, encode, encode_chunk
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
 from tests.unit.doubles import Listener
@@ -78,7 +79,7 @@ class World:
         self.gate = AdmissionGate(state.control, state.intake, state.ledger, listener)
         self.leases = Leases(self.gate, state.ledger, listener, lambda _: 100, samples=1)
         self.collector = Collector(self)
-        inputs: Any = SimpleNamespace(prompts=PROMPTS)
+        inputs: Any = SimpleNamespace(prompts=PromptSet.of(PROMPTS))
         self.rewind = Rewind(
             config, inputs, state.ledger, self.gate, self.leases, state.feedback, listener.note
         )
@@ -119,7 +120,7 @@ def run(tmp_path: Path, main: Callable[[World], Awaitable[None]], **rollout: obj
 
     async def life() -> None:
         lease: Any = SimpleNamespace(check=lambda: None)
-        inputs: Any = SimpleNamespace(prompts=PROMPTS)
+        inputs: Any = SimpleNamespace(prompts=PromptSet.of(PROMPTS))
         state = begin(config, inputs, None, lease)
         try:
             async with asyncio.timeout(20):

@@ -32,6 +32,7 @@ from slipstream.rollout.durable import write_durably
 from slipstream.rollout.ledger.database import LedgerBusy
 from slipstream.rollout.ledger.driver_file import look
 from slipstream.rollout.ledger.lease import Fenced
+from slipstream.rollout.prompts import PromptSet
 from slipstream.rollout.trajectory import Prompt
 from tests.environment import environment
 from tests.selection import shortened
@@ -80,7 +81,7 @@ async def opened(
     config: RunConfig, resume: bool, accept: bool = False, overwrite: bool = False
 ) -> tuple[RunState, list[str]]:
     progress = Silent()
-    inputs = SimpleNamespace(prompts=[Prompt(0, "a prompt")])
+    inputs = SimpleNamespace(prompts=PromptSet.of([Prompt(0, "a prompt")]))
     _, state = await open_run(config, inputs, progress, resume, accept, overwrite=overwrite)  # type: ignore
     return state, progress.notes
 

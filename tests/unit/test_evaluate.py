@@ -96,6 +96,6 @@ def test_equal_samples_are_refused(recipe):
 
 
 def test_the_sampling_is_that_of_evaluations(tmp_path):
-    changed = with_sampling(load_recipe_of(tmp_path, "eval.max_new_tokens=9"), 0.5)
+    changed = with_sampling(load_recipe_of(tmp_path, "eval.sampling.max_new_tokens=9"), 0.5)
     assert (changed.rollout.sampling.max_new_tokens, changed.rollout.sampling.temperature) == (9, 0.5)
     assert changed.data is None and changed.eval is None

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from slipstream.backend.cli import app
 from slipstream.configs.load import load_recipe
+from slipstream.configs.schema import PromptFile
 from slipstream.rollout.prompts import read_prompts
 from slipstream.rollout.trajectory import Prompt
 
@@ -40,7 +41,7 @@ def test_the_recipe_loads_and_its_files_are_there(has_model, model, tmp_path, mo
     assert (config.prepare is None) == has_model
     assert not has_model or config.model.path == model
     assert config.data is not None and config.eval is not None
-    train, held_out = read_prompts(config.data.path), read_prompts(config.eval.path)
+    train, held_out = read_prompts(PromptFile(config.data.path)), read_prompts(PromptFile(config.eval.path))
     assert not {prompt.prompt for prompt in train} & {prompt.prompt for prompt in held_out}
     assert len(train) == 1000 and all(prompt.label for prompt in (*train, *held_out))
 

@@ -25,7 +25,7 @@ from slipstream.rollout.ledger.turns import turn_id
 from slipstream.rollout.ledger.writer import SAMPLES
 from slipstream.rollout.live.baseline import Score, ScoreBaseline
 from slipstream.rollout.live.turns import JournalGap, LiveTurns
-from slipstream.rollout.prompts import PromptStream
+from slipstream.rollout.prompts import PromptSet, PromptStream
 from slipstream.rollout.record import REF, checksum, encode, encode_chunk, encode_trajectory
 from slipstream.rollout.reward.live import Verdict
 from slipstream.rollout.teacher import NOTHING_NEEDED, TeacherNeeds, TeacherScores
@@ -144,7 +144,7 @@ class Run:
             vocab=VOCAB,
             clock=more.pop("clock", lambda: NOW),
         )
-        stream = PromptStream([Prompt(0, "")], shuffle=False, seed=0)
+        stream = PromptStream(PromptSet.of([Prompt(0, "")]), shuffle=False, seed=0)
         self.gate = AdmissionGate(
             self.core,
             Intake(stream),
@@ -1056,7 +1056,9 @@ def test_users_are_learned_from_again_when_the_engines_serve_the_restored_weight
         run.live.hold()
         recovered = await run.ledger.restarted(0, bound=2, n_samples=1)
         core = core_of(recovered, 2, 4, served=3)
-        run.gate.restored(core, Intake(PromptStream([Prompt(0, "")], shuffle=False, seed=0)), [], [])
+        run.gate.restored(
+            core, Intake(PromptStream(PromptSet.of([Prompt(0, "")]), shuffle=False, seed=0)), [], []
+        )
         run.live.restored(core, recovered.live)
         heard = len(talk.entries)
         old = talk.say(spans=((3, 2),), session="old", score=1.0)

@@ -19,7 +19,7 @@ from slipstream.backend.monitor.recorder import Recorder
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.backend.monitor.summary import RunSummary, print_summary, write_summary
 from slipstream.bridge.publish.report import PublishReport
-from slipstream.configs.schema.run import EvalConfig
+from slipstream.configs.schema import EvalConfig
 from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.control.core import GroupCounts
 from slipstream.rollout.control.slots import State

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from slipstream.backend.cli import app
 from slipstream.backend.commands.check import planned, read_recipe
 from slipstream.backend.memory.verdict import GIB
+from slipstream.configs.schema import PromptFile
 from slipstream.rollout.prompts import read_prompts
 from tests.environment import ROOT
 
@@ -197,7 +198,7 @@ def test_the_conversion_of_gsm8k_gives_prompts_that_the_reward_can_judge(tmp_pat
         pyarrow.parquet.write_table(table, source / f"{split}-00000-of-00001.parquet")
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "docs/gsm8k.md", "exec"), {})
-    prompts = read_prompts(tmp_path / "data/gsm8k/train.jsonl")
+    prompts = read_prompts(PromptFile(tmp_path / "data/gsm8k/train.jsonl"))
     assert [prompt.label for prompt in prompts] == ["1024", "7"]
     assert "####" in prompts[0].messages()[0]["content"]
-    assert read_prompts(tmp_path / "data/gsm8k/test.jsonl")
+    assert read_prompts(PromptFile(tmp_path / "data/gsm8k/test.jsonl"))

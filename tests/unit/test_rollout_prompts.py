@@ -6,7 +6,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from slipstream.rollout.prompts import PromptError, PromptStream, read_prompts
+from slipstream.configs.schema import PromptFile
+from slipstream.rollout.prompts import PromptError, PromptSet, PromptStream, read_prompts
 from slipstream.rollout.trajectory import Prompt
 
 CHAT = [{"role": "user", "content": "2+2"}]
@@ -16,14 +17,17 @@ def test_jsonl_is_read_in_file_order_with_the_other_columns_as_metadata(tmp_path
     file = tmp_path / "prompts.jsonl"
     rows = [{"prompt": "ä?", "label": 4, "source": "x"}, {"prompt": CHAT}]
     file.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n", encoding="utf-8")
-    assert read_prompts(file) == [Prompt(0, "ä?", 4, {"source": "x"}), Prompt(1, CHAT, None, {})]
+    assert read_prompts(PromptFile(file)) == [Prompt(0, "ä?", 4, {"source": "x"}), Prompt(1, CHAT, None, {})]
 
 
 def test_parquet_is_read_like_jsonl(tmp_path):
     file = tmp_path / "prompts.parquet"
     table = pyarrow.table({"prompt": [CHAT, CHAT], "label": ["a", None], "level": [1, 2]})
     pyarrow.parquet.write_table(table, file)
-    assert read_prompts(file) == [Prompt(0, CHAT, "a", {"level": 1}), Prompt(1, CHAT, None, {"level": 2})]
+    assert read_prompts(PromptFile(file)) == [
+        Prompt(0, CHAT, "a", {"level": 1}),
+        Prompt(1, CHAT, None, {"level": 2}),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +52,7 @@ def test_a_bad_line_is_named_with_file_and_number(tmp_path, line, message):
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(b'{"prompt": "fine"}\n\n' + line + b"\n")
     with pytest.raises(PromptError, match=message) as caught:
-        read_prompts(file)
+        read_prompts(PromptFile(file))
     assert f"{file}, line 3" in str(caught.value)
 
 
@@ -60,20 +64,20 @@ def test_a_file_without_prompts_is_refused(tmp_path, name, content):
     else:
         file.write_bytes(content)
     with pytest.raises(PromptError, match="holds no prompts"):
-        read_prompts(file)
+        read_prompts(PromptFile(file))
 
 
 def test_a_file_that_is_no_parquet_is_refused(tmp_path):
     file = tmp_path / "a.parquet"
     file.write_bytes(b'{"prompt": "fine"}\n')
     with pytest.raises(PromptError, match=r"a\.parquet: not a parquet file"):
-        read_prompts(file)
+        read_prompts(PromptFile(file))
 
 
 def test_a_missing_file_is_an_os_error(tmp_path):
     for name in ("a.jsonl", "a.parquet"):
         with pytest.raises(OSError, match=name):
-            read_prompts(tmp_path / name)
+            read_prompts(PromptFile(tmp_path / name))
 
 
 # ---- the order
@@ -88,38 +92,43 @@ def take(stream: PromptStream, n: int) -> list[int]:
 
 
 def test_every_epoch_is_another_permutation():
-    stream = PromptStream(PROMPTS, shuffle=True, seed=3)
+    stream = PromptStream(PromptSet.of(PROMPTS), shuffle=True, seed=3)
     epochs = [take(stream, 17) for _ in range(4)]
     assert all(sorted(epoch) == list(range(17)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
 def test_the_order_depends_on_the_seed_alone():
-    first = take(PromptStream(PROMPTS, shuffle=True, seed=3), 40)
-    assert take(PromptStream(PROMPTS, shuffle=True, seed=3), 40) == first
-    assert take(PromptStream(PROMPTS, shuffle=True, seed=4), 40) != first
+    first = take(PromptStream(PromptSet.of(PROMPTS), shuffle=True, seed=3), 40)
+    assert take(PromptStream(PromptSet.of(PROMPTS), shuffle=True, seed=3), 40) == first
+    assert take(PromptStream(PromptSet.of(PROMPTS), shuffle=True, seed=4), 40) != first
 
 
 def test_the_order_does_not_change_from_one_python_process_to_another():
     """It must survive a restart, thus not depend on hash randomization: these are the ids for ever."""
-    assert take(PromptStream(PROMPTS, shuffle=True, seed=0), 6) == [10, 2, 0, 14, 7, 5]
+    assert take(PromptStream(PromptSet.of(PROMPTS), shuffle=True, seed=0), 6) == [10, 2, 0, 14, 7, 5]
 
 
 def test_unshuffled_prompts_come_in_file_order_for_ever():
-    assert take(PromptStream(PROMPTS, shuffle=False, seed=3), 36) == [*range(17), *range(17), 0, 1]
+    assert take(PromptStream(PromptSet.of(PROMPTS), shuffle=False, seed=3), 36) == [
+        *range(17),
+        *range(17),
+        0,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("position", [0, 1, 16, 17, 18, 33, 34, 100])
 def test_a_restored_position_continues_the_order(position):
-    whole = PromptStream(PROMPTS, shuffle=True, seed=3)
+    whole = PromptStream(PromptSet.of(PROMPTS), shuffle=True, seed=3)
     take(whole, position)
     assert whole.position == position
-    resumed = PromptStream(PROMPTS, shuffle=True, seed=3, position=position)
+    resumed = PromptStream(PromptSet.of(PROMPTS), shuffle=True, seed=3, position=position)
     assert take(resumed, 40) == take(whole, 40)
     assert resumed.position == whole.position == position + 40
 
 
 def test_shuffling_leaves_the_callers_list_alone():
     prompts = list(PROMPTS)
-    take(PromptStream(prompts, shuffle=True, seed=1), 20)
+    take(PromptStream(PromptSet.of(prompts), shuffle=True, seed=1), 20)
     assert prompts == PROMPTS

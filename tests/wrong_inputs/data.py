@@ -137,8 +137,12 @@ CASES = (
     ),
     WrongInput(
         "a held-out prompt without room for its completion",
-        ("eval.path: FOLDER/heldout.jsonl, line 1", "102 tokens, expected at most 12", "eval.max_new_tokens"),
-        overrides=("eval.max_new_tokens=500",),
+        (
+            "eval.path: FOLDER/heldout.jsonl, line 1",
+            "102 tokens, expected at most 12",
+            "eval.sampling.max_new_tokens",
+        ),
+        overrides=("eval.sampling.max_new_tokens=500",),
         files={"heldout.jsonl": lines([{"prompt": "1" * 100, "label": "2"}])},
     ),
     WrongInput(

@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 from slipstream.configs.rules.hooks import read_custom_config
-from slipstream.configs.schema import HooksConfig, RunConfig
+from slipstream.configs.schema import ColumnsConfig, EvalSamplingConfig, HooksConfig, RunConfig, path_text
 from slipstream.configs.schema.hooks import HOOK_NAMES
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.rollout.evaluated_set import HELD_OUT
@@ -87,8 +87,6 @@ def _constants() -> dict[str, Any]:
         "eval_reward_key",
         "multimodal_keys",
         "rollout_max_prompt_len",
-        "rollout_stop",
-        "rollout_stop_token_ids",
         "router_policy",
         "sglang_model_routers",
         "sglang_speculative_algorithm",
@@ -98,11 +96,7 @@ def _constants() -> dict[str, Any]:
     return {
         **dict.fromkeys(off, False),
         **dict.fromkeys(none),
-        "apply_chat_template_kwargs": {},
-        "input_key": "prompt",
-        "label_key": "label",
         "loss_mask_type": "qwen",
-        "metadata_key": "metadata",
         "rollout_global_dataset": True,
         "rollout_skip_special_tokens": False,
         "sglang_dp_size": 1,
@@ -131,6 +125,8 @@ def _of_generation(config: RunConfig) -> dict[str, Any]:
         "rollout_top_p": sampling.top_p,
         "rollout_top_k": sampling.top_k,
         "rollout_max_response_len": sampling.max_new_tokens,
+        "rollout_stop": sampling.stop or None,
+        "rollout_stop_token_ids": sampling.stop_token_ids or None,
         "rollout_max_context_len": engine.args.get("context_length"),
         "reward_key": None if rollout.reward_key == REWARD_KEY else rollout.reward_key,
         "num_rollout": config.run.steps,
@@ -140,18 +136,30 @@ def _of_generation(config: RunConfig) -> dict[str, Any]:
 
 def _of_data(config: RunConfig) -> dict[str, Any]:
     evaluation = config.eval
+    sampled = evaluation.sampling if evaluation is not None else EvalSamplingConfig()
+    columns = config.data.columns if config.data is not None else ColumnsConfig()
     length = config.rollout.sampling.max_new_tokens
+    path = config.data.path if config.data is not None else None
+    sets = [part for file in config.held_out_files for part in (file.name or HELD_OUT, path_text(file.path))]
     return {
-        "prompt_data": str(config.data.path) if config.data is not None else None,
+        "apply_chat_template_kwargs": dict(config.model.template_args),
+        "prompt_data": None if path is None else path_text(path),
+        "input_key": columns.prompt,
+        "label_key": columns.label,
+        "metadata_key": columns.metadata or "metadata",
+        "prompt_columns": columns.model_dump(),
+        "prompt_template": config.data.prompt_template if config.data is not None else None,
         "rollout_shuffle": config.data.shuffle if config.data is not None else False,
         "rollout_seed": config.run.seed,
         "seed": config.run.seed,
-        "eval_prompt_data": [HELD_OUT, str(evaluation.path)] if evaluation is not None else None,
+        "eval_prompt_data": sets or None,
         "eval_interval": (evaluation.every or None) if evaluation is not None else None,
-        "eval_max_response_len": (evaluation.max_new_tokens or length) if evaluation is not None else None,
+        "eval_max_response_len": (sampled.max_new_tokens or length) if evaluation is not None else None,
         "eval_max_context_len": config.rollout.engine.args.get("context_length"),
         "eval_max_prompts": evaluation.max_prompts if evaluation is not None else None,
-        "eval_temperature": 0.0,
+        "eval_temperature": sampled.temperature,
+        "eval_top_p": sampled.top_p,
+        "eval_top_k": sampled.top_k,
         "n_samples_per_eval_prompt": 1,
         "save": str(config.run.folder),
         "load": str(config.run.folder),

@@ -18,7 +18,7 @@ from slipstream.rollout.compat.slime.recipe_reward import SampleJudge, answer_by
 from slipstream.rollout.compat.slime.rollout_calls import RolloutCalls
 from slipstream.rollout.compat.slime.set_evaluation import SetEvaluation
 from slipstream.rollout.plugins import resolve
-from slipstream.rollout.prompts import read_prompts
+from slipstream.rollout.prompts import checked_prompts
 from slipstream.rollout.teacher import TeacherNeeds
 from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import Prompt, Trajectory
@@ -98,7 +98,7 @@ def _leased_groups(config: RunConfig, arguments: SlimeArguments) -> LeasedGroups
     return LeasedGroups(
         arguments,
         pop_first if path is None else resolve(path),
-        prompts=len(read_prompts(config.data.path)) if config.data is not None else 0,
+        prompts=sum(1 for file in config.training_files for _ in checked_prompts(file)),
         patience_s=config.rollout.episode_timeout_s / 2,
     )
 

@@ -66,23 +66,25 @@ def evaluated_set(name: str, values: object, path: str, reward_key: str) -> Eval
 
 
 def datasets(args: SlimeArguments) -> list[Any]:
-    """Return the sets of an evaluation in slime's form: the recipe's one, if it has one."""
-    if args.eval_prompt_data is None:
-        return []
-    name, path = args.eval_prompt_data
+    """Return the sets of an evaluation in slime's form."""
+    words = args.eval_prompt_data or []
+    return [_dataset(args, name, path) for name, path in zip(words[::2], words[1::2], strict=True)]
+
+
+def _dataset(args: SlimeArguments, name: str, path: str) -> Any:
     values = {
         "name": name,
         "path": path,
         "n_samples_per_eval_prompt": args.n_samples_per_eval_prompt,
         "temperature": args.eval_temperature,
-        "top_p": args.rollout_top_p,
-        "top_k": args.rollout_top_k,
+        "top_p": args.eval_top_p,
+        "top_k": args.eval_top_k,
         "max_response_len": args.eval_max_response_len,
         "input_key": args.input_key,
         "label_key": args.label_key,
         "metadata_key": args.metadata_key,
     }
     try:
-        return [resolve("slime.utils.eval_config.EvalDatasetConfig")(**values)]
+        return resolve("slime.utils.eval_config.EvalDatasetConfig")(**values)
     except PluginError:  # the alias
-        return [SimpleNamespace(**values, custom_rm_path=None)]
+        return SimpleNamespace(**values, custom_rm_path=None)

@@ -10,11 +10,10 @@ The process needs the environment variables of ``engine.process.environment_with
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from fastapi import FastAPI
 
-from slipstream.configs.schema import DialectConfig, LimitsConfig, SamplingConfig
+from slipstream.configs.schema import DialectConfig, LimitsConfig, ModelConfig, SamplingConfig
 from slipstream.rollout.gateway.conversations import Conversations, EntryLog, KeyRing, User
 from slipstream.rollout.gateway.serving.app import ModelCard, create_admin_app, create_app
 from slipstream.rollout.gateway.serving.call import SharedParts
@@ -102,15 +101,16 @@ def assemble(
 
 
 def served_model(
-    path: Path, *, name: str, context: int, dialect: DialectConfig, sampling: SamplingConfig
+    policy: ModelConfig, *, name: str, context: int, dialect: DialectConfig, sampling: SamplingConfig
 ) -> ServedModel:
     """Return the model of a recipe as clients see it. ``context``: largest length of prompt and answer."""
     return ServedModel(
-        path=path,
+        path=policy.path,
         name=name,
         context=context,
         sampling=sampling,
         chat_template=dialect.chat_template,
         tool_parser=dialect.tool_parser,
         reasoning_parser=dialect.reasoning_parser,
+        template_args=policy.template_args,
     )

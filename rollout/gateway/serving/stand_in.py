@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -26,6 +26,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.gateway.serving.call import LiveCall
 from slipstream.rollout.gateway.serving.contents import Content, Form
+from slipstream.rollout.tokenizer import with_template_args
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class ServedModel:
     chat_template: Path | None = None
     tool_parser: str | None = AUTO
     reasoning_parser: str | None = None
+    template_args: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Variables of the chat template, where a request gives no other values of them."""
 
 
 class ModelFacts:
@@ -92,7 +95,8 @@ class StandIn:
         self.server_args = ServerArgs(**settings)
         publish(self.server_args, role="tokenizer")
         self.model = model
-        self.tokenizer: PreTrainedTokenizerBase = get_tokenizer(str(model.path))
+        tokenizer: PreTrainedTokenizerBase = get_tokenizer(str(model.path))
+        self.tokenizer = with_template_args(tokenizer, model.template_args)
         self.processor = None
         self.model_config = ModelFacts(model)
         self.model_path = str(model.path)

@@ -69,21 +69,31 @@ class JudgeModel:
             return votes.decided()
     """
 
-    def __init__(self, settings: ModelJudge, policy: Path, endpoint: ModelEndpoint | None = None) -> None:
-        """``policy``: folder of the policy's tokenizer. ``endpoint``: in place of that of the settings.
+    def __init__(
+        self,
+        settings: ModelJudge,
+        policy: Path,
+        endpoint: ModelEndpoint | None = None,
+        template_args: Mapping[str, object] | None = None,
+    ) -> None:
+        """``policy``: folder of the policy's tokenizer, whose chat template has the variables
+        ``template_args``. ``endpoint``: in place of that of the settings.
 
         Raises ValueError when the environment lacks a key.
         """
         self.settings = settings
         self._policy = policy
+        self._template_args = template_args
         self._tokenizer: Tokenizer | None = None
         self._endpoint = endpoint or self._server()
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], policy: str) -> "JudgeModel":
+    def of(
+        cls, settings: Mapping[str, Any], policy: str, template_args: Mapping[str, object] | None = None
+    ) -> "JudgeModel":
         """Return the model of a section as plain data. Raises ValueError as the constructor does."""
         judge: ModelJudge = TypeAdapter[Any](Judge).validate_python(settings)
-        return cls(judge, Path(policy))
+        return cls(judge, Path(policy), template_args=template_args)
 
     async def ask(self, messages: Messages, parse: Parse) -> Election:
         """Ask one question as often as the recipe says, and return the votes.
@@ -107,7 +117,7 @@ class JudgeModel:
     def tokenizer(self) -> Tokenizer:
         """The policy's tokenizer, which is loaded when it is first needed."""
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._policy)
+            self._tokenizer = load_tokenizer(self._policy, self._template_args)
         return self._tokenizer
 
     async def _vote(self, messages: Messages, parse: Parse) -> Vote | Missing | None:

@@ -5,10 +5,9 @@ import copy
 import inspect
 import uuid
 from contextlib import contextmanager
-from pathlib import Path
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.data_source import samples_of
+from slime.rollout.data_source import recipe_prompts, samples_of
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
     call_dynamic_filter,
@@ -21,7 +20,6 @@ from slime.utils.http_utils import get_rollout_num_engines, post
 from slime.utils.misc import SingletonMeta, load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
-from slipstream.rollout.prompts import read_prompts
 
 __all__ = ["generate_rollout", "get_model_url"]
 
@@ -219,7 +217,7 @@ async def eval_rollout_single_dataset(args, rollout_id: int, dataset_cfg) -> dic
         "max_new_tokens": dataset_cfg.max_response_len,
     }
     episodes = []
-    for row in samples_of(args, read_prompts(Path(dataset_cfg.path))[: args.eval_max_prompts]):
+    for row in samples_of(args, recipe_prompts(args, dataset_cfg.path)[: args.eval_max_prompts]):
         for _ in range(dataset_cfg.n_samples_per_eval_prompt):
             sample = copy.deepcopy(row)
             sample.index, sample.custom_rm_path = len(episodes), dataset_cfg.custom_rm_path

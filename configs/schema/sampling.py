@@ -1,0 +1,90 @@
+"""How engines sample: the trajectories that are trained, and completions of held-out prompts."""
+
+from typing import Annotated
+
+from pydantic import Field, StringConstraints
+
+from slipstream.configs.schema.base import Section
+
+StopText = Annotated[str, StringConstraints(min_length=1)]
+
+
+class SamplingConfig(Section):
+    """How the behaviour policy samples."""
+
+    temperature: float = Field(
+        default=1.0,
+        gt=0,
+        description="Temperature of the softmax. Log-probs are of the distribution at this temperature.",
+    )
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Must be 1: no truncation by probability.")
+    top_k: int = Field(default=-1, description="Must be -1: the whole vocabulary.")
+    max_new_tokens: int = Field(default=1024, ge=1, description="Largest number of tokens of a completion.")
+    min_new_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="Number of tokens before which no end token is sampled: its probability is 0 until then.",
+    )
+    stop: list[StopText] = Field(
+        default=[],
+        description="Texts that end a completion. The token in which one is complete is the last one.",
+    )
+    stop_token_ids: list[int] = Field(
+        default=[], description="Token ids that end a completion, beside the model's own end tokens."
+    )
+    ignore_eos: bool = Field(
+        default=False,
+        description="Go on behind end tokens: every completion has `max_new_tokens`, unless `stop` ends it.",
+    )
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        description="Seed from which each request gets one of its own. Needs `rollout.engine.args: "
+        "{enable_deterministic_inference: true}`. null: completions cannot be repeated.",
+    )
+    args: dict[str, object] = Field(
+        default={}, description="Further fields of SGLang's SamplingParams, under their own names."
+    )
+
+
+class EvalSamplingConfig(Section):
+    """How completions of held-out prompts are sampled. What is null is as in `rollout.sampling`."""
+
+    temperature: float = Field(
+        default=0.0, ge=0, description="Temperature of the softmax; 0: always the likeliest token."
+    )
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Sample from the likeliest tokens that have this probability together.",
+    )
+    top_k: int = Field(
+        default=-1, description="Sample from so many of the likeliest tokens; -1: from the whole vocabulary."
+    )
+    max_new_tokens: int | None = Field(
+        default=None, ge=1, description="Largest number of tokens of a completion."
+    )
+    min_new_tokens: int | None = Field(
+        default=None, ge=0, description="Number of tokens before which no end token is sampled."
+    )
+    stop: list[StopText] | None = Field(default=None, description="Texts that end a completion.")
+    stop_token_ids: list[int] | None = Field(default=None, description="Token ids that end a completion.")
+    ignore_eos: bool | None = Field(default=None, description="Go on behind end tokens.")
+    args: dict[str, object] | None = Field(
+        default=None,
+        description="Further fields of SGLang's SamplingParams. Those that change the distribution, such as "
+        "`min_p` and `frequency_penalty`, are allowed here.",
+    )
+
+    def over(self, training: SamplingConfig) -> SamplingConfig:
+        """Return the sampling of evaluations, given that of training. Where it is greedy, the temperature is
+        that of training: whoever asks the engines says that they sample greedily."""
+        given = {name: value for name, value in self if value is not None and name != "temperature"}
+        given["temperature"] = self.temperature or training.temperature
+        return training.model_copy(update=given)
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if the likeliest token is always taken."""
+        return self.temperature == 0
