@@ -10,6 +10,7 @@ from slipstream.rollout.trajectory import Prompt, Trajectory
 if TYPE_CHECKING:
     from slipstream.rollout.reward.choice import Choice
     from slipstream.rollout.reward.code_tests import CodeTests
+    from slipstream.rollout.reward.compute_score import ComputeScore
     from slipstream.rollout.reward.final_answer import FinalAnswer
     from slipstream.rollout.reward.mathematics import MathVerify
     from slipstream.rollout.reward.model.answers import ModelVotes
@@ -21,6 +22,7 @@ __all__ = [
     "F1",
     "Choice",
     "CodeTests",
+    "ComputeScore",
     "Exact",
     "FinalAnswer",
     "GroupReward",
@@ -38,6 +40,7 @@ __all__ = [
 _MODULES = {
     "Choice": "choice",
     "CodeTests": "code_tests",
+    "ComputeScore": "compute_score",
     "Exact": "texts",
     "F1": "texts",
     "FinalAnswer": "final_answer",

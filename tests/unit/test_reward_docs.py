@@ -22,8 +22,20 @@ from tests.unit.judging import trajectory
 
 DOCS = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
 SECTIONS = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", DOCS, flags=re.MULTILINE | re.DOTALL))
+PYTHON = re.findall(r"```python\n(.*?)```", DOCS, flags=re.DOTALL)
 PORT = 8400
 """Port in the example of the remote reward, which the test replaces by a free one."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def my_score(tmp_path_factory):
+    """The module with the function of the example of ``ComputeScore``."""
+    folder = tmp_path_factory.mktemp("docs")
+    [source] = [each for each in PYTHON if each.startswith("# my_score.py")]
+    (folder / "my_score.py").write_text(source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield
 
 
 def settings(section: str) -> RolloutConfig:
@@ -119,7 +131,7 @@ def test_every_reward_that_ships_is_in_the_table_with_its_arguments_and_has_a_se
 
 
 def test_the_example_of_a_reward_of_groups_is_one(tmp_path, monkeypatch):
-    [source] = re.findall(r"```python\n(.*?)```", DOCS, flags=re.DOTALL)
+    [source] = [each for each in PYTHON if "class MostFrequent" in each]
     (tmp_path / "my_rewards_in_docs.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     check_judge("my_rewards_in_docs.MostFrequent", {})
