@@ -117,6 +117,7 @@ async def training_steps(
             waited_s = clock() - began
             await gate.step_begins()
             batch = await encoded(groups, gate, read)
+            sources = _sources(groups, gate)
             if hooks is not None:
                 batch = await _hooked(hooks.begin(batch, groups, gate, waited_s), weights.life)
             batch = feedback.prepared(batch)
@@ -134,6 +135,7 @@ async def training_steps(
                 report,
                 times,
                 is_logged=hooks is not None and await hooks.has_logged(),
+                sources=sources,
             )
             listener.step(step, status())
             skipped.add(gate.step, trained.skipped)
@@ -144,6 +146,12 @@ async def training_steps(
             if gate.is_stepping:
                 await gate.step_failed(str(error))
             yield StepLost(error)
+
+
+def _sources(groups: Sequence[ReadyGroup], gate: AdmissionGate) -> list[str]:
+    """Return the name of the source of each trajectory's prompt; nothing where there is one source."""
+    names = [gate.prompt_of(group.id).source for group in groups for _ in group.trajectories]
+    return names if any(names) else []
 
 
 async def _is_trainer_there(life: TrainerLife, gate: AdmissionGate) -> bool:

@@ -164,6 +164,7 @@ class Recorder:
                 **({} if step.is_logged else _reward_metrics(rewards, trajectories)),
                 **({} if step.is_logged else self._parts.logged(spread(t.reward_parts for t in counted))),
                 **self._episode_metrics.logged(spread(t.metrics for t in counted)),
+                **_source_metrics(step.sources, trajectories),
                 **staleness,
                 **({} if step.is_logged else _length_metrics(trajectories)),
                 **_status_metrics(status),
@@ -279,6 +280,20 @@ def _reward_metrics(rewards: Sequence[float], trajectories: Sequence[TrajectoryH
     if turns:
         metrics["reward/turn_mean"] = mean(turns)
     return metrics
+
+
+def _source_metrics(sources: Sequence[str], trajectories: Sequence[TrajectoryHeader]) -> dict[str, Value]:
+    """Return the metrics of each source of prompts. Live trajectories, which come last, are of none."""
+    if not sources:
+        return {}
+    rewards: dict[str, list[float]] = {}
+    for name, trajectory in zip(sources, trajectories, strict=False):
+        if trajectory.reward is not None and not trajectory.is_dropped:
+            rewards.setdefault(name, []).append(trajectory.reward)
+    return {
+        "reward/source_parts": {name: mean(values) for name, values in rewards.items()},
+        "rollout/source_parts": dict(Counter(sources)),
+    }
 
 
 def _length_metrics(trajectories: Sequence[TrajectoryHeader]) -> dict[str, Value]:

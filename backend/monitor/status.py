@@ -64,3 +64,6 @@ class TrainedStep:
     times: StepTimes
     is_logged: bool = False
     """True if a hook has logged what the batch's trajectories are like."""
+    sources: Sequence[str] = ()
+    """Name of the source of each trajectory's prompt, for those of prompts, which come first; empty where
+    there is one source."""

@@ -59,11 +59,17 @@ TAGS: dict[str, Tag] = {
         "that have it. `episode/NAME/min` and `episode/NAME/max` are its extremes.",
         "parts",
     ),
+    "reward/source_parts": Tag(
+        "reward",
+        "`reward/source_NAME` for each of several sources of prompts (`data.sources`): mean reward of its "
+        "trajectories in the batch.",
+        "parts",
+    ),
     # eval
     "eval/reward": Tag(
         "reward",
-        "Mean reward of greedy completions of the held-out prompts. Step 0 is the initial policy. During "
-        "training, a newer version may generate some of the tokens.",
+        "Mean reward of completions of the held-out prompts, of all sets together. Step 0 is the initial "
+        "policy. During training, a newer version may generate some of the tokens.",
     ),
     "eval/accuracy": Tag(
         "fraction",
@@ -73,7 +79,7 @@ TAGS: dict[str, Tag] = {
     "eval/reward_parts": Tag(
         "as the reward says",
         "`eval/reward_NAME` for each further number of a reward that returns a mapping: its mean in the "
-        "evaluation.",
+        "evaluation; and for each of several sets (`eval.sets`): its mean reward.",
         "parts",
     ),
     "eval/episode_parts": Tag(
@@ -113,6 +119,12 @@ TAGS: dict[str, Tag] = {
     ),
     "rollout/truncated_fraction": Tag(
         "fraction", "Fraction of the trajectories in the batch that ended at the token limit."
+    ),
+    "rollout/source_parts": Tag(
+        "trajectories",
+        "`rollout/source_NAME` for each of several sources of prompts: number of its trajectories in the "
+        "batch.",
+        "parts",
     ),
     "rollout/groups_admitted": Tag("groups, whole run", "Number of groups that were admitted."),
     "rollout/groups_trained": Tag("groups, whole run", "Number of groups that training steps consumed."),

@@ -1,8 +1,8 @@
 """Settings that go through to Megatron-Core and SGLang, checked against the installed versions.
 
-``actor.megatron``, ``rollout.engine.args`` and ``judge.endpoint.args`` hold fields of other projects'
-classes. The fields are read from the installed source (``source``). Fields that Slipstream sets itself are
-refused (``owned``).
+``actor.megatron``, and the ``args`` of engines and of their sampling, hold fields of other projects' classes.
+The fields are read from the installed source (``source``). Fields that Slipstream sets itself are refused
+(``owned``).
 """
 
 import importlib.metadata
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from slipstream.configs.installed.owned import JUDGE_OWNED, MEGATRON_OWNED, SGLANG_OWNED
-from slipstream.configs.installed.source import Fields, read_megatron, read_sglang
+from slipstream.configs.installed.owned import JUDGE_OWNED, MEGATRON_OWNED, SAMPLING_OWNED, SGLANG_OWNED
+from slipstream.configs.installed.source import Fields, read_megatron, read_sampling, read_sglang
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.judge import own_engines
 from slipstream.configs.violations import Violation, join, nearest
@@ -52,16 +52,32 @@ SGLANG = Library(
     read=read_sglang,
 )
 JUDGES_SGLANG = replace(SGLANG, section="judge.endpoint.args", owned=JUDGE_OWNED)
-LIBRARIES = (MEGATRON, SGLANG)
+SAMPLING = replace(
+    SGLANG,
+    section="rollout.sampling.args",
+    classes="SamplingParams",
+    owned=SAMPLING_OWNED,
+    read=read_sampling,
+)
+EVAL_SAMPLING = replace(
+    SAMPLING,
+    section="eval.sampling.args",
+    owned={
+        name: reason.replace("rollout.sampling", "eval.sampling") for name, reason in SAMPLING_OWNED.items()
+    },
+)
+LIBRARIES = (MEGATRON, SGLANG, SAMPLING)
 
 
 def check_passthrough(config: RunConfig) -> Iterator[Violation]:
-    """Check ``actor.megatron``, ``rollout.engine.args`` and ``judge.endpoint.args``."""
+    """Check every setting that holds fields of another library."""
     judge = own_engines(config.judge)
     for library, given in (
         (MEGATRON, config.actor.megatron),
         (SGLANG, config.rollout.engine.args),
         (JUDGES_SGLANG, judge.args if judge is not None else {}),
+        (SAMPLING, config.rollout.sampling.args),
+        (EVAL_SAMPLING, (config.eval.sampling.args or {}) if config.eval is not None else {}),
     ):
         if given:
             yield from _check(library, given)

@@ -98,6 +98,35 @@ SGLANG_OWNED: Mapping[str, str] = {
     "skip_server_warmup": "Slipstream sets this field, and waits until the engine is healthy instead",
 }
 
+_ONE_COMPLETION = "a request has one completion; rollout.n_samples_per_prompt says how many a prompt has"
+_FROM_IDS = "Slipstream reads token ids, and makes the text of them itself"
+_INSIDE = "SGLang sets this field itself"
+
+SAMPLING_OWNED: Mapping[str, str] = {
+    **{
+        name: _use(f"rollout.sampling.{name}")
+        for name in [
+            "temperature",
+            "top_p",
+            "top_k",
+            "max_new_tokens",
+            "min_new_tokens",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+        ]
+    },
+    "sampling_seed": _use("rollout.sampling.seed"),
+    "stream_interval": _use("rollout.engine.stream_interval"),
+    **_all("n beam_width", _ONE_COMPLETION),
+    **_all("skip_special_tokens spaces_between_special_tokens no_stop_trim", _FROM_IDS),
+    **_all(
+        "stop_strs stop_regex_strs stop_str_max_len stop_regex_max_len is_normalized ebnf_full_assistant",
+        _INSIDE,
+    ),
+}
+"""Fields of SGLang's SamplingParams."""
+
 JUDGE_OWNED: Mapping[str, str] = {
     **SGLANG_OWNED,
     **_all("model_path model tokenizer_path", _use("judge.endpoint.path")),

@@ -94,6 +94,12 @@ def read_sglang(folder: Path) -> Fields:
     return fields
 
 
+def read_sampling(folder: Path) -> Fields:
+    """Read SamplingParams. Raises LookupError when it is not where it is expected."""
+    module = _Module(folder / "srt/sampling/sampling_params.py", folder.parent)
+    return module.fields(module.classes["SamplingParams"])
+
+
 class _Module:
     """One source file: its classes, their annotations, and the constant lists in those."""
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
+from slipstream.configs.rules.models import model_number
 from slipstream.configs.rules.rule import Rule
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.live import live_places
+from slipstream.configs.schema.sampling import NEUTRAL
 from slipstream.configs.violations import Violation
 
 USUAL_OFFPOLICYNESS = 16
@@ -88,6 +90,79 @@ def sampling_keeps_the_distribution(config: RunConfig) -> Iterator[Violation]:
         yield Violation("rollout.sampling.top_k", sampling.top_k, reason)
     elif sampling.top_k > 0:
         yield Violation("rollout.sampling.top_k", sampling.top_k, f"expected -1, the whole vocabulary: {why}")
+    for name, value in sampling.args.items():
+        reason = why if name == "min_p" else _OTHER_DISTRIBUTION
+        if name == "custom_params" or (name in NEUTRAL and value is not None and value not in NEUTRAL[name]):
+            way_out = f"leave it out; an evaluation may have it: eval.sampling.args.{name}"
+            yield Violation(f"rollout.sampling.args.{name}", value, f"{reason}; {way_out}")
+
+
+_OTHER_DISTRIBUTION = (
+    "the engine would sample from another distribution than that of the policy, whose log-probs the trainer "
+    "computes, so that even fresh tokens would be off-policy"
+)
+
+
+def evaluation_can_be_sampled(config: RunConfig) -> Iterator[Violation]:
+    if config.eval is None:
+        return
+    own = config.eval.sampling
+    sampling = own.over(config.rollout.sampling)
+    if own.top_k == 0 or own.top_k < -1:
+        reason = "expected -1, the whole vocabulary, or the number of tokens to choose from"
+        yield Violation("eval.sampling.top_k", own.top_k, reason)
+    if own.min_new_tokens is not None and sampling.min_new_tokens > sampling.max_new_tokens:
+        reason = f"expected at most {sampling.max_new_tokens}, the largest number of tokens of a completion"
+        yield Violation("eval.sampling.min_new_tokens", own.min_new_tokens, reason)
+
+
+def stop_tokens_exist(config: RunConfig) -> Iterator[Violation]:
+    size = model_number(config, "vocab_size")
+    given = {"rollout.sampling.stop_token_ids": config.rollout.sampling.stop_token_ids}
+    if config.eval is not None:
+        given["eval.sampling.stop_token_ids"] = config.eval.sampling.stop_token_ids or []
+    for path, ids in given.items():
+        wrong = [each for each in ids if each < 0 or (size is not None and each >= size)]
+        if wrong:
+            reason = f"expected token ids of the model's vocabulary of {size}, found {wrong[:5]}"
+            yield Violation(path, ids, reason)
+
+
+def withheld_end_tokens_are_corrected(config: RunConfig) -> Iterator[Violation]:
+    """SGLang takes the end tokens out of the distribution, and returns log-probs without them."""
+    sampling = config.rollout.sampling
+    if sampling.min_new_tokens > sampling.max_new_tokens:
+        reason = f"expected at most {sampling.max_new_tokens}, which is rollout.sampling.max_new_tokens"
+        yield Violation("rollout.sampling.min_new_tokens", sampling.min_new_tokens, reason)
+    if sampling.min_new_tokens and not config.actor.use_decoupled_loss:
+        yield Violation(
+            "rollout.sampling.min_new_tokens",
+            sampling.min_new_tokens,
+            "expected 0: the first tokens are sampled from a distribution without end tokens, which only the "
+            "importance weight of actor.use_decoupled_loss corrects",
+        )
+
+
+def seeds_have_an_effect(config: RunConfig) -> Iterator[Violation]:
+    rollout = config.rollout
+    is_deterministic = rollout.engine.args.get("enable_deterministic_inference") is True
+    if rollout.sampling.seed is not None and not is_deterministic:
+        yield Violation(
+            "rollout.sampling.seed",
+            rollout.sampling.seed,
+            "expected null: SGLang uses the seeds of requests only with rollout.engine.args: "
+            "{enable_deterministic_inference: true}",
+        )
+    if rollout.sampling.seed is not None and config.cluster.device == "cpu":
+        reason = "expected null with cluster.device: cpu, because deterministic inference needs GPUs"
+        yield Violation("rollout.sampling.seed", rollout.sampling.seed, reason)
+    if is_deterministic and rollout.sampling.seed is None:
+        yield Violation(
+            "rollout.sampling.seed",
+            None,
+            "expected a seed: with enable_deterministic_inference SGLang gives all requests without one the "
+            "same, so that the completions of a group would be equal",
+        )
 
 
 def shared_memory_is_on_one_node(config: RunConfig) -> Iterator[Violation]:
@@ -157,7 +232,27 @@ RULES = (
             "actor.parallel",
         ),
     ),
-    Rule(sampling_keeps_the_distribution, ("rollout.sampling.top_p", "rollout.sampling.top_k")),
+    Rule(
+        sampling_keeps_the_distribution,
+        ("rollout.sampling.top_p", "rollout.sampling.top_k", "rollout.sampling.args"),
+    ),
+    Rule(
+        withheld_end_tokens_are_corrected,
+        (
+            "rollout.sampling.min_new_tokens",
+            "rollout.sampling.max_new_tokens",
+            "actor.use_decoupled_loss",
+        ),
+    ),
+    Rule(evaluation_can_be_sampled, ("eval.sampling", "rollout.sampling")),
+    Rule(
+        stop_tokens_exist,
+        ("model.path", "rollout.sampling.stop_token_ids", "eval.sampling.stop_token_ids"),
+    ),
+    Rule(
+        seeds_have_an_effect,
+        ("rollout.sampling.seed", "rollout.engine.args", "cluster.device", "cluster.type"),
+    ),
     Rule(
         shared_memory_is_on_one_node,
         ("weights.transport", "cluster.type", "rollout.engine.colocated"),

@@ -6,6 +6,30 @@ from pydantic import Field, StringConstraints
 
 from slipstream.configs.schema.base import Section
 
+_WHOLE_VOCABULARY = 1 << 30
+"""SGLang's ``top_k`` of a request that sets none."""
+
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "top_p": (1,),
+    "top_k": (-1, _WHOLE_VOCABULARY),
+    "min_p": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_new_tokens": (0,),
+    "beam_width": (1,),
+    "logit_bias": ({},),
+    "json_schema": ("",),
+    "regex": ("",),
+    "ebnf": ("",),
+    "structural_tag": ("",),
+}
+"""Sampling parameters that change the distribution, under SGLang's names, and the values with which they
+change nothing. None always does that.
+
+Response formats and forced tool calls of clients arrive as one of the grammars.
+"""
+
 StopText = Annotated[str, StringConstraints(min_length=1)]
 
 
@@ -27,6 +51,7 @@ class SamplingConfig(Section):
     )
     stop: list[StopText] = Field(
         default=[],
+        max_length=32,
         description="Texts that end a completion. The token in which one is complete is the last one.",
     )
     stop_token_ids: list[int] = Field(
@@ -68,7 +93,9 @@ class EvalSamplingConfig(Section):
     min_new_tokens: int | None = Field(
         default=None, ge=0, description="Number of tokens before which no end token is sampled."
     )
-    stop: list[StopText] | None = Field(default=None, description="Texts that end a completion.")
+    stop: list[StopText] | None = Field(
+        default=None, max_length=32, description="Texts that end a completion."
+    )
     stop_token_ids: list[int] | None = Field(default=None, description="Token ids that end a completion.")
     ignore_eos: bool | None = Field(default=None, description="Go on behind end tokens.")
     args: dict[str, object] | None = Field(

@@ -19,6 +19,7 @@ from slipstream.rollout.collector.evaluation import EvaluatesSets, UnrecordedGen
 from slipstream.rollout.collector.groups import EpisodeJudge, NamedFilter, WholeGroups
 from slipstream.rollout.collector.judging import Judges, Judging, WorkflowReward
 from slipstream.rollout.collector.recording import Recording
+from slipstream.rollout.collector.seeded import seeded_engines
 from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.compat.slime.function_calls import CallSurroundings
 from slipstream.rollout.compat.slime.parts import UNREWARDED, HookParts, hook_parts
@@ -169,11 +170,13 @@ async def episode_parts(
                     config, context=context, version=lambda: pool.version, decode=tokenizer.decode
                 )
             )
-        evaluating = UnrecordedGenerator(pool, greedy=config.eval is None or config.eval.sampling.is_greedy)
+        unrecorded = seeded_engines(pool, rollout.sampling.seed, "unrecorded")
+        greedy = config.eval is None or config.eval.sampling.is_greedy
+        evaluating = UnrecordedGenerator(unrecorded, greedy=greedy)
 
         def around_calls() -> CallSurroundings:
             assert endpoints is not None
-            sampled = UnrecordedGenerator(pool, greedy=False)
+            sampled = UnrecordedGenerator(unrecorded, greedy=False)
             return CallSurroundings(
                 endpoints.of(sampled, rollout.sampling),
                 endpoints.of(evaluating, evaluation_sampling(config), is_trained=False),

@@ -23,6 +23,7 @@ from slipstream.rollout.collector.judging import WorkflowReward
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.collector.parts import Surroundings, WatchedJudges, episode_parts, surroundings_of
 from slipstream.rollout.collector.recording import JOURNAL_EVERY_S, Recording
+from slipstream.rollout.collector.seeded import seeded_engines
 from slipstream.rollout.collector.spec import CollectorSpec
 from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.collector.watchdog import end_process, watched
@@ -82,7 +83,12 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
         groups = GroupCollector(
             outbox=outbox,
             record=lambda group, lease, sample, attempt: Recording(
-                pool, outbox, group, lease, sample, surroundings.clock
+                seeded_engines(pool, rollout.sampling.seed, group, sample, attempt),
+                outbox,
+                group,
+                lease,
+                sample,
+                surroundings.clock,
             ),
             context=lambda recording: parts.context(
                 recording, WorkflowReward(judges, limit, recording), rollout.sampling

@@ -10,6 +10,7 @@ from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes
 from slipstream.rollout.collector.evaluation import UnrecordedGenerator
 from slipstream.rollout.collector.judging import Judges, WorkflowReward
 from slipstream.rollout.collector.parts import EpisodeParts
+from slipstream.rollout.collector.seeded import seeded_engines
 from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.judge.errors import JudgingFailed
@@ -46,7 +47,8 @@ class Trial:
         self._parts = parts
         self._limit = limit
         reward, sampling = WorkflowReward(judges, limit), parts.config.rollout.sampling
-        sampled = parts.context(UnrecordedGenerator(pool, greedy=False), reward, sampling)
+        engines = seeded_engines(pool, sampling.seed, "tried")
+        sampled = parts.context(UnrecordedGenerator(engines, greedy=False), reward, sampling)
         self._context = parts.evaluation_context() if greedy else sampled
 
     async def run(self, prompt: Prompt) -> TriedEpisode:

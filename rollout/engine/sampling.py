@@ -5,8 +5,9 @@ Workflows sample as the recipe says (``SamplingConfig``), clients of an endpoint
 
 A completion that is interrupted goes on as a further request, whose prompt ends with the tokens so far. To
 that request they are prompt: SGLang's penalties count none of them, and ``min_new_tokens`` and
-``max_new_tokens`` are reduced by their number. A grammar cannot be entered in its middle, so that a
-completion under a grammar starts over.
+``max_new_tokens`` are reduced by their number. A stop text that begins before the interruption and ends
+behind it is not found. A grammar cannot be entered in its middle, so that a completion under a grammar starts
+over.
 """
 
 from collections.abc import Mapping
@@ -47,7 +48,9 @@ Sampling = SamplingConfig | LiveSampling
 
 def starts_over(sampling: Sampling) -> bool:
     """True if an interrupted completion starts over instead of going on."""
-    return isinstance(sampling, LiveSampling) and sampling.starts_over
+    if isinstance(sampling, LiveSampling):
+        return sampling.starts_over
+    return any(sampling.args.get(name) for name in GRAMMARS)
 
 
 def request_fields(
@@ -73,7 +76,16 @@ def request_fields(
             "max_new_tokens": tokens_left,
             "stream_interval": stream_interval,
         }
-        return {"sampling_params": parameters}
+        further = {
+            "min_new_tokens": max(0, sampling.min_new_tokens - done),
+            "stop": sampling.stop,
+            "stop_token_ids": sampling.stop_token_ids,
+            "ignore_eos": sampling.ignore_eos,
+        }
+        parameters |= {name: value for name, value in further.items() if value}
+        if sampling.seed is not None:
+            parameters["sampling_seed"] = sampling.seed
+        return {"sampling_params": parameters | sampling.args}
     is_live = sampling.priority > 0
     interval = stream_interval if scores_prompt or not is_live else 1
     parameters = {"stream_interval": interval, **sampling.parameters, "max_new_tokens": tokens_left}

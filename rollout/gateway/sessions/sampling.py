@@ -8,28 +8,7 @@ distribution.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_WHOLE_VOCABULARY = 1 << 30
-"""SGLang's ``top_k`` of a request that sets none."""
-
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "top_p": (1,),
-    "top_k": (-1, _WHOLE_VOCABULARY),
-    "min_p": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_new_tokens": (0,),
-    "beam_width": (1,),
-    "logit_bias": ({},),
-    "json_schema": ("",),
-    "regex": ("",),
-    "ebnf": ("",),
-    "structural_tag": ("",),
-}
-"""Parameters under SGLang's names, and the values with which they change nothing. None always does that.
-
-Response formats and forced tool calls arrive as one of the grammars.
-"""
+from slipstream.configs.schema.sampling import NEUTRAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +35,7 @@ def judge_sampling(sampling: Mapping[str, object], temperature: float, *, overri
     reasons = ["temperature"] if sampling["temperature"] != temperature else []
     reasons += [
         name
-        for name, neutral in _NEUTRAL.items()
+        for name, neutral in NEUTRAL.items()
         if sampling.get(name) is not None and sampling[name] not in neutral
     ]
     if not override:
