@@ -19,7 +19,7 @@ import msgspec
 
 from slipstream.rollout.trajectory import Prompt, PromptFields, prompt_fields
 
-IN_MEMORY = 32 << 20
+IN_MEMORY = 8 << 20
 """Bytes of a set that are kept in memory."""
 
 _ENCODER = msgspec.msgpack.Encoder()
