@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from slipstream.configs.schema.actor import ActorConfig
 from slipstream.configs.schema.base import PathSetting, Section
@@ -76,6 +76,35 @@ class RunSection(Section):
         return self.root / self.name
 
 
+_OF_SLIPSTREAM = frozenset(
+    [
+        "conversation",
+        "tokenize",
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_dict",
+        "return_tensors",
+        "padding",
+        "truncation",
+        "max_length",
+        "tools",
+        "documents",
+        "chat_template",
+        "messages",
+    ]
+)
+"""What Slipstream passes with a chat, or makes of it."""
+
+
+def _are_variables(args: dict[str, object]) -> dict[str, object]:
+    if taken := sorted(args.keys() & _OF_SLIPSTREAM):
+        raise ValueError(f"expected variables of the chat template; Slipstream sets {', '.join(taken)}")
+    return args
+
+
+TemplateArgs = Annotated[dict[str, object], AfterValidator(_are_variables)]
+
+
 class ModelConfig(Section):
     """The initial policy."""
 
@@ -90,7 +119,7 @@ class ModelConfig(Section):
         description="Model families of your own: the `model_type` of a `config.json`, and the import path of "
         "a module or object with the functions of `slipstream.bridge.families.Family`.",
     )
-    template_args: dict[str, object] = Field(
+    template_args: TemplateArgs = Field(
         default={},
         description="Variables of the chat template, such as `enable_thinking: false`, wherever it writes "
         "prompts of the policy.",

@@ -153,7 +153,7 @@ def test_short_prompts_are_not_tokenized():
     keeps = LengthFilter(tokenizer, 100)
     assert all(keeps(Prompt(i, "x" * 20)) for i in range(1000))
     assert tokenizer.rendered == 1
-    assert keeps(Prompt(0, "x" * 89)) and tokenizer.rendered == 2, "it might have been too long"
+    assert keeps(Prompt(0, "x" * 90)) and tokenizer.rendered == 2, "it might have been too long"
 
 
 def test_a_prompt_that_the_template_refuses_is_left_to_the_checks():

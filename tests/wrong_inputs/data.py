@@ -136,6 +136,37 @@ CASES = (
         files={"heldout.jsonl": json.dumps({"question": "1+1=?", "label": "2"}) + "\n"},
     ),
     WrongInput(
+        "a column that rows do not have",
+        ("data.path: FOLDER/data.jsonl, line 1", "`question`", "found 'prompt', 'label', 'level'", "columns"),
+        overrides=("data.columns={prompt: question}", "eval.columns={}"),
+    ),
+    WrongInput(
+        "a label within a column that is no object",
+        ("data.path: FOLDER/data.jsonl, line 1", "`label.answer`", "found 'prompt', 'label'"),
+        overrides=("data.columns={label: label.answer}", "eval.columns={}"),
+    ),
+    WrongInput(
+        "a template with a column that rows do not have",
+        ("data.path: FOLDER/data.jsonl, line 1", "`question`", "found 'prompt'"),
+        overrides=("data.prompt_template='Solve: {question}'", "eval.columns={}"),
+    ),
+    WrongInput(
+        "metadata that is no object",
+        ("data.path: FOLDER/data.jsonl, line 1", "`level` is 1", "expected an object"),
+        overrides=("data.columns={metadata: level}", "eval.columns={}"),
+    ),
+    WrongInput(
+        "a limit that no prompt keeps",
+        ("data.path: FOLDER/data.jsonl", "9 of 9 prompts have more than 1 tokens", "data.max_prompt_tokens"),
+        overrides=("data.max_prompt_tokens=1",),
+    ),
+    WrongInput(
+        "a data set of the hub without a network",
+        ("data.path: hf://datasets/openai/gsm8k/main/train", "cannot be downloaded", "download the files"),
+        overrides=("data.path=hf://datasets/openai/gsm8k/main/train",),
+        environment={"HF_HUB_OFFLINE": "1"},
+    ),
+    WrongInput(
         "a held-out prompt without room for its completion",
         (
             "eval.path: FOLDER/heldout.jsonl, line 1",

@@ -48,6 +48,101 @@ CASES = (
         overrides=("rollout.sampling.top_p=0.9",),
     ),
     WrongInput(
+        "a penalty in training",
+        ("rollout.sampling.args.frequency_penalty = 1", "off-policy", "eval.sampling.args.frequency_penalty"),
+        overrides=("rollout.sampling.args={frequency_penalty: 1}",),
+    ),
+    WrongInput(
+        "a sampling parameter that SGLang does not have",
+        ("rollout.sampling.args.presence_penality", "no such field in SamplingParams", "did you mean"),
+        overrides=("rollout.sampling.args={presence_penality: 0}",),
+    ),
+    WrongInput(
+        "a seed that has no effect",
+        ("rollout.sampling.seed = 7", "expected null", "enable_deterministic_inference: true"),
+        overrides=("rollout.sampling.seed=7",),
+    ),
+    WrongInput(
+        "one seed for all completions of a group",
+        ("rollout.sampling.seed", "expected a seed", "completions of a group would be equal"),
+        overrides=("rollout.engine.args={enable_deterministic_inference: true}",),
+    ),
+    WrongInput(
+        "a stop token that the model does not have",
+        ("rollout.sampling.stop_token_ids", "expected token ids of the model's vocabulary", "[99999]"),
+        overrides=("rollout.sampling.stop_token_ids=[99999]",),
+    ),
+    WrongInput(
+        "least lengths without an importance weight",
+        ("rollout.sampling.min_new_tokens = 4", "expected 0", "actor.use_decoupled_loss"),
+        overrides=(
+            "rollout.sampling.min_new_tokens=4",
+            "actor.use_decoupled_loss=false",
+            "actor.recompute_logprobs=false",
+            "actor.correction={token: null}",
+        ),
+    ),
+    WrongInput(
+        "an evaluation that chooses from no token",
+        ("eval.sampling.top_k = 0", "expected -1", "number of tokens"),
+        overrides=("eval.sampling={top_k: 0}",),
+    ),
+    WrongInput(
+        "one path and several sources",
+        ("data.path = 'FOLDER/data.jsonl'", "expected either one file, or several", "data.sources"),
+        overrides=("data.sources=[{name: a, path: FOLDER/data.jsonl}]",),
+    ),
+    WrongInput(
+        "no prompts at all",
+        ("data.path", "missing, but required", "data.sources"),
+        overrides=("data={shuffle: true}",),
+    ),
+    WrongInput(
+        "a weight for some sources only",
+        ("data.sources.1.weight", "expected a weight for each source or for none", "b"),
+        overrides=(
+            "data={sources: [{name: a, path: FOLDER/data.jsonl, weight: 1}, "
+            "{name: b, path: FOLDER/data.jsonl}]}",
+        ),
+    ),
+    WrongInput(
+        "two sources of one name",
+        ("data.sources.1.name = 'a'", "expected names that differ"),
+        overrides=(
+            "data={sources: [{name: a, path: FOLDER/data.jsonl}, {name: a, path: FOLDER/data.jsonl}]}",
+        ),
+    ),
+    WrongInput(
+        "a source that is not there",
+        ("data.sources.0.path = 'FOLDER/no.jsonl'", "there is no such file"),
+        overrides=("data={sources: [{name: a, path: FOLDER/no.jsonl}]}",),
+    ),
+    WrongInput(
+        "a weight of nothing",
+        ("data.sources.0.weight = 0", "expected more than 0"),
+        overrides=("data={sources: [{name: a, path: FOLDER/data.jsonl, weight: 0}]}",),
+    ),
+    WrongInput(
+        "a template without a column",
+        ("data.prompt_template = 'Solve it'", "names no column", "such as {question}"),
+        overrides=("data.prompt_template=Solve it",),
+    ),
+    WrongInput(
+        "a template beside a column for the prompt",
+        ("data.columns.prompt = 'question'", "data.prompt_template makes the prompt"),
+        overrides=("data.prompt_template='{a}'", "data.columns={prompt: question}"),
+    ),
+    WrongInput(
+        "files that no name matches",
+        ("data.path = 'FOLDER/part-*.jsonl'", "no file has such a name"),
+        overrides=("data.path=FOLDER/part-*.jsonl",),
+    ),
+    WrongInput(
+        "a variable of the chat template that Slipstream sets",
+        ("model.template_args", "add_generation_prompt", "Slipstream sets"),
+        overrides=("model.template_args={add_generation_prompt: false}",),
+    ),
+    WrongInput(
         "two transports of one GPU",
         ("weights.transport.type = 'distributed'", "NCCL", "'disk' or 'delta'"),
         overrides=("rollout.engine.colocated=true", "weights.transport={type: distributed}"),

@@ -4,8 +4,9 @@ Four tables: settings with the same meaning, settings that need more than one fl
 Slipstream needs nothing for, and flags that it refuses. Whatever is in none of them is unknown.
 """
 
+import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from slipstream.rollout.compat.slime.launch_script import LaunchScript
 
@@ -47,6 +48,16 @@ def _one_of(**names: object) -> Callable[[str], object]:
     return convert
 
 
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise FlagError(f"expected a JSON object, found {text!r}")
+    return cast("dict[str, Any]", value)
+
+
 Setting = tuple[str, Callable[[str], Any]]
 
 SETTINGS: dict[str, Setting] = {
@@ -85,7 +96,19 @@ SETTINGS: dict[str, Setting] = {
     "value-clip": ("critic.value_clip", _number),
     "save-interval": ("checkpoint.every", _whole),
     "eval-interval": ("eval.every", _whole),
-    "eval-max-response-len": ("eval.max_new_tokens", _whole),
+    "eval-max-response-len": ("eval.sampling.max_new_tokens", _whole),
+    "eval-min-new-tokens": ("eval.sampling.min_new_tokens", _whole),
+    "eval-temperature": ("eval.sampling.temperature", _number),
+    "eval-top-p": ("eval.sampling.top_p", _number),
+    "eval-top-k": ("eval.sampling.top_k", _whole),
+    "eval-max-prompt-len": ("eval.max_prompt_tokens", _whole),
+    "eval-input-key": ("eval.columns.prompt", _text),
+    "eval-label-key": ("eval.columns.label", _text),
+    "input-key": ("data.columns.prompt", _text),
+    "label-key": ("data.columns.label", _text),
+    "metadata-key": ("data.columns.metadata", _text),
+    "rollout-max-prompt-len": ("data.max_prompt_tokens", _whole),
+    "apply-chat-template-kwargs": ("model.template_args", _object),
     "group-rm": ("rollout.hooks.group_rm", _yes),
     "rm-type": ("rollout.hooks.rm_type", _text),
     "rm-url": ("rollout.hooks.rm_url", _text),
@@ -228,11 +251,6 @@ NEEDLESS = {
     "qwen-gdn-backend": "actor.layer_spec chooses the layers",
     "train-backend": "the trainer is Megatron",
     "num-gpus-per-node": "the cluster says it",
-    "input-key": "",
-    "label-key": "",
-    "eval-input-key": "",
-    "eval-label-key": "",
-    "metadata-key": "every other column of a prompt set is metadata",
     "optimizer": "",
     "attention-dropout": "",
     "hidden-dropout": "",
@@ -249,7 +267,6 @@ NEEDLESS = {
 
 _DEVELOPERS = "it is a tool of slime's developers"
 _STATES = "all parameters are trained by one Adam, whose state is kept; adapters: actor.lora"
-_GREEDY = "an evaluation is greedy"
 _SEQUENCES = "set actor.correction.sequence or actor.correction.negative (docs/objectives.md)"
 _ALIKE = "all engines are alike, and each run starts its own"
 _BUFFER = "Slipstream collects by itself, without a server of rollouts"
@@ -257,17 +274,14 @@ _BUFFER = "Slipstream collects by itself, without a server of rollouts"
 REFUSED = {
     "num-epoch": "a run has steps: set run.steps to epochs * prompts / rollout.batch_size",
     "loss-type": "Slipstream trains `policy_loss` by reinforcement, and supervised by `slipstream sft`",
-    "n-samples-per-eval-prompt": "an evaluation samples one greedy completion of each prompt",
-    **_each(_GREEDY, "eval-top-p eval-top-k eval-temperature"),
+    "n-samples-per-eval-prompt": "an evaluation samples one completion of each prompt; `slipstream eval -k` samples several",
     **_each(
         "an evaluation takes each prompt as a rollout does",
-        "eval-max-prompt-len eval-max-context-len eval-min-new-tokens eval-reward-key eval-tool-key",
+        "eval-max-context-len eval-reward-key eval-tool-key",
     ),
     "skip-eval-before-train": "the first policy is always evaluated, so that a run shows what it has changed",
     "train-env-vars": "set them where the run is started: its processes inherit them",
-    "rollout-max-prompt-len": "prompts are not filtered by their length: leave long ones out of data.path",
     "rollout-skip-special-tokens": "hooks get the text with its special tokens",
-    "apply-chat-template-kwargs": "set the defaults in the model's chat template",
     "tool-key": "a workflow has the tools: docs/agents.md",
     "disable-rollout-global-dataset": "prompts come from data.path",
     "disable-compute-advantages-and-returns": "a custom_loss_function may leave advantages alone",
@@ -290,9 +304,7 @@ REFUSED = {
     "allgather-cp": "Transformer Engine exchanges keys and values of context parallelism",
     "enable-experimental": "experimental parts of Megatron are off",
     "megatron-config-path": "set actor.megatron, and for the critic critic.megatron",
-    "eval-config": "an evaluation has one set of prompts: eval.path",
-    "rollout-stop": "a completion ends with the model's end tokens",
-    "rollout-stop-token-ids": "a completion ends with the model's end tokens",
+    "eval-config": "name the files in eval.sets, and how they are sampled in eval.sampling",
     "partial-rollout": "unfinished episodes always go on, and on_stale decides about old tokens",
     "optimizer-cpu-offload": "the optimizer stays on the GPUs",
     "overlap-cpu-optimizer-d2h-h2d": "the optimizer stays on the GPUs",

@@ -125,6 +125,10 @@ class _Import:
             "update-weights-interval": lambda: "rollout.max_head_offpolicyness",
             "use-tis": lambda: self._set("actor.use_decoupled_loss", True),
             "use-rollout-logprobs": self._behaviour_logprobs,
+            "rollout-stop": lambda: self._set(
+                "rollout.sampling.stop", list(self._flags["rollout-stop"].values)
+            ),
+            "rollout-stop-token-ids": self._stop_tokens,
             "decoder-last-pipeline-num-layers": self._pipeline_layers,
             "decoder-first-pipeline-num-layers": self._pipeline_layers,
             "sglang-server-concurrency": self._concurrency,
@@ -163,10 +167,6 @@ class _Import:
 
     def _other(self, flag: Flag) -> FlagOutcome:
         decide = {
-            "input-key": lambda: self._column(flag, "prompt"),
-            "label-key": lambda: self._column(flag, "label"),
-            "eval-input-key": lambda: self._column(flag, "prompt"),
-            "eval-label-key": lambda: self._column(flag, "label"),
             "optimizer": lambda: self._expected(flag, "adam", "the optimizer is Adam"),
             "attention-dropout": lambda: self._no_dropout(flag),
             "hidden-dropout": lambda: self._no_dropout(flag),
@@ -316,11 +316,21 @@ class _Import:
 
     def _eval_prompts(self) -> str:
         words = self._flags["eval-prompt-data"].values
-        if len(words) > 2:
-            self.recipe.notes.append(f"{len(words) // 2} evaluation sets: only {words[1]} is taken")
         if not words:
             raise FlagError("it has no value")
-        return self._set("eval.path", self._prompts(words[1] if len(words) > 1 else words[0]))
+        if len(words) > 2:
+            pairs = zip(words[::2], words[1::2], strict=False)
+            return self._set(
+                "eval.sets", [{"name": name, "path": self._prompts(path)} for name, path in pairs]
+            )
+        return self._set("eval.path", self._prompts(words[-1]))
+
+    def _stop_tokens(self) -> str:
+        try:
+            ids = [int(word) for word in self._flags["rollout-stop-token-ids"].values]
+        except ValueError:
+            raise FlagError("expected token ids") from None
+        return self._set("rollout.sampling.stop_token_ids", ids)
 
     def _pipeline_layers(self) -> str:
         stages, layers = self._whole("pipeline-model-parallel-size", 1), self._whole("num-layers", 0)
@@ -335,11 +345,6 @@ class _Import:
         return self._set("actor.parallel.layers", spread)
 
     # ---- flags whose value decides
-
-    def _column(self, flag: Flag, name: str) -> str:
-        if flag.text != name:
-            raise FlagError(f"prompt sets have the column `{name}`: rename the column `{flag.text}`")
-        return "it is the name of the column"
 
     def _expected(self, flag: Flag, value: str, reason: str) -> str:
         if flag.text != value:
@@ -412,7 +417,7 @@ class _Import:
         if not any(path in self._settings for path in rewards):
             self._settings["rollout.reward"] = "slipstream.rollout.reward.FinalAnswer"
             self.recipe.notes.append("the script names no reward: rollout.reward is FinalAnswer")
-        if "eval.path" not in self._settings:
+        if not {"eval.path", "eval.sets"} & self._settings.keys():
             for path in [path for path in self._settings if path.startswith("eval.")]:
                 del self._settings[path]
         self._requirements()
