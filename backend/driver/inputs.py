@@ -60,6 +60,8 @@ class Inputs:
     group_filter: GroupFilter | None
     notes: Sequence[str] = ()
     """What the user is told of the prompts: how many are left out."""
+    left_out: int = 0
+    """Number of prompts that are too long."""
 
 
 def read_inputs(config: RunConfig) -> Inputs:
@@ -117,6 +119,7 @@ def read_inputs(config: RunConfig) -> Inputs:
         reward=reward,
         group_filter=cast(GroupFilter | None, group_filter),
         notes=[source.note for sources in sets.values() for source in sources if source.note],
+        left_out=sum(source.left_out for sources in sets.values() for source in sources),
     )
 
 

@@ -118,6 +118,7 @@ async def _run(
             resumed=state.ledger.epoch,
             is_accuracy=bool(inputs.prompts or inputs.held_out) and is_accuracy(inputs.reward),
             beside=side.latest,
+            prompts_left_out=inputs.left_out,
         )
         parts = assemble(
             config,

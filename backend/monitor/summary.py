@@ -109,6 +109,10 @@ class RunSummary(_Strict):
         description="Number of times that the trainer was started again from a checkpoint."
     )
     trainer_wait_fraction: Measured = Field(description="Share of training_s spent waiting for batches.")
+    prompts_left_out: NonNegativeInt = Field(
+        default=0,
+        description="Prompts that were not used because they have more tokens than `max_prompt_tokens`.",
+    )
     groups: GroupTotals
     turns: TurnTotals | None = Field(description="Turns of the users of a gateway; null: there is none.")
 

@@ -76,28 +76,26 @@ class RunSection(Section):
         return self.root / self.name
 
 
-_OF_SLIPSTREAM = frozenset(
-    [
-        "conversation",
-        "tokenize",
-        "add_generation_prompt",
-        "continue_final_message",
-        "return_dict",
-        "return_tensors",
-        "padding",
-        "truncation",
-        "max_length",
-        "tools",
-        "documents",
-        "chat_template",
-        "messages",
-    ]
+_OF_SLIPSTREAM = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "max_length",
+    "messages",
+    "padding",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tools",
+    "truncation",
 )
 """What Slipstream passes with a chat, or makes of it."""
 
 
 def _are_variables(args: dict[str, object]) -> dict[str, object]:
-    if taken := sorted(args.keys() & _OF_SLIPSTREAM):
+    if taken := [name for name in args if name in _OF_SLIPSTREAM]:
         raise ValueError(f"expected variables of the chat template; Slipstream sets {', '.join(taken)}")
     return args
 

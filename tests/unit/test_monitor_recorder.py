@@ -269,6 +269,7 @@ def test_the_summary_adds_the_run_up():
             "engine_restarts": 1,
             "trainer_restarts": 0,
             "trainer_wait_fraction": 5 / 20,
+            "prompts_left_out": 0,
         }
     )
 

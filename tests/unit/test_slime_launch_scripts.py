@@ -111,7 +111,7 @@ def test_what_has_no_counterpart_is_listed_with_its_reason(script):
     result, _ = imported(script, "--json")
     flags = {entry["flag"]: entry for entry in json.loads(result.stdout)["flags"]}
     assert flags["made-up-flag"]["outcome"] == "unknown"
-    assert flags["eval-top-p"]["outcome"] == "refused" and "greedy" in flags["eval-top-p"]["reason"]
+    assert flags["eval-top-p"]["outcome"] == "mapped"
     assert flags["hidden-dropout"]["outcome"] == "refused" and "dropout" in flags["hidden-dropout"]["reason"]
     assert (
         flags["sglang-dp-size"]["outcome"] == "refused"
@@ -181,9 +181,34 @@ def test_flags_that_need_more_than_a_name_are_mapped_or_refused_with_what_to_do(
     assert {name for name, entry in flags.items() if entry["outcome"] == "refused"} == {
         "sglang-config",
         "no-offload-train",
-        "eval-input-key",
     }
     assert "alike" in flags["sglang-config"]["reason"]
+
+
+DATA = """python3 train.py --hf-checkpoint /m --prompt-data /d.parquet --rm-type math --num-rollout 3 \\
+ --rollout-batch-size 8 --n-samples-per-prompt 4 --input-key messages --label-key answer \\
+ --metadata-key extra --rollout-max-prompt-len 2048 --rollout-stop '</a>' --rollout-stop-token-ids 7 8 \\
+ --apply-chat-template-kwargs '{"enable_thinking": false}' \\
+ --eval-prompt-data aime /aime.jsonl gsm8k /gsm8k.jsonl --eval-input-key prompt --eval-temperature 0.6 \\
+ --eval-top-p 0.9 --eval-max-prompt-len 1024
+"""
+
+
+def test_flags_of_data_and_sampling_are_settings(script):
+    script.write_text(DATA)
+    _, out = imported(script, "--json")
+    recipe = yaml.safe_load(out.read_text())
+    assert recipe["data"]["columns"] == {"prompt": "messages", "label": "answer", "metadata": "extra"}
+    assert recipe["data"]["max_prompt_tokens"] == 2048
+    assert recipe["model"]["template_args"] == {"enable_thinking": False}
+    assert recipe["rollout"]["sampling"] == {"stop": ["</a>"], "stop_token_ids": [7, 8]}
+    assert recipe["eval"]["sets"] == [
+        {"name": "aime", "path": "/aime.jsonl"},
+        {"name": "gsm8k", "path": "/gsm8k.jsonl"},
+    ]
+    assert recipe["eval"]["columns"] == {"prompt": "prompt"}
+    assert recipe["eval"]["sampling"] == {"temperature": 0.6, "top_p": 0.9}
+    assert recipe["eval"]["max_prompt_tokens"] == 1024
 
 
 def test_a_layout_that_needs_transformer_engine_is_kept_where_there_is_none(script, monkeypatch):

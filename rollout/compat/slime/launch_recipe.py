@@ -325,6 +325,9 @@ class _Import:
             )
         return self._set("eval.path", self._prompts(words[-1]))
 
+    def _stops(self) -> str:
+        return self._set("rollout.sampling.stop", list(self._flags["rollout-stop"].values))
+
     def _stop_tokens(self) -> str:
         try:
             ids = [int(word) for word in self._flags["rollout-stop-token-ids"].values]
