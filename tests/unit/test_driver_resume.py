@@ -18,7 +18,7 @@ from slipstream.backend.driver.run_folder import (
     recipe_text,
     refuse_without_ledger,
 )
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import DataConfig, RunConfig
 from slipstream.rollout.control.core import Loss, Ticket
 from slipstream.rollout.ledger.recovery import open_ledger
 from slipstream.rollout.ledger.transaction import Training
@@ -243,6 +243,31 @@ def test_settings_that_give_the_ledger_its_meaning_cannot_change(config: RunConf
     changed = getattr(config, section).model_copy(update={setting: value})
     with pytest.raises(InputError, match=rf"{section}.{setting}: {value}, but the run was started with"):
         check_same_run(config.model_copy(update={section: changed}))
+
+
+MIXTURE = [{"name": "a", "path": "a.jsonl", "weight": 1}, {"name": "b", "path": "b.jsonl", "weight": 2}]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("columns", {"prompt": "question"}),
+        ("prompt_template", "{question}"),
+        ("max_prompt_tokens", 9),
+        ("sources", [{**MIXTURE[0], "weight": 3}, MIXTURE[1]]),
+        ("sources", MIXTURE[::-1]),
+    ],
+)
+def test_what_decides_which_prompt_is_where_in_the_order_cannot_change(config: RunConfig, setting, value):
+    def with_data(**data) -> RunConfig:
+        settings = DataConfig.model_validate({"sources": MIXTURE, "shuffle": False, **data})
+        return config.model_copy(update={"data": settings})
+
+    (config.run.folder / "recipe.yaml").write_text(recipe_text(with_data()))
+    moved = [{**each, "path": f"elsewhere/{each['path']}"} for each in MIXTURE]
+    check_same_run(with_data(sources=moved))
+    with pytest.raises(InputError, match=rf"data\.{setting}: .*, but the run was started with"):
+        check_same_run(with_data(**{setting: value}))
 
 
 def test_all_changed_settings_are_named_at_once(config: RunConfig):

@@ -63,7 +63,11 @@ class Fakes:
         trajectories = [trajectory.header for group in groups for trajectory in group.trajectories]
         versions = {version for header in trajectories for version in header.trained_tokens}
         lags = {trained: version - 1 - trained for trained in versions}
-        self.recorder.step(TrainedStep(trajectories, lags, version, metrics, report, times), self.status)
+        sources = [group.prompt.source for group in groups for _ in group.trajectories]
+        step = TrainedStep(
+            trajectories, lags, version, metrics, report, times, sources=sources if any(sources) else ()
+        )
+        self.recorder.step(step, self.status)
         assert self.logged[-1][0] == version
         return self.logged[-1][1]
 
@@ -91,6 +95,18 @@ def two_groups() -> list[Group]:
         group(0, trajectory([3, 3, 4], 1.0), trajectory([4], 0.0, Finish.LENGTH, retractions=2)),
         group(1, trajectory([2, 4], 0.0, retractions=1), trajectory([4, 4], 0.0)),
     ]
+
+
+def test_each_of_several_sources_has_its_reward_and_its_trajectories():
+    first, second = two_groups()
+    groups = [
+        replace(first, prompt=Prompt(0, "?", source="math")),
+        replace(second, prompt=Prompt(1, "?", source="code")),
+    ]
+    logged = Fakes().step(groups, 5)
+    assert logged["reward/source_parts"] == {"math": 0.5, "code": 0.0}
+    assert logged["rollout/source_parts"] == {"math": 2, "code": 2}
+    assert not any("source" in name for name in Fakes().step(two_groups(), 5))
 
 
 def test_a_step_is_logged_with_the_numbers_of_its_groups():

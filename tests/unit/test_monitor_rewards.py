@@ -82,6 +82,25 @@ def trajectory() -> Trajectory:
     )
 
 
+def test_each_of_several_sets_has_a_mean_of_its_own():
+    heard: list[dict] = []
+
+    class Listener:
+        def evaluated(self, version, reward, length, parts, *, is_logged):
+            heard.append({"reward": reward, **parts})
+
+    prompts = [
+        Prompt(0, "?", 0, source="easy"),
+        Prompt(1, "?", 1, source="hard"),
+        Prompt(2, "?", 2, source="hard"),
+    ]
+    settings = EvalConfig.model_validate(
+        {"sets": [{"name": "easy", "path": "a.jsonl"}, {"name": "hard", "path": "b.jsonl"}]}
+    )
+    asyncio.run(Evaluation(settings, prompts, Asked(OutOfTen()), Listener()).run(0))  # type: ignore[arg-type]
+    assert heard == [{"reward": 5.0, "easy": 2.5, "hard": 6.25, "place": 1.0, "bonus": 0.5}]
+
+
 def small_run(folder: Path, reward: Reward) -> tuple[RunSummary, list[str], list[dict]]:
     """Evaluate, train a step, evaluate. Return the summary, what is printed, and the metrics."""
     stream = io.StringIO()

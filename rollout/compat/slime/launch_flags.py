@@ -274,7 +274,7 @@ _BUFFER = "Slipstream collects by itself, without a server of rollouts"
 REFUSED = {
     "num-epoch": "a run has steps: set run.steps to epochs * prompts / rollout.batch_size",
     "loss-type": "Slipstream trains `policy_loss` by reinforcement, and supervised by `slipstream sft`",
-    "n-samples-per-eval-prompt": "an evaluation samples one completion of each prompt; more: `slipstream eval`",
+    "n-samples-per-eval-prompt": "an evaluation takes one completion of each prompt; see `slipstream eval`",
     **_each(
         "an evaluation takes each prompt as a rollout does",
         "eval-max-context-len eval-reward-key eval-tool-key",

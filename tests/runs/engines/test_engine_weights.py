@@ -9,8 +9,10 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
+import torch
 
 from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.schema import RunConfig, SamplingConfig
 from slipstream.rollout.control.concurrency import EngineLoad
 from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost, Silent
@@ -172,6 +174,68 @@ def test_sampled_logprobs_are_those_of_the_distribution_at_the_temperature(
         expected = reference_logprobs(model, whole, 0.7)[len(ids) - 1 :].detach().numpy()
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
         assert set(completion.versions()) == {0}
+
+
+def sampled(server: Server, ids: list[int], sampling: SamplingConfig) -> Completion:
+    growing = GrowingCompletion()
+    server.ask(lambda client: client.generate(ids, sampling, growing, version=0))
+    return growing.completion()
+
+
+def test_a_stop_text_ends_a_completion_whose_tokens_are_all_there_with_their_log_probs(
+    server: Server, checkpoint: Path, probes: list[list[int]]
+):
+    model, tokenizer = reference_model(checkpoint), build_tokenizer()
+    stops = ["5", "3"]
+    sampling = SamplingConfig(max_new_tokens=100, stop=stops, ignore_eos=True)
+    ended = 0
+    for ids in probes:
+        completion = sampled(server, ids, sampling)
+        *before, last = [tokenizer.decode([token]) for token in completion.tokens]
+        assert not any(stop in text for text in before for stop in stops)
+        if completion.finish is Finish.STOP:
+            ended += 1
+            assert any(stop in last for stop in stops), "the token of the stop is the last one"
+        whole = [*ids, *completion.tokens]
+        expected = reference_logprobs(model, whole)[len(ids) - 1 :].detach().numpy()
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+    assert ended
+
+
+def test_stop_token_ids_end_a_completion(server: Server, probes: list[list[int]]):
+    for ids in probes:
+        completion = sampled(server, ids, SamplingConfig(max_new_tokens=100, stop_token_ids=[7, 9, 11, 13]))
+        assert not {7, 9, 11, 13} & set(completion.tokens[:-1])
+
+
+def test_log_probs_of_tokens_before_the_least_length_are_those_without_end_tokens(
+    server: Server, checkpoint: Path, probes: list[list[int]]
+):
+    """They are those of the distribution that was sampled, so that an importance weight corrects it."""
+    model, end = reference_model(checkpoint), build_tokenizer().eos_token_id
+    least, forbidden = 6, [end, *range(20, 30)]  # many, so that they would matter
+    sampling = SamplingConfig(max_new_tokens=8, min_new_tokens=least, stop_token_ids=forbidden[1:])
+    for ids in probes:
+        completion = sampled(server, ids, sampling)
+        assert len(completion.tokens) >= least and not set(forbidden) & set(completion.tokens[:least])
+        with torch.no_grad():
+            logits = model(torch.tensor([[*ids, *completion.tokens]])).logits[0, len(ids) - 1 : -1].float()
+        logits[:least, forbidden] = -torch.inf
+        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+        np.testing.assert_allclose(completion.logprobs, logprobs.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("truncated", [{"top_k": 3}, {"top_p": 0.3}, {"args": {"min_p": 0.6}}])
+def test_log_probs_of_truncated_sampling_are_those_of_the_whole_distribution(
+    server: Server, checkpoint: Path, probes: list[list[int]], truncated: dict
+):
+    """This is why it is refused for training: the tokens were likelier than that when they were sampled."""
+    model = reference_model(checkpoint)
+    for ids in probes[:2]:
+        completion = sampled(server, ids, SamplingConfig(max_new_tokens=8, **truncated))
+        whole = [*ids, *completion.tokens]
+        expected = reference_logprobs(model, whole)[len(ids) - 1 :].detach().numpy()
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
 def train_and_publish(rank: RankSpec, config: RunConfig, engines: list[EngineAddress], folder: Path):
