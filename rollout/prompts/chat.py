@@ -15,9 +15,10 @@ def prompt_problem(prompt: object) -> str | None:
     """Return what is wrong with the column ``prompt`` of a row; None: nothing."""
     if isinstance(prompt, str):
         return None if prompt.strip() else "`prompt` is an empty text, " + _EXPECTED
-    if not isinstance(prompt, list) or not prompt:
+    messages = cast("list[object]", prompt) if isinstance(prompt, list) else []
+    if not messages:
         return f"`prompt` is {_kind(prompt)}, {_EXPECTED}"
-    for place, message in enumerate(cast("list[object]", prompt)):
+    for place, message in enumerate(messages):
         if (reason := _message_problem(message)) is not None:
             return f"`prompt`, message {place}: {reason}"
     return None
@@ -45,7 +46,8 @@ def _message_problem(message: object) -> str | None:
     if not isinstance(role, str) or not role:
         return f"its `role` is {_kind(role)}, expected chat messages with a `role`, such as user"
     content = fields.get("content")
-    if isinstance(content, str) or (isinstance(content, list) and content):
+    has_parts = isinstance(content, list) and bool(cast("list[object]", content))
+    if isinstance(content, str) or has_parts:
         return None
     if content is None and role == "assistant" and fields.get("tool_calls"):
         return None
@@ -56,7 +58,18 @@ def _message_problem(message: object) -> str | None:
 def _kind(value: object) -> str:
     if value is None:
         return "null"
-    if isinstance(value, list | dict | str) and not value:
-        return {list: "an empty list", dict: "an empty object", str: "an empty text"}[type(value)]
-    kinds = {bool: "a boolean", int: "a number", float: "a number", dict: "an object", list: "a list"}
-    return kinds.get(type(value), "a text" if isinstance(value, str) else f"of type {type(value).__name__}")
+    if (empty := _EMPTY.get(repr(value))) is not None:
+        return empty
+    kind = type(value).__name__
+    return _KINDS.get(kind, f"of type {kind}")
+
+
+_EMPTY = {"[]": "an empty list", "{}": "an empty object", "''": "an empty text"}
+_KINDS = {
+    "bool": "a boolean",
+    "int": "a number",
+    "float": "a number",
+    "str": "a text",
+    "dict": "an object",
+    "list": "a list",
+}

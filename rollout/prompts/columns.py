@@ -30,9 +30,11 @@ def value_at(columns: Mapping[str, Any], name: str) -> Any:
     """Return what a row has under a name, or ABSENT."""
     if name in columns:
         return columns[name]
-    value: Any = columns
+    value: object = columns
     for part in name.split("."):
-        value = value.get(part, ABSENT) if isinstance(value, Mapping) else ABSENT
+        if not isinstance(value, Mapping):
+            return ABSENT
+        value = cast("Mapping[str, object]", value).get(part, ABSENT)
     return value
 
 

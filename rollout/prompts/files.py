@@ -1,8 +1,9 @@
 """The files behind the path of a prompt set: one, several by a pattern, or those of a data set of the hub."""
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 from slipstream.configs.schema.data import PROMPT_SUFFIXES, is_on_hub, path_text
 from slipstream.rollout.prompts.rows import PromptError
@@ -39,9 +40,8 @@ def _downloaded(name: str) -> list[Path]:
 
     patterns = [f"{folder}*{suffix}" for suffix in PROMPT_SUFFIXES]
     try:
-        top = Path(
-            snapshot_download(repository, repo_type="dataset", revision=revision, allow_patterns=patterns)
-        )
+        download = cast("Callable[..., str]", snapshot_download)
+        top = Path(download(repository, repo_type="dataset", revision=revision, allow_patterns=patterns))
     except GatedRepoError:
         raise PromptError(
             f"{name}: the data set is gated: accept its terms on the hub, and log in (hf auth login)"

@@ -36,6 +36,7 @@ FIELDS = {
     "engine_restarts": 0,
     "trainer_restarts": 0,
     "trainer_wait_fraction": 0.11,
+    "prompts_left_out": 3,
     "groups": {"admitted": 836, "trained": 800, "filtered": 12, "expired": 0, "failed": 1},
     "turns": None,
 }

@@ -150,6 +150,8 @@ def test_a_data_source_gives_groups_of_the_recipes_order_and_goes_on_after_a_res
     args = Namespace(
         rollout_global_dataset=True,
         prompt_data=str(prompts),
+        prompt_columns={},
+        prompt_template=None,
         rollout_seed=0,
         rollout_shuffle=False,
         n_samples_per_prompt=2,

@@ -304,8 +304,8 @@ def test_an_eval_function_says_rewards_by_set(functions, as_output):
             "n_samples_per_eval_prompt": 1,
             "eval_temperature": 0.0,
             "eval_max_response_len": 8,
-            "rollout_top_p": 1.0,
-            "rollout_top_k": -1,
+            "eval_top_p": 1.0,
+            "eval_top_k": -1,
             **dict.fromkeys(("input_key", "label_key", "metadata_key"), "prompt"),
         }
         world = World(functions, "plain", as_output=as_output, **values)

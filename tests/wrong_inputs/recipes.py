@@ -129,7 +129,7 @@ CASES = (
     ),
     WrongInput(
         "a template beside a column for the prompt",
-        ("data.columns.prompt = 'question'", "data.prompt_template makes the prompt"),
+        ("data.columns.prompt = 'question'", "data.prompt_template makes it", "leave one of them out"),
         overrides=("data.prompt_template='{a}'", "data.columns={prompt: question}"),
     ),
     WrongInput(

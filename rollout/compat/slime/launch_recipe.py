@@ -318,12 +318,13 @@ class _Import:
         words = self._flags["eval-prompt-data"].values
         if not words:
             raise FlagError("it has no value")
+        last = words[len(words) - 1]
         if len(words) > 2:
             pairs = zip(words[::2], words[1::2], strict=False)
             return self._set(
                 "eval.sets", [{"name": name, "path": self._prompts(path)} for name, path in pairs]
             )
-        return self._set("eval.path", self._prompts(words[-1]))
+        return self._set("eval.path", self._prompts(last))
 
     def _stops(self) -> str:
         return self._set("rollout.sampling.stop", list(self._flags["rollout-stop"].values))

@@ -67,7 +67,7 @@ def evaluated_set(name: str, values: object, path: str, reward_key: str) -> Eval
 
 def datasets(args: SlimeArguments) -> list[Any]:
     """Return the sets of an evaluation in slime's form."""
-    words = args.eval_prompt_data or []
+    words = cast("list[str]", args.eval_prompt_data or [])
     return [_dataset(args, name, path) for name, path in zip(words[::2], words[1::2], strict=True)]
 
 
