@@ -91,7 +91,7 @@ CASES = (
         "a prompt that is longer than the context",
         "`prompt` has 602 tokens, expected at most 448",
         "the model has room for 512, of which rollout.sampling.max_new_tokens takes 64",
-        "leave the row out",
+        "leave it out: max_prompt_tokens: 448",
         prompt="1" * 600,
     ),
     _row("a number that no message holds", "serialize ints", "write such a value as a text", level=10**30),

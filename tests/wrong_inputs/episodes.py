@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
-from slipstream.configs.schema import PluginConfig, SamplingConfig
+from slipstream.configs.schema import PluginConfig, PromptFile, SamplingConfig
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.rollout import plugins
 from slipstream.rollout.collector.episodes import Episodes, check
@@ -58,7 +58,7 @@ def let_fail(case: FailingEpisode, folder: Path) -> Told:
     folder.mkdir()
     data = folder / "data.jsonl"
     data.write_text('{"prompt": "1+1=?", "label": "2"}\n\n\n{"prompt": "2+1=?", "label": "3", "level": 1}\n')
-    prompt, children = read_prompts(data)[1], set(children_of(os.getpid()))
+    prompt, children = read_prompts(PromptFile(data))[1], set(children_of(os.getpid()))
     message, problems = asyncio.run(_message(case, prompt, folder / "logs")), list[str]()
     says = [*case.says, *([f"prompt 1 ({data}, line 4)"] if case.starts else [])]
     problems += [f"lacks {words!r}" for words in says if words not in message]
