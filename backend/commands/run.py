@@ -66,7 +66,7 @@ def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None
     cause, when the run has failed or was stopped.
     """
     if _is_in_a_loop():  # as the cells of a notebook are
-        return _beside(partial(attended, config, start))
+        return _beside(config, start)
     keep_few_heaps()
     import uvloop
 
@@ -105,10 +105,26 @@ def _is_in_a_loop() -> bool:
     return True
 
 
-def _beside(work: Callable[[], T]) -> T:
-    """Return the result of ``work`` in another thread: a thread has one event loop at a time."""
+def _beside(config: RunConfig, start: Callable[[Progress], Coroutine[None, None, T]]) -> T:
+    """Do as ``attended`` in another thread, since a thread has one event loop at a time. Ctrl-C ends the run,
+    and is raised behind its end.
+    """
+    cancels: list[Callable[[], object]] = []
+
+    async def started(progress: Progress) -> T:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        cancels.append(partial(loop.call_soon_threadsafe, task.cancel))
+        return await start(progress)
+
     with ThreadPoolExecutor(1, thread_name_prefix="run") as thread:
-        return thread.submit(work).result()
+        result = thread.submit(attended, config, started)
+        try:
+            return result.result()
+        except KeyboardInterrupt:
+            for cancel in cancels:
+                cancel()
+            raise
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
