@@ -99,7 +99,7 @@ def hooks_on_ranks_are_called(config: RunConfig) -> Iterator[Violation]:
         yield Violation(name, hooks.custom_eval_rollout_log_function, reason)
     own_terms = (actor.teacher_term, actor.plugin_term)
     if hooks.custom_advantage_function is not None and any(own_terms):
-        reason = f"expected a term of rewards alone: {SECTION}.custom_advantage_function sets the advantages"
+        reason = f"expected no term but of rewards: {SECTION}.custom_advantage_function sets the advantages"
         yield Violation("actor.advantage", [term.type for term in actor.advantage], reason)
 
 
