@@ -114,7 +114,7 @@ def _beside(config: RunConfig, start: Callable[[Progress], Coroutine[None, None,
     async def started(progress: Progress) -> T:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
-        cancels.append(partial(loop.call_soon_threadsafe, task.cancel))
+        cancels.append(lambda: loop.call_soon_threadsafe(task.cancel))
         return await start(progress)
 
     with ThreadPoolExecutor(1, thread_name_prefix="run") as thread:
