@@ -36,6 +36,8 @@ class _Fields(msgspec.Struct, array_like=True):
     turn_advantages: dict[int, tuple[float | None, ...]]
     given_rewards: tuple[float, ...] | None
     response_masks: tuple[tuple[int, ...], ...] | None
+    rate_factor: float
+    mismatch: float | None
 
 
 def batch_path(folder: Path, step: int) -> Path:
@@ -53,6 +55,8 @@ def saved_batch(batch: EncodedBatch) -> bytes:
         {place: tuple(by_turn) for place, by_turn in batch.turn_advantages.items()},
         batch.given_rewards,
         batch.response_masks,
+        batch.rate_factor,
+        batch.mismatch,
     )
     return save(
         {
@@ -82,6 +86,8 @@ def read_batch(path: Path) -> EncodedBatch:
             fields.turn_advantages,
             fields.given_rewards,
             fields.response_masks,
+            fields.rate_factor,
+            fields.mismatch,
         )
         batch.decoded()
     except (SafetensorError, KeyError, msgspec.MsgspecError, CorruptRecord, UnicodeDecodeError) as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slipstream.backend.batch.saved import BATCHES, batch_path, saved_batch
 from slipstream.backend.batch.skipped import SkippedUpdate
-from slipstream.backend.batch.train_batch import EncodedBatch
+from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
 from slipstream.backend.trainer.episode_log import open_episode_log
 from slipstream.backend.trainer.publishing import publish_to
 from slipstream.bridge.publish.publication import Timeouts
@@ -44,7 +44,9 @@ class BatchSaver:
     async def connect(self) -> None:
         self._folder.mkdir(exist_ok=True)
 
-    async def train(self, batch: EncodedBatch) -> Mapping[str, float]:
+    async def train(self, batch: EncodedBatch | TrainBatch) -> Mapping[str, float]:
+        if isinstance(batch, TrainBatch):
+            raise TypeError("a batch of the user's own is trained, never saved: OwnRun has a trainer")
         self._step += 1
         await asyncio.to_thread(self._save, batch)
         tokens = sum(header.response_length for header in batch.headers)

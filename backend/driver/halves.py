@@ -43,6 +43,7 @@ from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.model.geometry import Geometry
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.weights import VerifyOff
+from slipstream.rollout import plugins
 from slipstream.rollout.ledger.database import LedgerError
 
 PROGRESS_LINES = 50
@@ -169,7 +170,7 @@ def _checked(config: RunConfig, files: Sequence[Path]) -> int:
     problems: list[str] = []
     largest = 0
     try:
-        geometry = model_spec(config.model.path).geometry
+        geometry = model_spec(config.model.path, plugins.resolved(config.model.families)).geometry
     except (UnsupportedModel, OSError, ValueError) as error:
         raise InputError(f"model.path: {error}") from error
     for file in files:
