@@ -52,17 +52,17 @@ TAGS: dict[str, Tag] = {
         "trajectories of the batch that have it. `reward/NAME/min` and `reward/NAME/max` are its extremes.",
         "parts",
     ),
+    "reward/source_parts": Tag(
+        "reward",
+        "`reward/source_NAME` for each of several sources of prompts (`data.sources`): mean reward of its "
+        "trajectories in the batch.",
+        "parts",
+    ),
     # episode
     "episode/parts": Tag(
         "as the workflow says",
         "`episode/NAME` for each number that a workflow records: its mean over the episodes of the batch "
         "that have it. `episode/NAME/min` and `episode/NAME/max` are its extremes.",
-        "parts",
-    ),
-    "reward/source_parts": Tag(
-        "reward",
-        "`reward/source_NAME` for each of several sources of prompts (`data.sources`): mean reward of its "
-        "trajectories in the batch.",
         "parts",
     ),
     # eval

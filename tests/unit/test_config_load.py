@@ -121,7 +121,7 @@ def test_the_report_counts_and_lists_every_violation(recipe):
         ("optimizer", "did you mean actor.optimizer or critic.optimizer?"),
         ("rollout.engine.mem_fraction_static", "did you mean rollout.engine.args.mem_fraction_static?"),
         ("actor.cp_comm_type", "did you mean actor.megatron.cp_comm_type?"),
-        ("model.frobnicate", "the keys here are path (required), dtype, template_args"),
+        ("model.frobnicate", "the keys here are path (required), dtype, families, template_args"),
     ],
 )
 def test_an_unknown_key_comes_with_the_nearest_valid_one(recipe, key, hint):
@@ -324,6 +324,8 @@ BESIDES = {
     "actor.lora": {"rank": 8, "alpha": 16},
     "actor.overlong": {"start": 10, "end": 20},
     "cluster.container": {"runtime": "apptainer", "image": "image.sif"},
+    "log.wandb": {"project": "thing"},
+    "log.mlflow": {"tracking_uri": "http://localhost:5000"},
 }
 """The required settings of optional sections."""
 

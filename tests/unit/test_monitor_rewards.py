@@ -86,7 +86,7 @@ def test_each_of_several_sets_has_a_mean_of_its_own():
     heard: list[dict] = []
 
     class Listener:
-        def evaluated(self, version, reward, length, parts, *, is_logged):
+        def evaluated(self, version, reward, length, parts, metrics, *, is_logged):
             heard.append({"reward": reward, **parts})
 
     prompts = [
