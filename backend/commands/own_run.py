@@ -23,8 +23,7 @@ from slipstream.configs.load import check_recipe
 from slipstream.configs.schema import RunConfig
 
 if TYPE_CHECKING:
-    from slipstream.backend.batch.train_batch import TrainBatch
-    from slipstream.backend.driver.own_loop import Answer, OwnEvaluation, Verb
+    from slipstream.backend.driver.own_loop import Answer, OwnEvaluation, TrainBatch, Verb
     from slipstream.backend.driver.training import StepEvent
     from slipstream.rollout.collect.gate import AdmissionGate
 
@@ -153,7 +152,7 @@ class OwnRun:
         ``batch.rewarded``. Raises TrainerFailed when the trainer has died: it is started again, the groups of
         the batch come again, and the loop goes on with ``batch``. Raises Failed when the run has failed.
         """
-        from slipstream.backend.batch.train_batch import TrainBatch
+        from slipstream.backend.driver.own_loop import TrainBatch
         from slipstream.backend.driver.training import StepTrained
 
         self._expect("step")
