@@ -118,6 +118,9 @@ def report() -> None:
             f"{setting.name}: best": levels_table(results, best),
             f"{setting.name}: lag": lag_table(results),
         }
+    overrated = Results(records, OVERRATING.name, SEEDS)
+    parts["overrating: final"] = levels_table(overrated, final)
+    parts["overrating: lead"] = leads_table(overrated, final)
     PAGE.write_text(fill_in(PAGE.read_text(encoding="utf-8"), parts), encoding="utf-8")
     FIGURE.write_bytes(draw(drawn, "Held-out accuracy after training on stale batches"))
     say(f"wrote {PAGE} and {FIGURE}: {len(records)} runs")

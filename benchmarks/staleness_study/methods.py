@@ -54,7 +54,9 @@ METHODS: dict[str, tuple[str, ...]] = {
 POSITIVES = "positives"
 """A control of the study, which no recipe has: negative advantages are 0, and their tokens count in means."""
 
-SAME_WHEN_FRESH = frozenset({"naive", "decoupled", "unweighted", "interpolated", "decayed_clip"})
+SAME_WHEN_FRESH = frozenset(
+    {"naive", "decoupled", "unweighted", "interpolated", "decayed_clip", "drift", "drift_admission"}
+)
 """Methods with the same loss at lag 0, where mu is pi_old. They share one run."""
 
 
