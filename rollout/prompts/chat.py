@@ -17,7 +17,7 @@ def prompt_problem(prompt: object) -> str | None:
         return None if prompt.strip() else "`prompt` is an empty text, " + _EXPECTED
     messages = cast("list[object]", prompt) if isinstance(prompt, list) else []
     if not messages:
-        return f"`prompt` is {_kind(prompt)}, {_EXPECTED}"
+        return f"`prompt` is {_kind(cast('object', prompt))}, {_EXPECTED}"
     for place, message in enumerate(messages):
         if (reason := _message_problem(message)) is not None:
             return f"`prompt`, message {place}: {reason}"
@@ -51,7 +51,7 @@ def _message_problem(message: object) -> str | None:
         return None
     if content is None and role == "assistant" and fields.get("tool_calls"):
         return None
-    found = "missing" if "content" not in fields else _kind(content)
+    found = "missing" if "content" not in fields else _kind(cast("object", content))
     return f"its `content` is {found}, expected a text: the template would write an empty message"
 
 

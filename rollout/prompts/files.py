@@ -35,7 +35,7 @@ def _downloaded(name: str) -> list[Path]:
             f"huggingface_hub; or {WAY_OUT}"
         )
     from httpx import HTTPError
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     patterns = [f"{folder}*{suffix}" for suffix in PROMPT_SUFFIXES]
