@@ -13,8 +13,11 @@ import numpy.typing as npt
 from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.trajectory import RewardParts
 
-RESERVED = frozenset({"mean", "std", "turn_mean", "parts"})
+RESERVED = frozenset({"mean", "std", "turn_mean", "parts", "source_parts"})
 """Names that no part may have: the metrics ``reward/NAME`` are there already."""
+
+OF_SOURCES = "source_"
+"""Beginning of the names of other metrics: ``reward/source_NAME`` is the mean reward of a source."""
 
 MOST_PARTS = 32
 """Largest number of parts: each is a metric, and travels with every trajectory."""
@@ -54,7 +57,11 @@ def is_name(name: str) -> bool:
 
 def is_part_name(name: str) -> bool:
     """True if a further number of a reward may have this name."""
-    return is_name(name) and name not in RESERVED
+    return is_name(name) and not _is_taken(name)
+
+
+def _is_taken(name: str) -> bool:
+    return name in RESERVED or name.startswith(OF_SOURCES)
 
 
 def number_of(value: Any) -> float:
@@ -137,7 +144,7 @@ def _name(name: object) -> str:
             f"it returned a mapping with the key {_shown(name)}, expected a name of at most 64 letters, "
             "digits, `_`, `-` and `.`"
         )
-    if name in RESERVED:
+    if _is_taken(name):
         raise NoNumber(f"it returned a mapping with the key {name!r}, which names another metric: rename it")
     return name
 

@@ -59,6 +59,8 @@ def test_no_part_takes_the_place_of_another_metric():
     assert {name.removeprefix("reward/") for name in TAGS if name.startswith("reward/")} == RESERVED
     taken = {name.removeprefix("eval/reward_") for name in TAGS if name.startswith("eval/reward_")}
     assert taken <= RESERVED
+    with pytest.raises(NoNumber, match="names another metric"):
+        judgement_of({"reward": 1.0, "source_math": 0.5}, "reward")
 
 
 def ask_group(pool, *responses: str):
