@@ -15,6 +15,7 @@
 # make test-other-megatron   the trainer's parity and optimizer tests on Megatron-Core 0.19.2, which Python 3.11 does not get
 # make staleness-study   how methods learn from stale batches (over an hour; goes on where it was stopped)
 # make lint         style, formatting and types
+# make docs         builds the documentation as a site in build/site; make docs-serve PORT=8000 shows it on 127.0.0.1
 # make install GPU=1   the environment for GPUs (Python 3.12); GPU=0: for CPUs; VENV=.venv-gpu: in another folder
 # make lock-check   resolves the exact versions of the environment for GPUs, without one; make lock writes them anew
 # make clean        removes the environment (runs/ is kept)
@@ -27,24 +28,24 @@ ENVIRONMENT := configs/environment
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off
 GPU ?=
 
-.PHONY: quickstart test test-others test-runs test-fast test-slime test-verifiers test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs soak gateway-memory staleness-study lint format install clean constraints lock lock-check
+.PHONY: quickstart test test-others test-runs test-fast test-slime test-verifiers test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs soak gateway-memory staleness-study lint format docs docs-serve install clean constraints lock lock-check
 .DELETE_ON_ERROR:
 
 quickstart: install
 	$(BIN)/slipstream train configs/recipes/quickstart.yaml
 
 # Two lanes: whole runs and clusters mostly wait for processes to start, and leave a core to the others.
-test: install $(VENV)/.triton
+test: install $(VENV)/.triton $(VENV)/.docs
 	bash tests/cluster/install_slurm.sh
 	@$(MAKE) --jobs=2 --keep-going --output-sync=target --no-print-directory test-runs test-others
 
-test-others: install $(VENV)/.triton
+test-others: install $(VENV)/.triton $(VENV)/.docs
 	$(BIN)/python -m pytest tests/unit tests/clients tests/agents tests/integration tests/gpu
 
 test-runs: install
 	$(BIN)/python -m pytest tests/runs tests/cluster
 
-test-fast: install $(VENV)/.triton
+test-fast: install $(VENV)/.triton $(VENV)/.docs
 	$(BIN)/python -m pytest tests/unit
 
 test-slow: install
@@ -109,6 +110,13 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+docs: install $(VENV)/.docs
+	$(MKDOCS) build --strict --config-file docs/site/mkdocs.yml
+
+docs-serve: install $(VENV)/.docs
+	$(MKDOCS) serve --config-file docs/site/mkdocs.yml --dev-addr 127.0.0.1:$(or $(PORT),8000)
+
 # The kind of the environment is chosen by GPU=, and never by the machine alone: kind.sh says what it does.
 install:
 	@kind=$$(sh $(ENVIRONMENT)/kind.sh '$(VENV)' '$(GPU)') && \
@@ -143,9 +151,14 @@ $(VENV)/.triton: $(ENVIRONMENT)/triton-interpreter.txt | install
 	@$(PIP) --no-deps --upgrade --target $(VENV)/triton -r $<
 	@touch $@
 
+# What makes the site of the documentation, which a test builds.
+$(VENV)/.docs: docs/site/requirements.txt | install
+	@$(PIP) --no-deps -r $<
+	@touch $@
+
 constraints: install
 	{ sed -n '1,7p' $(ENVIRONMENT)/constraints.txt; \
-	  $(BIN)/python -m pip freeze --exclude-editable | grep -viE '^(torch|megatron-core|sglang|setuptools|compressed-tensors|xgrammar|nvidia-.*|triton)=='; \
+	  $(BIN)/python -m pip freeze --exclude-editable | grep -viE '^(torch|megatron-core|sglang|setuptools|compressed-tensors|xgrammar|nvidia-.*|triton)==' | grep -vxFf docs/site/requirements.txt; \
 	} > $(ENVIRONMENT)/constraints.new
 	mv $(ENVIRONMENT)/constraints.new $(ENVIRONMENT)/constraints.txt
 

@@ -29,8 +29,10 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--from", dest="anchor", default="", help="id of the section to begin at")
     parser.add_argument("--run", default="", help="JavaScript to run before the picture")
+    parser.add_argument("--settle", type=float, default=0.3, help="seconds until the page stands still")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch, Browser(Path(scratch)) as browser:
+    scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # the browser ends a moment later
+    with scratch as profile, Browser(Path(profile)) as browser:
         browser.call("Page.enable")
         scheme = {"name": "prefers-color-scheme", "value": "dark" if options.dark else "light"}
         browser.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -44,7 +46,7 @@ def main() -> None:
         wait_for(lambda: browser.evaluate("document.readyState") == "complete", "the page")
         if options.run:
             browser.evaluate(options.run)
-        time.sleep(0.3)
+        time.sleep(options.settle)
         print(options.page, options.width, browser.evaluate(FACTS))
         top = 0
         if options.anchor:
