@@ -1,8 +1,8 @@
 """What MkDocs does not know of these pages: their links into the repository, and names that are too long.
 
-Pages in ``docs/`` link to files beside that folder, such as ``../examples/reward/closeness.py``. Each of these
-files, and each file that it links to in turn, becomes a page of the site below ``repository/``: Markdown and
-notebooks as they read, folders as lists, everything else as code. These pages exist in the site alone.
+Pages in ``docs/`` link to files beside that folder, such as ``../examples/reward/closeness.py``. Each of
+these files, and each file that it links to in turn, becomes a page of the site below ``repository/``:
+Markdown and notebooks as they read, folders as lists, everything else as code. No page is stored.
 """
 
 import ast
@@ -75,7 +75,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let names such as ``rollout.engine.args`` break behind their dots, so that tables fit on small screens."""
+    """Let names such as ``rollout.engine.args`` break behind their dots: tables then fit on small screens."""
     return INLINE_CODE.sub(lambda code: f"<code>{re.sub(r'([./_]+)', BREAKABLE, code[1])}</code>", html)
 
 
