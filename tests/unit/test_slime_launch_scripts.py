@@ -173,7 +173,12 @@ def test_flags_that_need_more_than_a_name_are_mapped_or_refused_with_what_to_do(
     result, out = imported(script, "--json")
     recipe = yaml.safe_load(out.read_text())
     assert recipe["rollout"]["hooks"]["rollout_sample_hook"] == ["hooks.first", "hooks.second"]
-    assert recipe["actor"]["objective"] == {"type": "dual_clip", "bound": 3.5}
+    assert recipe["actor"]["objective"] == {
+        "type": "dual_clip",
+        "bound": 3.5,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+    }
     assert recipe["actor"]["megatron"] == {"apply_rope_fusion": False}
     assert recipe["rollout"]["engine"]["args"] == {"ep_size": 2}
     assert (recipe["actor"]["use_decoupled_loss"], recipe["actor"]["recompute_logprobs"]) == (False, False)
@@ -209,6 +214,41 @@ def test_flags_of_data_and_sampling_are_settings(script):
     assert recipe["eval"]["columns"] == {"prompt": "prompt"}
     assert recipe["eval"]["sampling"] == {"temperature": 0.6, "top_p": 0.9}
     assert recipe["eval"]["max_prompt_tokens"] == 1024
+
+
+LEFT_OUT = """python3 train.py --hf-checkpoint /m --prompt-data /d.jsonl --rm-type math --num-rollout 3 \\
+ --rollout-batch-size 8 --n-samples-per-prompt 4 --rollout-temperature 0.8 --eval-prompt-data aime /aime.jsonl
+"""
+
+
+def test_flags_that_a_script_leaves_out_have_the_defaults_of_slime(script):
+    script.write_text(LEFT_OUT)
+    recipe = yaml.safe_load(imported(script)[1].read_text())
+    assert recipe["actor"]["objective"] == {"type": "ppo", "clip_low": 0.2, "clip_high": 0.2}
+    assert recipe["actor"]["optimizer"] == {"weight_decay": 0.01, "beta2": 0.999}
+    assert recipe["eval"]["sampling"] == {"temperature": 0.8}
+
+
+def test_the_upper_clip_range_is_the_lower_one_unless_it_is_given(script):
+    script.write_text(LEFT_OUT.replace("--num-rollout", "--eps-clip 0.1 --num-rollout"))
+    objective = yaml.safe_load(imported(script)[1].read_text())["actor"]["objective"]
+    assert objective == {"type": "ppo", "clip_low": 0.1, "clip_high": 0.1}
+    script.with_name("recipe.yaml").unlink()
+    script.write_text(LEFT_OUT.replace("--num-rollout", "--advantage-estimator cispo --num-rollout"))
+    assert yaml.safe_load(imported(script)[1].read_text())["actor"]["objective"] == {
+        "type": "cispo",
+        "clip_high": 0.2,
+    }
+
+
+def test_deterministic_engines_get_the_seed_of_slimes_requests(script):
+    script.write_text(
+        LEFT_OUT.replace("--num-rollout", "--sglang-enable-deterministic-inference --num-rollout")
+    )
+    result, out = imported(script)
+    assert result.exit_code == 0, result.output
+    rollout = yaml.safe_load(out.read_text())["rollout"]
+    assert rollout["sampling"]["seed"] == 42 and rollout["engine"]["args"]["enable_deterministic_inference"]
 
 
 def test_a_layout_that_needs_transformer_engine_is_kept_where_there_is_none(script, monkeypatch):

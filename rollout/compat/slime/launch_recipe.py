@@ -424,7 +424,24 @@ class _Import:
         if not {"eval.path", "eval.sets"} & self._settings.keys():
             for path in [path for path in self._settings if path.startswith("eval.")]:
                 del self._settings[path]
+        self._left_out()
         self._requirements()
+
+    def _left_out(self) -> None:
+        """Set slime's defaults of flags that the script leaves out, where Slipstream's are others."""
+        clip = self._number("eps-clip", 0.2)
+        defaults = {
+            "actor.objective.clip_high": clip,
+            "actor.optimizer.weight_decay": 0.01,
+            "actor.optimizer.beta2": 0.999,
+        }
+        if self._settings["actor.objective.type"] != "cispo":
+            defaults["actor.objective.clip_low"] = clip
+        if {"eval.path", "eval.sets"} & self._settings.keys():
+            defaults["eval.sampling.temperature"] = self._number("rollout-temperature", 1.0)
+        if self._settings.get("rollout.engine.args.enable_deterministic_inference"):
+            defaults["rollout.sampling.seed"] = self._whole("rollout-seed", 42)
+        self._settings |= {path: value for path, value in defaults.items() if path not in self._settings}
 
     def _requirements(self) -> None:
         required = {
