@@ -18,12 +18,13 @@ import torch
 from benchmarks.harness import parser
 from slipstream.backend.batch.micro_batch import assemble
 from slipstream.backend.batch.train_batch import TrainBatch
-from slipstream.backend.monitor.episode_files import EpisodeFiles, episode_files
 from slipstream.backend.monitor.sample_episodes import EpisodeSamples
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
-from slipstream.backend.trainer.episode_log import StepLogProbs, chosen_episodes, episode_row
+from slipstream.backend.trainer.episode_log import StepLogProbs, chosen_episodes
 from slipstream.backend.trainer.prepared import PreparedMicroBatch, Scores, Targets
-from slipstream.backend.trainer.token_text import TokenText, load_decoder
+from slipstream.rollout.episode_log.files import EpisodeFiles, episode_files
+from slipstream.rollout.episode_log.rows import episode_row
+from slipstream.rollout.episode_log.token_text import TokenText, load_decoder
 from slipstream.rollout.trajectory import Completion, Finish, Span, TrajectoryBuilder
 
 STEPS = 5

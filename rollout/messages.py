@@ -128,6 +128,8 @@ class Up(msgspec.Struct, array_like=True, gc=False):
     status: Status | None = None
     fatal: str = ""
     """Reason why the run cannot go on: no engine serves, or no judge can be started."""
+    flushed: int | None = None
+    """Number of the last request to write the episode log out that was met."""
 
 
 class PriorSample(msgspec.Struct, array_like=True, gc=False):
@@ -159,12 +161,35 @@ class Question(msgspec.Struct, array_like=True, gc=False):
     task: int
     prompt: PromptFields | None
     """None: a whole evaluation."""
-    rollout_id: int = 0
-    """Number that the function is given: the policy version."""
+    version: int = 0
+    """Policy version of the trainer; the function is given it as the number of the rollout."""
+    step: int = 0
+    """Number of training steps behind that version."""
+
+
+class LostGroup(msgspec.Struct, array_like=True, gc=False):
+    """A group that has ended untrained, for the episode log. Its loss is on disk."""
+
+    group: int
+    loss: str
+    """``control.core.Loss``."""
+    reason: str
+    """What is to be said of the loss; empty: nothing."""
+    step: int
+    """Training step that was under way, from 1."""
+    version: int
+    """Policy version of the trainer."""
+    lags: list[tuple[int, int]]
+    """(policy version, lag) of the versions of its tokens."""
+    prompt: PromptFields
+    samples: Natural
+    """Number of its episodes."""
+    recorded: list[PriorSample]
+    """Those of which something is recorded."""
 
 
 class Down(msgspec.Struct, array_like=True, gc=False):
-    """A message of the driver."""
+    """A message of the driver. Its payload: the chunks of the leases, then those of the lost groups."""
 
     leases: list[Lease] = []
     cancelled: list[tuple[int, int]] = []
@@ -173,6 +198,12 @@ class Down(msgspec.Struct, array_like=True, gc=False):
     withdrawn: list[int] = []
     """Tasks of evaluations that are not needed any more."""
     routing: Routing | None = None
+    lost: list[LostGroup] = []
+    evaluates_from: int | None = None
+    """Evaluations of this training step and of later ones are still to come: any of them that is in the
+    episode log was done before a restart, and is done again."""
+    flush: int | None = None
+    """Number of a request to write the episode log out, which ``Up.flushed`` answers."""
 
 
 class BlockedReport(msgspec.Struct):

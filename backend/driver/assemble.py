@@ -38,6 +38,7 @@ from slipstream.configs.schema import LiveConfig, RunConfig
 from slipstream.configs.schema.judge import asks_policy, own_engines
 from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.collect.leases import Leases
+from slipstream.rollout.collect.lost_groups import LostGroups
 from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.collect.server import CollectorServer
 from slipstream.rollout.compat.slime.data_source_process import slime_drawing
@@ -88,6 +89,8 @@ class Parts:
     """Keeps the judge's own engines serving; None: it has none."""
     hooks: HookedBatches | None
     """Hooks that see whole batches; None where the recipe names none."""
+    lost: LostGroups | None
+    """Has groups that are never trained written into the episode log; None: the recipe asks for none."""
     drawing: Drawing | None
     """Gets the prompts of a data source; None where the recipe names none."""
 
@@ -190,6 +193,13 @@ def assemble(
         samples=rollout.n_samples_per_prompt,
         resumed=state.groups.continued,
     )
+    still_to_come = partial(_evaluates_from, config, gate, questions)
+    still_to_come()
+    logged, lost = config.log.episodes, None
+    if logged is not None:
+        lost = LostGroups(
+            gate, leases, state.ledger, logged.share, rollout.n_samples_per_prompt, listener.note
+        )
     key = new_key()
     hooks = hooked_batches(config, logs, listener.note)
     evaluation = None
@@ -201,6 +211,7 @@ def assemble(
             questions,
             listener,
             hooks,
+            step_of=gate.step_of,
             by_function=slime is not None and slime.evaluating is not None,
         )
     adapts = rollout.engine.adaptive_concurrency
@@ -213,7 +224,13 @@ def assemble(
         controller=ConcurrencyController(maximum=rollout.max_concurrent) if adapts else None,
         leases=leases,
         server=CollectorServer(
-            key, leases, questions, roster, state.ledger, silence_s=max(SILENCE_S, patience_s)
+            key,
+            leases,
+            questions,
+            roster,
+            state.ledger,
+            silence_s=max(SILENCE_S, patience_s),
+            lost=lost,
         ),
         collectors=Collectors(
             config,
@@ -231,7 +248,16 @@ def assemble(
             weights,
             checkpoints,
             Rewind(
-                config, inputs, state.ledger, gate, leases, state.feedback, listener.note, turns, state.drawn
+                config,
+                inputs,
+                state.ledger,
+                gate,
+                leases,
+                state.feedback,
+                listener.note,
+                turns,
+                state.drawn,
+                still_to_come,
             ),
             restarts=config.run.trainer_restarts,
             note=listener.note,
@@ -240,8 +266,14 @@ def assemble(
         live=None if turns is None else live_users(config, limits, turns, key, roster, logs, listener),
         judge=judge_supervisor(config, placement, logs, roster.judge_serves, listener.note),
         hooks=hooks,
+        lost=lost,
         drawing=_drawing(config, state, gate, logs),
     )
+
+
+def _evaluates_from(config: RunConfig, gate: AdmissionGate, questions: EvaluationTasks) -> None:
+    """Say which evaluations are still to come: those of later steps, and that of the last one."""
+    questions.evaluates_from(gate.step if gate.step >= config.run.steps else gate.step + 1)
 
 
 def _trainer(config: RunConfig, placement: Placement, logs: Path) -> RunTrainer:

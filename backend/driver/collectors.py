@@ -65,7 +65,17 @@ class Collectors:
         life = 0
         while True:
             name = f"collector-{number}"
-            spec = CollectorSpec(name, life, url, self._key, self._vocab_size, self._context, self._logs)
+            spec = CollectorSpec(
+                name,
+                life,
+                url,
+                self._key,
+                self._vocab_size,
+                self._context,
+                self._logs,
+                number,
+                self._actors.count,
+            )
             reason = await self._live(number, spec)
             life += 1
             self.restarts += 1

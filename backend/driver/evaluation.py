@@ -1,6 +1,6 @@
 """Evaluation: completions of held-out prompts, beside training."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from slipstream.backend.driver.hooked_batches import HookedBatches
@@ -23,12 +23,15 @@ class Evaluation:
         listener: RunListener,
         hooks: HookedBatches | None = None,
         *,
+        step_of: Callable[[int], int],
         by_function: bool = False,
     ) -> None:
-        """``hooks`` see each evaluation; None: the recipe names none. ``by_function``: a function of the
-        recipe evaluates, and the prompts are its own.
+        """``step_of``: returns the number of training steps behind a version. ``hooks`` see each evaluation;
+        None: the recipe names none. ``by_function``: a function of the recipe evaluates, and the prompts are
+        its own.
         """
         self._by_function = by_function
+        self._step_of = step_of
         self._every = settings.every
         self._prompts = prompts
         self._questions = questions
@@ -45,7 +48,7 @@ class Evaluation:
         An evaluation that fails is noted, the run goes on, and None is returned.
         """
         try:
-            result = await (self._ask_function(version) if self._by_function else self._ask_episodes())
+            result = await (self._ask_function(version) if self._by_function else self._ask_episodes(version))
         except _NotEvaluated as reason:
             self._listener.note(f"no evaluation of version {version}: {reason}")
             return None
@@ -58,9 +61,9 @@ class Evaluation:
         self._listener.evaluated(version, reward, length, result.parts, result.metrics, is_logged=is_logged)
         return reward
 
-    async def _ask_episodes(self) -> "_Result":
+    async def _ask_episodes(self, version: int) -> "_Result":
         """Run an episode for each held-out prompt. Raises _NotEvaluated."""
-        results = await self._questions.ask(self._prompts)
+        results = await self._questions.ask(self._prompts, version, self._step_of(version))
         rewards = [result.reward for result in results if result.reward is not None]
         if len(rewards) < len(results):
             raise _NotEvaluated(next(result.note for result in results if result.reward is None))

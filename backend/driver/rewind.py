@@ -50,8 +50,11 @@ class Rewind:
         note: Callable[[str], None],
         turns: Turns | None = None,
         drawn: DrawnPrompts | None = None,
+        when_done: Callable[[], None] = lambda: None,
     ) -> None:
-        """``turns``: those of live users; None without a gateway. ``drawn``: prompts of a data source."""
+        """``turns``: those of live users; None without a gateway. ``drawn``: prompts of a data source.
+        ``when_done`` is called when the run stands at the older version.
+        """
         self._config = config
         self._inputs = inputs
         self._ledger = ledger
@@ -61,6 +64,7 @@ class Rewind:
         self._note = note
         self._turns = turns
         self._drawn = drawn
+        self._when_done = when_done
 
     @property
     def step(self) -> int:
@@ -102,6 +106,7 @@ class Rewind:
         self._leases.restored(collected.groups.continued)
         if self._turns is not None:
             self._turns.restored(collected.control, recovered.live)
+        self._when_done()
         for note in recovered.notes:
             self._note(note)
         self._note(

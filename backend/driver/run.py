@@ -226,6 +226,8 @@ async def _course(
             progress.phase("trained to the last step; serving until Ctrl-C or SIGTERM")
             with stop.by("stopping", parts.gate.end):
                 await parts.gate.ended()
+        if parts.lost is not None:
+            await parts.lost.flush()
         revival_task.cancel()
         if drawing_task is not None:
             drawing_task.cancel()

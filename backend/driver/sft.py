@@ -42,7 +42,6 @@ from slipstream.backend.driver.run_folder import (
 from slipstream.backend.driver.skipped import SkippedUpdateLimit, skipped_in
 from slipstream.backend.driver.stop import Stop, Stopped
 from slipstream.backend.driver.trainer import RankedTrainer
-from slipstream.backend.monitor.lines import read_lines
 from slipstream.backend.monitor.metrics import METRICS_FILE, MetricsLog
 from slipstream.backend.monitor.progress import Progress
 from slipstream.backend.monitor.trackers.opened import open_trackers
@@ -54,6 +53,7 @@ from slipstream.rollout import plugins
 from slipstream.rollout.control.core import GroupCounts
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.ledger.lease import FolderLease
+from slipstream.rollout.lines import read_lines
 from slipstream.rollout.prompts import (
     EpochOrder,
     Example,

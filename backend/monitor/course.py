@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import yaml
 
-from slipstream.backend.monitor.lines import read_lines
 from slipstream.backend.monitor.metrics import METRICS_FILE
+from slipstream.rollout.lines import read_lines
 
 Record = Mapping[str, Any]
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, SupportsFloat, SupportsIndex, TypeVar, cast
 
-from slipstream.backend.monitor.lines import drop_unfinished_line
 from slipstream.backend.monitor.tags import TAGS
 from slipstream.backend.monitor.tensorboard import EventWriter, HistogramBucket, integer_buckets
+from slipstream.rollout.lines import drop_unfinished_line
 
 METRICS_FILE = "metrics.jsonl"
 

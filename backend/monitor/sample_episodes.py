@@ -1,4 +1,4 @@
-"""Some episodes of the newest step as markdown, for TensorBoard's page of texts, from the episode log."""
+"""Trained episodes of the newest step as markdown, for TensorBoard's page of texts, from the episode log."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.backend.monitor.episode_files import episode_files
+from slipstream.rollout.episode_log.files import COLLECTORS, episode_files
 
 TAIL_BYTES = 256 * 1024
 """Bytes that are read from the end of each writer's newest file."""
@@ -42,8 +42,9 @@ class EpisodeSamples:
 
 
 def _newest_rows(run: Path) -> Iterator[Row]:
-    """Yield the last rows of each writer."""
-    newest = {path.name.partition("-")[0]: path for path in episode_files(run) if path.suffix == ".jsonl"}
+    """Yield the last rows of each rank."""
+    of_ranks = (path for path in episode_files(run) if not path.name.startswith(COLLECTORS))
+    newest = {path.name.partition("-")[0]: path for path in of_ranks if path.suffix == ".jsonl"}
     for path in newest.values():
         try:
             with path.open("rb") as file:

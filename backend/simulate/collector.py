@@ -86,3 +86,6 @@ class Asked:
 
     def withdraw(self, task: int) -> None:
         self._evaluations.withdraw(task)
+
+    def evaluates_from(self, step: int) -> None:
+        """Do nothing: there is no episode log."""

@@ -125,7 +125,9 @@ class World:
         leases.joined(NAME, link)
         evaluation = None
         if config.eval is not None and self._held_out:
-            evaluation = Evaluation(config.eval, held_out_prompts(self._held_out), questions, account)
+            evaluation = Evaluation(
+                config.eval, held_out_prompts(self._held_out), questions, account, step_of=gate.step_of
+            )
         self.pool, self.trainer = pool, trainer
 
         def status() -> RunStatus:

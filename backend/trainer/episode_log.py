@@ -6,14 +6,10 @@ The step copies arrays and waits for nothing: if the thread is behind, the rows 
 Legend: T tokens of a trajectory, M tokens with loss of a micro-batch.
 """
 
-import queue
-import sys
-import threading
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -21,36 +17,22 @@ import torch
 from torch import Tensor
 
 from slipstream.backend.batch.train_batch import TrainBatch
-from slipstream.backend.monitor.episode_files import EPISODES, EpisodeFiles
 from slipstream.backend.trainer.prepared import PreparedMicroBatch
-from slipstream.backend.trainer.token_text import Decoder, TokenText, load_decoder
 from slipstream.configs.schema import EpisodeLogConfig, RunConfig
-from slipstream.rollout.trajectory import UNSAMPLED, Trajectory
+from slipstream.rollout.episode_log.files import EPISODES, EpisodeFiles, open_files
+from slipstream.rollout.episode_log.rows import (
+    SAVED,
+    TRAINED,
+    Floats,
+    LoggedEpisode,
+    episode_row,
+    is_chosen,
+)
+from slipstream.rollout.episode_log.thread import LogThread, to_stderr
+from slipstream.rollout.episode_log.token_text import Decoder, TokenText, load_decoder
 
 MOST_STEPS = 2
 """Steps whose rows may wait for the thread."""
-
-FLUSH_TIMEOUT_S = 60.0
-"""Longest wait for the thread at the end of a run."""
-
-Floats = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Episode:
-    """A trained trajectory, and what the step knows of its tokens with loss, float32 each."""
-
-    group: int
-    episode: int
-    """Number of the episode in its group, from 0."""
-    version: int
-    """Policy version that the step started from."""
-    trajectory: Trajectory
-    lag_M: npt.NDArray[np.int32]
-    advantage_M: Floats | None
-    """None: nothing has found advantages."""
-    proximal_M: Floats | None
-    """Log-probs under the policy that the step started from; None: the recipe does not recompute them."""
 
 
 @dataclass
@@ -77,15 +59,12 @@ class EpisodeLog:
         settings: EpisodeLogConfig,
         files: EpisodeFiles,
         decoder: Callable[[], Decoder],
-        note: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+        note: Callable[[str], None] = to_stderr,
     ) -> None:
         """``decoder`` is called in the thread, once."""
-        self._settings, self._files, self._decoder, self._note = settings, files, decoder, note
-        self._queue: queue.Queue[tuple[int, list[Episode]] | threading.Event] = queue.Queue(MOST_STEPS)
-        self.left_out = 0
-        """Number of steps that found the thread behind."""
-        self._thread = threading.Thread(target=self._run, name="episode log", daemon=True)
-        self._thread.start()
+        self._settings, self._files = settings, files
+        self._thread = LogThread(MOST_STEPS, "steps", note)
+        self._text = cache(lambda: TokenText(decoder()))
 
     def step_ends(
         self,
@@ -96,61 +75,33 @@ class EpisodeLog:
     ) -> None:
         """Record training step ``step``, the first of which is 1."""
         episodes = list(chosen_episodes(batch, minibatches, logprobs, self._settings.share))
-        try:
-            self._queue.put_nowait((step, episodes))
-        except queue.Full:
-            self.left_out += 1
-            if self.left_out.bit_count() == 1:
-                self._note(f"episode log: {self.left_out} steps left out, because writing takes longer")
+        self._thread.offer(lambda: self._write(step, episodes))
 
     def saved(self, step: int, batch: TrainBatch) -> None:
         """Record a batch that is saved in the place of being trained. Waits while the thread is behind."""
         numbers = _numbers_in_group(batch)
         episodes = [
-            Episode(
+            LoggedEpisode(
+                SAVED,
                 int(batch.group_N[number]),
                 numbers[number],
                 batch.version,
                 trajectory,
                 batch.lag_T(trajectory.versions_T[trajectory.loss_mask_T]),
-                None,
-                None,
             )
             for number, trajectory in enumerate(batch.trajectories)
             if number not in batch.turn_advantages
             and is_chosen(int(batch.group_N[number]), self._settings.share)
         ]
-        self._queue.put((step, episodes))
+        self._thread.put(lambda: self._write(step, episodes))
 
     def flush(self) -> None:
         """Wait until everything is written, a minute at most."""
-        written = threading.Event()
-        try:
-            self._queue.put(written, timeout=FLUSH_TIMEOUT_S)
-        except queue.Full:
-            return
-        written.wait(FLUSH_TIMEOUT_S)
+        self._thread.flush()
 
-    def _run(self) -> None:
-        writes = True
-        text: TokenText | None = None
-        while True:
-            item = self._queue.get()
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
-            if not writes:
-                continue
-            step, episodes = item
-            try:
-                text = text or TokenText(self._decoder())
-                self._files.append(step, [self._row(episode, text) for episode in episodes])
-            except Exception as error:  # training goes on without the log
-                writes = False
-                self._note(f"no episode log from here on: {type(error).__name__}: {error}")
-
-    def _row(self, episode: Episode, text: TokenText) -> Mapping[str, Any]:
-        return episode_row(episode, text, self._settings.max_tokens)
+    def _write(self, step: int, episodes: Sequence[LoggedEpisode]) -> None:
+        text, most = self._text(), self._settings.max_tokens
+        self._files.append(step, [episode_row(episode, text, most) for episode in episodes])
 
 
 def open_episode_log(config: RunConfig, *, writer: int, writers: int) -> EpisodeLog | None:
@@ -158,20 +109,8 @@ def open_episode_log(config: RunConfig, *, writer: int, writers: int) -> Episode
     settings = config.log.episodes
     if settings is None:
         return None
-    files = EpisodeFiles(
-        config.run.folder / EPISODES,
-        writer=writer,
-        writers=writers,
-        max_bytes=int(settings.max_mib * 2**20),
-        max_rows=settings.max_rows,
-        format=settings.format,
-    )
+    files = open_files(settings, config.run.folder / EPISODES, writer=writer, writers=writers)
     return EpisodeLog(settings, files, lambda: load_decoder(config.model.path))
-
-
-def is_chosen(group: int, share: float) -> bool:
-    """True if the episodes of a group are recorded. The same groups are on every rank and after a restart."""
-    return share >= 1 or zlib.crc32(group.to_bytes(8, "little", signed=True)) < share * 2**32
 
 
 def chosen_episodes(
@@ -179,7 +118,7 @@ def chosen_episodes(
     minibatches: Sequence[Sequence[PreparedMicroBatch]],
     logprobs: StepLogProbs,
     share: float,
-) -> Iterator[Episode]:
+) -> Iterator[LoggedEpisode]:
     """Yield trajectories of recorded groups on this rank, in the order of the batch, without live ones."""
     numbers = _numbers_in_group(batch)
     columns: dict[int, tuple[Floats, Floats | None, npt.NDArray[np.int32]]] = {}
@@ -201,7 +140,8 @@ def chosen_episodes(
             )
     for number in sorted(columns):
         advantage_M, proximal_M, lag_M = columns[number]
-        yield Episode(
+        yield LoggedEpisode(
+            TRAINED,
             int(batch.group_N[number]),
             numbers[number],
             batch.version,
@@ -225,66 +165,3 @@ def _numbers_in_group(batch: TrainBatch) -> list[int]:
 
 def _on_host(values: Tensor) -> Floats:
     return values.detach().to("cpu", torch.float32).numpy()
-
-
-def episode_row(episode: Episode, text: TokenText, max_tokens: int) -> Mapping[str, Any]:
-    """Return the row of an episode, as JSON has it; NaN stands where a token has no such number."""
-    trajectory = episode.trajectory
-    ids: list[int] = trajectory.tokens_T.tolist()
-    sampled_T = trajectory.versions_T != UNSAMPLED
-    start = int(sampled_T.argmax()) if sampled_T.any() else len(ids)
-    advantage_M = episode.advantage_M
-    return {
-        "group": episode.group,
-        "episode": episode.episode,
-        "version": episode.version,
-        "prompt": text.decode(ids[:start]),
-        "response": text.decode(ids[start:]),
-        "reward": _number(trajectory.reward),
-        "reward_parts": {name: _number(value) for name, value in trajectory.reward_parts},
-        "metrics": {name: _number(value) for name, value in trajectory.metrics},
-        "advantage": None if advantage_M is None or not len(advantage_M) else _number(advantage_M.mean()),
-        "finish": str(trajectory.finish),
-        "response_tokens": trajectory.sampled_length,
-        "trained_tokens": trajectory.response_length,
-        "head_lag": int(episode.lag_M.max()) if len(episode.lag_M) else None,
-        "lags": [[lag, n] for lag, n in sorted(Counter(episode.lag_M.tolist()).items())],
-        "spans": _spans(trajectory, start),
-        "turn_rewards": [[end - start, reward] for end, reward in trajectory.turn_rewards],
-        "tokens": _tokens(episode, ids, start, text, max_tokens),
-    }
-
-
-def _spans(trajectory: Trajectory, start: int) -> list[list[int | bool | None]]:
-    """Return [version, carries loss, end] of the response's runs; the version of context is None."""
-    return [
-        [None if version == UNSAMPLED else version, trained, end - start]
-        for version, trained, end in trajectory.header.runs
-        if end > start
-    ]
-
-
-def _tokens(
-    episode: Episode, ids: Sequence[int], start: int, text: TokenText, max_tokens: int
-) -> Mapping[str, Any]:
-    """Return columns with a value for each of the first tokens of the response; NaN: it has none."""
-    trajectory = episode.trajectory
-    end = min(len(ids), start + max_tokens)
-    logprob_T = np.where(trajectory.versions_T != UNSAMPLED, trajectory.logprobs_T, np.nan)
-    columns = {"logprob": logprob_T[start:end]}
-    given = {"advantage": episode.advantage_M, "proximal_logprob": episode.proximal_M}
-    for name, value_M in given.items():
-        if value_M is not None:
-            value_T = np.full(len(ids), np.nan, np.float32)
-            value_T[trajectory.loss_mask_T] = value_M
-            columns[name] = value_T[start:end]
-    return {
-        "text": text.pieces(ids[start:end]),
-        # Numbers that are not finite become null in JSON.
-        **{name: np.round(column.astype(np.float64), 4).tolist() for name, column in columns.items()},
-    }
-
-
-def _number(value: float | None) -> float | None:
-    """Round to four decimals; None for what is not finite, which JSON has no number for."""
-    return None if value is None or not np.isfinite(value) else round(float(value), 4)

@@ -8,19 +8,26 @@ from slipstream.configs.schema.base import Section
 
 
 class EpisodeLogConfig(Section):
-    """Trained episodes as text, for `slipstream report`. Trainer ranks write them beside their steps."""
+    """Every episode as text, for `slipstream report`: trained, given up, or an evaluation."""
 
     share: float = Field(
         default=1.0,
         gt=0,
         le=1,
-        description="Share of groups whose episodes are recorded. All episodes of a group are, or none.",
+        description="Share of groups, and of held-out prompts, whose episodes are recorded. All episodes of a "
+        "group are, or none.",
     )
     max_mib: float = Field(
-        default=256, gt=0, description="Largest size of all files in MiB; the oldest are deleted first."
+        default=256,
+        gt=0,
+        description="Largest size of all files in MiB; the oldest are deleted first. A quarter of it is for "
+        "episodes that are never trained.",
     )
     max_rows: int = Field(
-        default=100_000, ge=1, description="Largest number of episodes; the oldest are deleted first."
+        default=100_000,
+        ge=1,
+        description="Largest number of episodes; the oldest are deleted first. A quarter of it is for episodes "
+        "that are never trained.",
     )
     max_tokens: int = Field(
         default=2048,
@@ -73,7 +80,7 @@ class LogConfig(Section):
     """Records for people."""
 
     episodes: EpisodeLogConfig | None = Field(
-        default=EpisodeLogConfig(), description="Trained episodes in `episodes/`; null: none are written."
+        default=EpisodeLogConfig(), description="Episodes in `episodes/`; null: none are written."
     )
     wandb: WandbConfig | None = Field(
         default=None, description="Metrics also on Weights & Biases; null: not there."

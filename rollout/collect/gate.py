@@ -22,6 +22,17 @@ from slipstream.rollout.ledger.transaction import Training
 from slipstream.rollout.live.batches import LiveTrajectory
 from slipstream.rollout.trajectory import Prompt, TrajectoryHeader, count_tokens
 
+
+class LossListener(Protocol):
+    """Hears of a group that has ended untrained, before the ledger does."""
+
+    def __call__(
+        self, id_: int, prompt: Prompt, loss: Loss, note: str, ready: "ReadyGroup | None", /
+    ) -> None:
+        """``ready``: the group, if it was complete and waited for a batch."""
+        ...
+
+
 LEAST_FAILURES = 8
 """Number of failed groups in a row that never end a run: with few slots, one bad prompt must not end it."""
 
@@ -132,6 +143,7 @@ class AdmissionGate:
         self._failures_in_a_row = 0
         self._last_failure = ""
         self._has_changed = True
+        self._when_lost: LossListener | None = None
         if live is not None:
             live.when_ready(self._turn_is_ready)
 
@@ -196,6 +208,14 @@ class AdmissionGate:
         """Return the lag of a token of ``version`` at a step that starts from the present version."""
         return self._core.lag(version)
 
+    def step_of(self, version: int) -> int:
+        """Return the number of training steps behind a version. Raises UnknownVersion."""
+        return self._core.versions.updates(version)
+
+    def when_lost(self, then: LossListener) -> None:
+        """Call ``then`` whenever a group has ended untrained."""
+        self._when_lost = then
+
     # ---- collection
 
     async def changed(self) -> list[int]:
@@ -240,7 +260,7 @@ class AdmissionGate:
                 continue
             if not group.trained_tokens:  # a batch of such groups would make a step of nothing
                 self._core.filtered(group.id)
-                self._lost(group.id, Loss.FILTERED, group.headers, "no token carries loss")
+                self._lost(group.id, Loss.FILTERED, group.headers, "no token carries loss", group)
                 continue
             self._ready[group.id] = group
             self._core.finished(group.id, group.trained_tokens.keys())
@@ -437,7 +457,8 @@ class AdmissionGate:
             self._live.quarantined(id_, note)
             self._listener.note(f"turn {id_} of a live user is quarantined: {note}")
             return
-        self._lost(id_, Loss.QUARANTINED, self._ready.pop(id_).headers, note)
+        group = self._ready.pop(id_)
+        self._lost(id_, Loss.QUARANTINED, group.headers, note, group)
         self._listener.note(f"group {id_} is quarantined: {note}")
 
     def _training(self, group: ReadyGroup) -> Training:
@@ -454,6 +475,7 @@ class AdmissionGate:
             group = self._ready.pop(expired.id, None)
             headers = group.headers if group else []
             self._given_up.append(expired.id)
+            self._tell(expired.id, expired.loss, "", group)
             self._journal.lost(expired.id, expired.loss, _sampled(headers))
             if expired.loss is not Loss.REQUEUED:
                 self._intake.ended(expired.id)
@@ -461,11 +483,23 @@ class AdmissionGate:
         live_expired = self._live is not None and self._live.settle()
         return bool(expired_groups) or live_expired
 
-    def _lost(self, id_: int, loss: Loss, trajectories: Sequence[TrajectoryHeader], note: str = "") -> None:
+    def _lost(
+        self,
+        id_: int,
+        loss: Loss,
+        trajectories: Sequence[TrajectoryHeader],
+        note: str = "",
+        ready: ReadyGroup | None = None,
+    ) -> None:
+        self._tell(id_, loss, note, ready)
         self._journal.lost(id_, loss, _sampled(trajectories), note)
         self._intake.ended(id_)
         self._listener.lost(loss, trajectories, note)
         self._notify()
+
+    def _tell(self, id_: int, loss: Loss, note: str, ready: ReadyGroup | None) -> None:
+        if self._when_lost is not None:
+            self._when_lost(id_, self._intake.prompt_of(id_), loss, note, ready)
 
     def _notify(self) -> None:
         self._has_changed = True

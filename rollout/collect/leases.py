@@ -81,6 +81,15 @@ class SampleState:
         self.trajectory: TrajectoryHeader | None = None
         """The header of a judged one."""
 
+    def recorded(self) -> tuple[msgspec.Raw, list[tuple[bytes, msgspec.Raw]]]:
+        """Return the header and the pieces as ``messages.PriorSample`` has them, with ``record.REF`` in the
+        place of sizes.
+        """
+        if self.kind == PIECE:
+            return NOTHING, [(ref, msgspec.Raw(piece)) for ref, piece in self.pieces]
+        refs = [self.refs[i : i + REF.size] for i in range(0, len(self.refs), REF.size)]
+        return msgspec.Raw(self.header), [(ref, NOTHING) for ref in refs]
+
 
 class LeasedGroup:
     """A group that has a slot and is not complete."""
@@ -249,6 +258,11 @@ class Leases:
             if collector.generating > most:
                 del room[turn]
 
+    def samples_of(self, id_: int) -> Sequence[SampleState | None]:
+        """Return what exists of the episodes of a group; nothing of one that is complete or has ended."""
+        group = self._groups.get(id_)
+        return () if group is None else group.samples
+
     def give_up(self, ids: Iterable[int]) -> None:
         """Stop the work on groups that have expired."""
         for id_ in ids:
@@ -286,11 +300,7 @@ class Leases:
         chunks: list[bytes],
     ) -> None:
         """Add what is recorded of an episode. A damaged record is given up, and the episode begins anew."""
-        if sample.kind == PIECE:
-            header, pieces = NOTHING, [(ref, msgspec.Raw(piece)) for ref, piece in sample.pieces]
-        else:
-            refs = [sample.refs[i : i + REF.size] for i in range(0, len(sample.refs), REF.size)]
-            header, pieces = msgspec.Raw(sample.header), [(ref, NOTHING) for ref in refs]
+        header, pieces = sample.recorded()
         try:
             read = [self._journal.read(ref) for ref, _ in pieces]
         except LedgerError as error:
@@ -423,12 +433,14 @@ class Leases:
         if (unknown := self._unknown_version(complete.trained_tokens)) is not None:
             self._fail(group, f"{group.prompt.reference}: {unknown}")
             return
-        self._end(group)
         if not self._gate.is_open(verdict.group):
+            self._end(group)
             return  # it has expired, and is about to be given up
         if verdict.verdict == FILTERED:
             self._gate.filtered(verdict.group, complete.headers)
+            self._end(group)
             return
+        self._end(group)
         self._journal.ready(verdict.group, complete.sampled_length)
         ready.append(complete)
 
@@ -443,6 +455,6 @@ class Leases:
 
     def _fail(self, group: LeasedGroup, reason: str) -> None:
         """Give up a group that cannot be collected."""
-        self._end(group)
         if self._gate.is_open(group.ticket.id):
             self._gate.failed(group.ticket.id, reason, [trajectory.header for trajectory in group.judged])
+        self._end(group)

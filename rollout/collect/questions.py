@@ -17,6 +17,7 @@ class Asking(Protocol):
 
     def ask(self, question: Question) -> None: ...
     def withdraw(self, task: int) -> None: ...
+    def evaluates_from(self, step: int) -> None: ...
 
 
 class _Open:
@@ -33,21 +34,37 @@ class EvaluationTasks:
     """All evaluation episodes that have not ended. Single event loop."""
 
     def __init__(self) -> None:
+        self._evaluates_from: int | None = None
         self._open: dict[int, _Open] = {}
         self._collectors: dict[str, Asking] = {}
         self._numbers = itertools.count()
         self._turns = itertools.count()
 
-    async def ask(self, prompts: Sequence[Prompt]) -> list[Evaluated]:
+    def evaluates_from(self, step: int) -> None:
+        """Let collectors know that evaluations of this training step and of later ones are still to come."""
+        self._evaluates_from = step
+        for collector in self._collectors.values():
+            collector.evaluates_from(step)
+
+    async def ask(self, prompts: Sequence[Prompt], version: int = 0, step: int = 0) -> list[Evaluated]:
         """Run one greedy episode for each prompt. Return the results in their order.
 
-        Waits for a collector if there is none. A caller that is cancelled withdraws its questions.
+        ``version``: policy version of the trainer. ``step``: number of training steps behind it. Waits for a
+        collector if there is none. A caller that is cancelled withdraws its questions.
         """
-        return await self._ask([Question(next(self._numbers), prompt_fields(prompt)) for prompt in prompts])
+        self._begins(step)
+        return await self._ask(
+            [Question(next(self._numbers), prompt_fields(prompt), version, step) for prompt in prompts]
+        )
 
-    async def ask_function(self, rollout_id: int) -> Evaluated:
+    async def ask_function(self, version: int) -> Evaluated:
         """Ask the recipe's function, in one collector, for a whole evaluation. Return its answer."""
-        return (await self._ask([Question(next(self._numbers), None, rollout_id)]))[0]
+        return (await self._ask([Question(next(self._numbers), None, version)]))[0]
+
+    def _begins(self, step: int) -> None:
+        """Note that the evaluation of a step is no longer to come, for collectors that join from now on."""
+        if self._evaluates_from is not None:
+            self._evaluates_from = max(self._evaluates_from, step + 1)
 
     async def _ask(self, questions: Sequence[Question]) -> list[Evaluated]:
         loop = asyncio.get_running_loop()
@@ -63,6 +80,8 @@ class EvaluationTasks:
 
     def joined(self, name: str, collector: Asking) -> None:
         self._collectors[name] = collector
+        if self._evaluates_from is not None:
+            collector.evaluates_from(self._evaluates_from)
         self._distribute()
 
     def left(self, name: str) -> None:

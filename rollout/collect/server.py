@@ -23,6 +23,7 @@ from aiohttp import WSMsgType, web
 
 from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.collect.leases import Leases
+from slipstream.rollout.collect.lost_groups import LostGroups
 from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.roster import EngineRoster
@@ -36,6 +37,7 @@ from slipstream.rollout.messages import (
     UP,
     Down,
     Lease,
+    LostGroup,
     MalformedFrame,
     Question,
     Up,
@@ -44,6 +46,9 @@ from slipstream.rollout.messages import (
 )
 
 log = logging.getLogger(__name__)
+
+LOST_BYTES = 64 * 2**20
+"""Bytes of chunks of lost groups that may wait for a connection. Further groups are left out of the log."""
 
 BACKLOG_BYTES = 256 * 2**20
 """Payload that may wait for the disk before nothing more is read from collectors."""
@@ -70,11 +75,15 @@ class Connection:
         """When something was heard for the last time."""
         self.is_held = False
         """Nothing is read from the collector at the moment."""
-        self._full: list[tuple[Down, list[bytes]]] = []
-        """Messages, with their chunks, to which nothing more is added."""
+        self._full: list[tuple[Down, list[bytes], int]] = []
+        """Messages to which nothing more is added, with their chunks, and the bytes of those of lost
+        groups."""
         self._next = Down()
         self._payload: list[bytes] = []
         self._payload_bytes = 0
+        self._lost_payload: list[bytes] = []
+        self._lost_bytes = 0
+        """Bytes of chunks of lost groups that are not sent."""
         self._has_routing = False
         """A new routing record is to be sent."""
         self._due = asyncio.Event()
@@ -98,6 +107,30 @@ class Connection:
 
     def withdraw(self, task: int) -> None:
         self._next.withdrawn.append(task)
+        self._due.set()
+
+    def log_lost(self, group: LostGroup, chunks: Sequence[bytes]) -> bool:
+        """Have a lost group written into the episode log. False: too much waits to be sent already."""
+        size = sum(map(len, chunks))
+        if self._lost_bytes > LOST_BYTES:
+            return False
+        self._next.lost.append(group)
+        self._lost_payload += chunks
+        self._lost_bytes += size
+        self._payload_bytes += size
+        if self._payload_bytes >= FRAME_BYTES:
+            self._begin_message()
+        self._due.set()
+        return True
+
+    def evaluates_from(self, step: int) -> None:
+        self._next.evaluates_from = step
+        self._due.set()
+
+    def flush(self, number: int) -> None:
+        """Have the episode log written out, behind everything that was sent before."""
+        self._next.flush = number
+        self._begin_message()
         self._due.set()
 
     def routing_changed(self) -> None:
@@ -128,14 +161,16 @@ class Connection:
             self._due.clear()
             self._begin_message()
             full, self._full = self._full, []
-            for message, payload in full:
+            for message, payload, lost_bytes in full:
                 if self._has_routing:
                     message.routing, self._has_routing = routing(), False
                 await socket.send_bytes(pack(message, payload))
+                self._lost_bytes -= lost_bytes
 
     def _begin_message(self) -> None:
-        self._full.append((self._next, self._payload))
-        self._next, self._payload, self._payload_bytes = Down(), [], 0
+        lost = self._lost_payload
+        self._full.append((self._next, self._payload + lost, sum(map(len, lost))))
+        self._next, self._payload, self._payload_bytes, self._lost_payload = Down(), [], 0, []
 
 
 class CollectorServer:
@@ -149,9 +184,11 @@ class CollectorServer:
         roster: EngineRoster,
         journal: Journal,
         silence_s: float = SILENCE_S,
+        lost: LostGroups | None = None,
     ) -> None:
         """``key``: secret of the run, which collectors show. ``silence_s``: time after which a collector is
-        given up of which nothing is heard.
+        given up of which nothing is heard. ``lost``: has lost groups written into the episode log; None: the
+        recipe asks for no log.
         """
         self._authorization = key.header.encode()
         self._leases = leases
@@ -159,6 +196,7 @@ class CollectorServer:
         self._roster = roster
         self._journal = journal
         self._silence_s = silence_s
+        self._lost = lost
         self._connections: dict[str, Connection] = {}
         self._has_joined = asyncio.Event()
         self._failure: Exception | None = None
@@ -243,6 +281,8 @@ class CollectorServer:
             connection.routing_changed()
             self._leases.joined(name, connection)
             self._questions.joined(name, connection)
+            if self._lost is not None:
+                self._lost.joined(name, connection)
             self._has_joined.set()
             await self._exchange(connection, socket)
         except MalformedFrame as error:
@@ -285,6 +325,8 @@ class CollectorServer:
             self._roster.left(name)
             self._leases.left(name)
             self._questions.left(name)
+            if self._lost is not None:
+                self._lost.left(name)
 
     async def _receive(self, connection: Connection, socket: web.WebSocketResponse) -> None:
         """Take in messages until the connection ends."""
@@ -309,6 +351,8 @@ class CollectorServer:
         self._leases.received(name, message, payload)
         for result in message.evaluated:
             self._questions.answered(name, result)
+        if message.flushed is not None and self._lost is not None:
+            self._lost.flushed(name, message.flushed)
 
 
 async def _close(socket: web.WebSocketResponse, request: web.Request) -> None:

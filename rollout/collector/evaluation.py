@@ -1,4 +1,4 @@
-"""Evaluation episodes: greedy completions of held-out prompts. Nothing of them is recorded or trained."""
+"""Evaluation episodes: greedy completions of held-out prompts. None is recorded in the ledger or trained."""
 
 import asyncio
 import traceback
@@ -26,6 +26,14 @@ class EvaluatesSets(Protocol):
     async def evaluate(self, rollout_id: int) -> list[EvaluatedSet]:
         """Return what it says of each set. Raises NoEngine, and whatever user code raises."""
         ...
+
+
+class EvaluationLog(Protocol):
+    """Writes evaluation episodes into the episode log: ``untrained_log.UntrainedLog``."""
+
+    def evaluated(
+        self, question: Question, prompt: Prompt, trajectory: Trajectory | None, reason: str | None = None
+    ) -> None: ...
 
 
 class UnrecordedGenerator:
@@ -77,13 +85,17 @@ class Evaluations:
         episodes: Episodes,
         judge: EpisodeJudge,
         function: EvaluatesSets | None = None,
+        log: EvaluationLog | None = None,
     ) -> None:
-        """``context``: what a workflow may use in an evaluation. ``function``: evaluates whole sets."""
+        """``context``: what a workflow may use in an evaluation. ``function``: evaluates whole sets. ``log``:
+        None if the recipe asks for no episode log.
+        """
         self._outbox = outbox
         self._context = context
         self._episodes = episodes
         self._judge = judge
         self._function = function
+        self._log = log
         self._running: dict[int, tuple[_EvaluationEpisode, asyncio.Task[None]]] = {}
 
     def start(self, question: Question) -> None:
@@ -111,16 +123,19 @@ class Evaluations:
             await self._evaluate_sets(question)
             return
         prompt = Prompt(*question.prompt)
+        trajectory: Trajectory | None = None
         try:
             trajectory = await self._episodes.run(prompt, episode)
             if trajectory.reward is None:
                 judgement = await self._judge.judge(prompt, trajectory)
                 trajectory = trajectory.judged(judgement.reward, judgement.parts)
         except EpisodeFailed as error:
-            self._failed(question, str(error))
+            self._failed(question, str(error), trajectory)
         except JudgingFailed as error:
-            self._failed(question, f"{prompt.reference}: {error}")
+            self._failed(question, f"{prompt.reference}: {error}", trajectory)
         else:
+            if self._log is not None:
+                self._log.evaluated(question, prompt, trajectory)
             self._outbox.evaluated(question.task, trajectory.header)
 
     async def _evaluate_sets(self, question: Question) -> None:
@@ -128,7 +143,7 @@ class Evaluations:
             self._failed(question, "the recipe has no function that evaluates")
             return
         try:
-            sets = await self._function.evaluate(question.rollout_id)
+            sets = await self._function.evaluate(question.version)
         except (NoEngine, asyncio.CancelledError):
             raise
         except Exception as error:  # user code
@@ -156,5 +171,7 @@ class Evaluations:
             return "the function that evaluates (rollout.hooks)"
         return f"{Prompt(*question.prompt).reference}: {self._episodes.name}"
 
-    def _failed(self, question: Question, note: str) -> None:
+    def _failed(self, question: Question, note: str, trajectory: Trajectory | None = None) -> None:
+        if question.prompt is not None and self._log is not None:
+            self._log.evaluated(question, Prompt(*question.prompt), trajectory, note)
         self._outbox.evaluation_failed(question.task, note)

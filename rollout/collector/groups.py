@@ -288,7 +288,7 @@ class GroupCollector(Generic[RecordT]):
             return list(await asyncio.gather(*tasks))
         except (EpisodeFailed, GroupRejected):
             for episode in group.episodes:
-                episode.record.close()  # nothing more of the group is needed
+                episode.record.write_ends()  # before the verdict: the episode log shows what there is
             raise
         finally:
             group.is_over = True
@@ -328,6 +328,9 @@ class GroupCollector(Generic[RecordT]):
                 trajectory = decode_trajectory(prior[1], decode_header(prior[0].header))
             else:
                 trajectory = await self._generated(prompt, episode, prior)
+        except (EpisodeFailed, GroupRejected):
+            episode.record.write_ends()
+            raise
         finally:
             episode.record.close()  # before anything else runs: nothing may follow on the trajectory
             self._released(group)

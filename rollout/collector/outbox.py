@@ -149,6 +149,11 @@ class Outbox:
         self._next.failed.append(FailedAttempt(prompt, attempt, as_note(error)))
         self._due.set()
 
+    def flushed(self, number: int) -> None:
+        """The episode log is written up to request ``number`` of the driver."""
+        self._next.flushed = number
+        self._due.set()
+
     def cannot_go_on(self, reason: str) -> None:
         """Tell the driver what nothing here can mend."""
         self._next.fatal = as_note(reason)

@@ -26,6 +26,7 @@ from slipstream.rollout.collector.recording import JOURNAL_EVERY_S, Recording
 from slipstream.rollout.collector.seeded import seeded_engines
 from slipstream.rollout.collector.spec import CollectorSpec
 from slipstream.rollout.collector.time_limit import TimeLimit
+from slipstream.rollout.collector.untrained_log import UntrainedLog, open_untrained_log
 from slipstream.rollout.collector.watchdog import end_process, watched
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.serving import ServingAddresses
@@ -99,11 +100,16 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
             group_filter=parts.group_filter,
             needs=TeacherNeeds.of(config.actor),
         )
-        evaluations = Evaluations(outbox, parts.evaluation_context(), episodes, parts.judge, parts.evaluation)
+        log = open_untrained_log(config, spec)
+        if log is not None:
+            stack.callback(log.flush)
+        evaluations = Evaluations(
+            outbox, parts.evaluation_context(), episodes, parts.judge, parts.evaluation, log
+        )
         stack.push_async_callback(evaluations.close)
         stack.push_async_callback(groups.close)
         stack.enter_context(watched(rollout.collector_timeout_s, _reporter(spec)))
-        connection = _Connection(socket, pool, judges, groups, evaluations, surroundings.engines)
+        connection = _Connection(socket, pool, judges, groups, evaluations, surroundings.engines, outbox, log)
         look_seldom_for_garbage()
         await _live(connection, outbox, groups)
 
@@ -140,7 +146,12 @@ class _Connection:
         groups: GroupCollector[Recording],
         evaluations: Evaluations,
         engines: ServingAddresses,
+        outbox: Outbox,
+        log: UntrainedLog | None,
     ) -> None:
+        self._outbox = outbox
+        self._log = log
+        self._flushes: set[asyncio.Task[None]] = set()
         self._engines = engines
         self._socket = socket
         self._pool = pool
@@ -176,12 +187,33 @@ class _Connection:
             end = start + sum(size for sample in lease.prior for size, _ in sample.pieces)
             self._groups.start(lease, chunks[start:end])
             start = end
+        self._take_log(message, chunks[start:])
         for group, number in message.cancelled:
             self._groups.cancel(group, number)
         for question in message.questions:
             self._evaluations.start(question)
         for task in message.withdrawn:
             self._evaluations.withdraw(task)
+
+    def _take_log(self, message: Down, chunks: memoryview) -> None:
+        """Write what is to be in the episode log. ``chunks``: those of the lost groups."""
+        if self._log is not None:
+            if message.evaluates_from is not None:
+                self._log.evaluates_from(message.evaluates_from)
+            start = 0
+            for group in message.lost:
+                end = start + sum(size for sample in group.recorded for size, _ in sample.pieces)
+                self._log.lost(group, chunks[start:end])
+                start = end
+        if message.flush is not None:
+            task = asyncio.create_task(self._flush(message.flush), name="flushing the episode log")
+            self._flushes.add(task)
+            task.add_done_callback(self._flushes.discard)
+
+    async def _flush(self, number: int) -> None:
+        if self._log is not None:
+            await asyncio.to_thread(self._log.flush)
+        self._outbox.flushed(number)
 
 
 def _reporter(spec: CollectorSpec) -> Callable[[int | None, str], None]:

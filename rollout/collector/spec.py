@@ -23,6 +23,10 @@ class CollectorSpec:
     context: int
     """Largest number of tokens of prompt and completion together."""
     logs: Path
+    number: int = 0
+    """Number of the collector, from 0."""
+    count: int = 1
+    """Number of collectors of the run."""
 
     @property
     def name(self) -> str:

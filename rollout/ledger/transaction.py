@@ -111,6 +111,15 @@ class RestartRequest:
     """The result, once the transaction is on disk."""
 
 
+@dataclass(slots=True)
+class LostRead:
+    """Chunks to be read before the transaction that forgets them."""
+
+    refs: Sequence[bytes]
+    then: Callable[[Sequence[bytes | None]], None]
+    chunks: Sequence[bytes | None] = ()
+
+
 class Transaction:
     """Events in the order of their arrival, by kind. ``Store.commit`` decides the order of the kinds."""
 
@@ -124,6 +133,7 @@ class Transaction:
         "groups",
         "parts",
         "published",
+        "reads",
         "released",
         "restart",
         "samples",
@@ -158,5 +168,6 @@ class Transaction:
         self.restart: RestartRequest | None = None
         """Executed behind all events of the transaction."""
         self.turns = TurnEvents()
+        self.reads: list[LostRead] = []
         self.then: list[Callable[[], None]] = []
         self.waiters: list[asyncio.Future[None]] = []

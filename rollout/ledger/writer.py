@@ -20,7 +20,7 @@ from slipstream.rollout.ledger.restart import Recovered
 from slipstream.rollout.ledger.samples import ANSWERED, GROWING, JUDGED, SAMPLES, WHOLE
 from slipstream.rollout.ledger.segments import Buffer, Part, Segments, checked
 from slipstream.rollout.ledger.store import Store
-from slipstream.rollout.ledger.transaction import RestartRequest, Training, Transaction
+from slipstream.rollout.ledger.transaction import LostRead, RestartRequest, Training, Transaction
 from slipstream.rollout.ledger.turn_log import TurnLog
 from slipstream.rollout.ledger.turns import Gateway
 from slipstream.rollout.ledger.watermark import Watermark
@@ -186,6 +186,17 @@ class Ledger:
         """
         self._events().states[id_] = (id_, "ready", None, None, tokens, None)
 
+    def read_lost(self, refs: Sequence[bytes], then: Callable[[Sequence[bytes | None]], None]) -> None:
+        """Read chunks of a group that is about to be ``lost``, of which nothing can be read afterwards.
+
+        ``refs``: packed ``record.REF`` of each part that is wanted. ``then`` is called on the event loop with
+        the chunks of each part once all events so far are on disk; None stands for a damaged part.
+        """
+        read = LostRead(refs, then)
+        events = self._events()
+        events.reads.append(read)
+        events.then.append(lambda: then(read.chunks))
+
     def lost(self, id_: int, loss: Loss, tokens: int = 0, note: str = "") -> None:
         """Record that a group will never be trained; everything that was generated for it is forgotten."""
         events = self._events()
@@ -342,6 +353,8 @@ class Ledger:
     def _run(self) -> None:
         while (events := self._handed_over.get()) is not None:
             if self._failure is None:
+                for read in events.reads:
+                    read.chunks = [self._undamaged(refs) for refs in read.refs]
                 self._attempt(lambda events=events: self._store.commit(events))
             if self._loop is not None:
                 with suppress(RuntimeError):  # the loop is closed: nobody waits
@@ -349,6 +362,12 @@ class Ledger:
             if self._failure is None:
                 self._attempt(self._store.tidy)
         self._attempt(self._store.close)
+
+    def _undamaged(self, refs: bytes) -> bytes | None:
+        try:
+            return self.read(refs)
+        except (LedgerError, OSError):
+            return None
 
     def _attempt(self, write: Callable[[], None]) -> None:
         try:

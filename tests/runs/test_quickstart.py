@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.backend.commands.report import report
-from slipstream.backend.monitor.episode_files import episode_files, read_rows
+from slipstream.rollout.episode_log.files import episode_files, read_rows
 from slipstream.backend.quickstart.policy import greedy_accuracy
 from slipstream.backend.quickstart.task import Problem
 from tests.runs.conftest import RunProcess, run_command

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from slipstream.backend.monitor.episode_files import EpisodeFiles
+from slipstream.rollout.episode_log.files import EpisodeFiles
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028 & \ud800 {{ 7*7 }}"
 
@@ -90,8 +90,10 @@ def episode(step: int, group: int, number: int, text: str = "1 + 2 = 3 # 3", pro
     reward = float((group + number) % 2)
     third = len(pieces) // 3
     return {
+        "end": "trained",
         "group": group,
         "episode": number,
+        "reason": None,
         "version": step - 1,
         "prompt": prompt,
         "response": text,

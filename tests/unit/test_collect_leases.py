@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.collect.intake import Intake
 from slipstream.rollout.collect.journal import NoJournal
 from slipstream.rollout.collect.leases import Leases
+from slipstream.rollout.collect.lost_groups import LostGroups
 from slipstream.rollout.control.consumption import Fifo, OnStale, ReadyFirst
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.ledger.database import LedgerError
@@ -30,6 +32,7 @@ from slipstream.rollout.messages import (
     Event,
     GroupVerdict,
     Lease,
+    LostGroup,
     MalformedFrame,
     Up,
     pack,
@@ -51,6 +54,7 @@ class Held(NoJournal):
     def __init__(self) -> None:
         self.data = bytearray(b"\0" * 7)
         self.then: list = []
+        self.reads: list[tuple] = []
         self.damaged: set[bytes] = set()
         self.rows: list[tuple] = []
         self.states: dict[int, list[str]] = {}
@@ -86,6 +90,16 @@ class Held(NoJournal):
     def ready(self, id_, tokens):
         self.states[id_].append("ready")
 
+    def read_lost(self, refs, then):
+        assert refs is not None
+        self.reads.append((then, [self.undamaged(each) for each in refs]))
+
+    def undamaged(self, refs: bytes) -> bytes | None:
+        try:
+            return self.read(refs)
+        except LedgerError:
+            return None
+
     def lost(self, id_, loss, tokens=0, note=""):
         self.states[id_].append(str(loss.end))
 
@@ -98,11 +112,18 @@ class Held(NoJournal):
 
     def commit(self) -> None:
         then, self.then = self.then, []
+        reads, self.reads = self.reads, []
         for each in then:
             each()
+        for each, chunks in reads:
+            each(chunks)
 
     async def flushed(self):
         self.commit()
+
+
+ENDS = {"filtered", "failed", "expired"}
+"""States of groups that have ended untrained."""
 
 
 @dataclass
@@ -214,6 +235,33 @@ class FakeCollector:
         return split(pack(message, payload), UP)
 
 
+@dataclass
+class FakeLog:
+    """A collector's end of the episode log."""
+
+    schedule: "Schedule"
+    groups: dict[int, LostGroup] = field(default_factory=dict)
+
+    def log_lost(self, group: LostGroup, chunks: Sequence[bytes]) -> bool:
+        """Note a group, all of whose undamaged bytes must be there as the collectors have sent them."""
+        assert group.group not in self.groups, "a group ends once"
+        self.groups[group.group] = group
+        held = {
+            sample: chunks
+            for (id_, sample), (_, chunks) in self.schedule.held.items()
+            if id_ == group.group and chunks and not self.schedule.journal.damaged.intersection(chunks)
+        }
+        assert {sample.sample: data for sample, data in zip(group.recorded, chunks, strict=True)} == {
+            sample: b"".join(chunks) for sample, chunks in held.items()
+        }
+        for sample, data in zip(group.recorded, chunks, strict=True):
+            assert sum(size for size, _ in sample.pieces) == len(data)
+        return True
+
+    def flush(self, number: int) -> None:
+        raise AssertionError
+
+
 SELDOM = st.integers(0, 3)
 """A rule is skipped unless this is 0."""
 
@@ -239,6 +287,9 @@ class Schedule(RuleBasedStateMachine):
         stream = PromptStream(PromptSet.of([Prompt(i, "?") for i in range(5)]), shuffle=False, seed=0)
         self.gate = AdmissionGate(self.core, Intake(stream), self.journal, self.listener)
         self.leases = Leases(self.gate, self.journal, self.listener, lambda name: self.share, samples)
+        self.log = FakeLog(self)
+        lost = LostGroups(self.gate, self.leases, self.journal, 1.0, samples, print)
+        lost.joined("log", self.log)
         self.collectors: dict[str, FakeCollector] = {}
         self.numbers = 0
         self.rounds = 0
@@ -544,6 +595,10 @@ class Schedule(RuleBasedStateMachine):
             assert not self.leases._collectors[collector.name].groups
         assert self.core.open == 0
         assert self.core.counts.in_flight == self.core.ready
+        ended = {id_ for id_, states in self.journal.states.items() if states[-1] in ENDS}
+        assert set(self.log.groups) == ended
+        losses = Counter(group.loss for group in self.log.groups.values())
+        assert losses == Counter({loss.value: n for loss, n in self.core.losses.items() if n})
         self.gate.may_admit = admit
 
 

@@ -497,12 +497,14 @@ def test_a_group_fails_with_the_episode_that_has_no_attempt_left():
     assert world.driver.released == 3
 
 
-def test_of_a_failed_group_nothing_more_is_generated_or_recorded():
+def test_of_a_failed_group_nothing_more_is_generated_and_what_there_is_comes_before_the_verdict():
     world = World(2, Flow({0: ValueError("a")}), engines=PureEngines(chunk=1, chunk_s=0.3))
     assert len(ideal([101], 12)) > 4
     world.run()
     assert world.verdict[0] == FAILED
-    assert not world.driver.sent
+    assert {number for _, number in world.driver.samples} == {1}
+    begun = world.held(1).tokens(0)
+    assert 0 < len(begun) < len(ideal([101], 12)) and begun == ideal([101], 12)[: len(begun)]
 
 
 def test_a_group_that_its_workflow_rejects_is_filtered_and_not_tried_again():

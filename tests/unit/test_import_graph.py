@@ -38,11 +38,11 @@ FLOORS = {
     ),
     "bridge": ({"hf"}, {"model"}, {"families", "shards"}, {"publish"}, {"transport"}),
     "rollout": (
-        {"changes", "durable", "garbage", "gpu_environment", "heaps", "linux", "network", "plugins"}
+        {"changes", "durable", "garbage", "gpu_environment", "heaps", "lines", "linux", "network", "plugins"}
         | {"teacher", "temporary", "torch_compiler"},
         {"imports", "sandbox", "trajectory"},
         {"control", "conversation", "evaluated_set", "prompts", "record", "tokenizer"},
-        {"programs", "turns"},
+        {"episode_log", "programs", "turns"},
         {"engine", "ledger", "sources"},
         {"reward"},
         {"judge"},

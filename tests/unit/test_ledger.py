@@ -151,6 +151,43 @@ def child(program: str) -> subprocess.Popen:
     )
 
 
+# ---- groups that end untrained
+
+
+def test_a_lost_group_is_read_before_it_is_forgotten_and_handed_over_when_its_end_is_on_disk(tmp_path):
+    """Its segment is deleted in the same breath: with segments this small nothing of it is left."""
+    got: list[tuple] = []
+
+    async def act(ledger: Ledger) -> None:
+        for id_ in range(6):
+            ledger.admitted(Ticket(id_, 0), id_)
+            refs = [add_piece(ledger, id_ * SAMPLES, 0, 0, 50), add_piece(ledger, id_ * SAMPLES, 1, 0, 3)]
+            if id_ % 2:
+                await ledger.flushed()  # read from the segment, and not from memory
+            expected = [ledger.read(b"".join(refs)), ledger.read(refs[1])]
+            damaged = REF.pack(*REF.unpack(refs[0])[:3], 7)
+            ledger.read_lost(
+                [b"".join(refs), refs[1], damaged],
+                lambda chunks, id_=id_, expected=expected: got.append((id_, chunks, expected, states())),
+            )
+            ledger.lost(id_, Loss.FILTERED, 53)
+        await ledger.flushed()
+
+    def states() -> dict[int, str]:
+        """What a kill at this moment would leave."""
+        copy = tmp_path / "copy"
+        copy.mkdir(exist_ok=True)
+        for file in tmp_path.glob(f"{LEDGER}*"):
+            shutil.copy(file, copy)
+        return dict(query(copy, "SELECT id, state FROM groups"))
+
+    in_ledger(tmp_path, act, segment_bytes=64)
+    assert [id_ for id_, *_ in got] == list(range(6))
+    for id_, chunks, expected, seen in got:
+        assert chunks == [*expected, None]
+        assert seen[id_] == "filtered"
+
+
 # ---- groups and samples
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
@@ -14,8 +15,10 @@ from slipstream.backend.monitor.course import read_course
 from slipstream.backend.monitor.report.episodes import choose_episodes
 from slipstream.backend.monitor.report.page import differences
 from slipstream.backend.monitor.report.timeline import read_events, running, timeline
+from slipstream.rollout.episode_log.files import EpisodeFiles
 from tests.unit.run_folders import (
     HOSTILE,
+    episode,
     evaluation_line,
     make_run,
     metrics_line,
@@ -151,6 +154,24 @@ def test_a_page_takes_whole_groups_spread_over_all_steps(tmp_path):
     assert len(chosen.rows) == 4 * len(groups)
     steps = sorted({step for step, _ in groups})
     assert steps[0] == 1 and steps[-1] == 40 and max(b - a for a, b in pairwise(steps)) < 16
+
+
+def test_a_page_takes_groups_of_every_end_and_sorts_by_it(tmp_path):
+    folder = make_run(tmp_path, steps=6)
+    log = EpisodeFiles(
+        folder / "episodes", writer=0, writers=1, max_bytes=10**8, max_rows=10**6, of_untrained=True
+    )
+    for step in range(1, 7):
+        for end, group in (("filtered", 1000 + step), ("failed", 2000 + step), ("evaluated", 4 * step)):
+            log.append(step, [episode(step, group, n) | {"end": end, "reason": end} for n in range(4)])
+    chosen = choose_episodes(folder, 60_000)
+    assert chosen.recorded == 6 * (16 + 12) and len(chosen.rows) < chosen.recorded
+    assert {row["end"] for row in chosen.rows} == {"trained", "filtered", "failed", "evaluated"}
+    # An evaluated prompt has the number of a group that was trained: they are not mixed up.
+    sizes = Counter((row["step"], row["end"], row["group"]) for row in chosen.rows)
+    assert set(sizes.values()) == {4}
+    newest = [row["end"] for row in chosen.rows if row["step"] == 6]
+    assert newest[0] == "trained" and newest == sorted(newest, key=lambda end: (end != "trained", end))
 
 
 def test_the_trace_for_perfetto_has_the_trainer_and_every_request(tmp_path):

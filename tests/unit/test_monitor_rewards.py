@@ -59,7 +59,8 @@ class Asked(EvaluationTasks):
         super().__init__()
         self._reward = reward
 
-    async def ask(self, prompts: Sequence[Prompt]) -> list[Evaluated]:
+    async def ask(self, prompts: Sequence[Prompt], version: int, step: int) -> list[Evaluated]:
+        assert step == version
         return [
             Evaluated(
                 prompt.id,
@@ -97,7 +98,8 @@ def test_each_of_several_sets_has_a_mean_of_its_own():
     settings = EvalConfig.model_validate(
         {"sets": [{"name": "easy", "path": "a.jsonl"}, {"name": "hard", "path": "b.jsonl"}]}
     )
-    asyncio.run(Evaluation(settings, prompts, Asked(OutOfTen()), Listener()).run(0))  # type: ignore[arg-type]
+    evaluation = Evaluation(settings, prompts, Asked(OutOfTen()), Listener(), step_of=int)  # type: ignore[arg-type]
+    asyncio.run(evaluation.run(0))
     assert heard == [{"reward": 5.0, "easy": 2.5, "hard": 6.25, "place": 1.0, "bonus": 0.5}]
 
 
@@ -108,7 +110,7 @@ def small_run(folder: Path, reward: Reward) -> tuple[RunSummary, list[str], list
     metrics = MetricsLog(folder)
     recorder = Recorder(metrics, progress, is_accuracy=is_accuracy(reward))
     asked = Asked(reward)
-    evaluation = Evaluation(EvalConfig(path=Path("heldout.jsonl")), PROMPTS, asked, recorder)
+    evaluation = Evaluation(EvalConfig(path=Path("heldout.jsonl")), PROMPTS, asked, recorder, step_of=int)
     status = RunStatus(0, 0, GroupCounts(), Counter(), dict.fromkeys(State, 0), 0, 0, 1, 0, 0, 0)
 
     async def course() -> None:

@@ -13,18 +13,13 @@ import torch
 
 from slipstream.backend.batch.micro_batch import assemble
 from slipstream.backend.batch.train_batch import TrainBatch
-from slipstream.backend.monitor.episode_files import EpisodeFiles, episode_files, read_rows
-from slipstream.backend.trainer.episode_log import (
-    EpisodeLog,
-    StepLogProbs,
-    chosen_episodes,
-    episode_row,
-    is_chosen,
-)
+from slipstream.backend.trainer.episode_log import EpisodeLog, StepLogProbs, chosen_episodes
 from slipstream.backend.trainer.prepared import PreparedMicroBatch, Scores, Targets
-from slipstream.backend.trainer.token_text import TokenText
 from slipstream.configs.schema import EpisodeLogConfig
-from slipstream.rollout.trajectory import Completion, Finish, Span, TrajectoryBuilder
+from slipstream.rollout.episode_log.files import EpisodeFiles, episode_files, read_rows
+from slipstream.rollout.episode_log.rows import empty_row, episode_row, is_chosen
+from slipstream.rollout.episode_log.token_text import TokenText
+from slipstream.rollout.trajectory import Completion, Finish, Prompt, Span, TrajectoryBuilder
 
 
 def decode(ids) -> str:
@@ -171,6 +166,26 @@ def test_files_are_bounded_in_bytes_and_rows_and_the_oldest_go(tmp_path, format)
     assert {tuple(row["reward_parts"]) for row in rows} == {("a",), ()}
 
 
+def test_a_file_of_parquet_holds_what_lines_of_json_do(tmp_path):
+    batch, minibatches = step_of([trajectory("ask", "call", 3, context="tool", more="end")])
+    [episode] = chosen_episodes(batch, minibatches, StepLogProbs(), 1.0)
+    turns = replace(episode.trajectory, turn_rewards=((7, 0.5), (14, None)))
+    rows = [
+        episode_row(replace(episode, trajectory=turns), TokenText(decode), 100),
+        episode_row(replace(episode, proximal_M=None, advantage_M=None), TokenText(decode), 100),
+        empty_row("failed", 7, 0, 4, Prompt(0, [{"role": "user", "content": "?"}]), "it broke"),
+    ]
+    for format in ("jsonl", "parquet"):
+        log = files(tmp_path / format, max_bytes=10**6, max_rows=8 * len(rows), format=format)
+        log.append(1, rows)
+        log.append(2, [rows[0]])  # begins the next file
+    [first, _] = episode_files(tmp_path / "parquet")
+    assert first.suffix == ".parquet"
+    of_parquet, of_lines = logged(tmp_path / "parquet"), logged(tmp_path / "jsonl")
+    assert of_parquet == of_lines and of_lines[2]["reason"] == "it broke"
+    assert [list(row) for row in of_lines[:3]] == [["step", *row] for row in rows]
+
+
 def test_a_row_larger_than_a_file_is_left_out(tmp_path):
     log = files(tmp_path, max_bytes=800)
     log.append(1, [{"response": "x" * 1000}, {"response": "small"}])
@@ -204,7 +219,7 @@ def test_fewer_ranks_take_over_the_files_of_more(tmp_path):
 def test_a_killed_writer_leaves_whole_lines(tmp_path):
     script = (
         "import sys\nfrom pathlib import Path\n"
-        "from slipstream.backend.monitor.episode_files import EpisodeFiles\n"
+        "from slipstream.rollout.episode_log.files import EpisodeFiles\n"
         "log = EpisodeFiles(Path(sys.argv[1]), writer=0, writers=1, max_bytes=10**8, max_rows=10**6)\n"
         "step = 0\nprint('go', flush=True)\n"
         "while True:\n    step += 1\n    log.append(step, [{'response': 'x' * 5000}] * 20)\n"
@@ -239,7 +254,7 @@ def test_the_step_waits_for_nothing_and_what_is_left_out_is_said(tmp_path):
     batch, minibatches = step_of([trajectory("p", "a", 4)])
     for step in range(1, 9):
         log.step_ends(step, batch, minibatches, StepLogProbs())
-    assert log.left_out >= 5 and "left out" in notes[0]
+    assert len(notes) == 3 and "4 steps left out" in notes[2]  # told of at powers of two
     held.set()
     log.flush()
     assert logged(tmp_path)[0]["step"] == 1

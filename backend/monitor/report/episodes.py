@@ -7,15 +7,16 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from slipstream.backend.monitor.episode_files import episode_files, read_rows
+from slipstream.rollout.episode_log.files import episode_files, read_rows
+from slipstream.rollout.episode_log.rows import TRAINED
 
 LARGEST_TEXT = 20_000
 """Characters of a prompt or a response, and tokens of a response, that the page shows."""
 
-_PLACE = re.compile(rb'\{"step":\s*(\d+),\s*"group":\s*(-?\d+)')
+_PLACE = re.compile(rb'\{"step":\s*(\d+),\s*"end":\s*"(\w+)",\s*"group":\s*(-?\d+)')
 
-Group = tuple[int, int]
-"""(step, group)"""
+Group = tuple[int, str, int]
+"""(step, end, group)"""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class ChosenEpisodes:
 def choose_episodes(run: Path, max_bytes: int) -> ChosenEpisodes:
     """Return whole groups of a run's episode log of ``max_bytes`` or less. Raises OSError.
 
-    Every step gives one group before any gives a second one.
+    Every step gives one group before any gives a second one, and of its groups one of each end.
     """
     sizes: dict[Group, int] = {}
     recorded = 0
@@ -44,9 +45,9 @@ def choose_episodes(run: Path, max_bytes: int) -> ChosenEpisodes:
         _shortened(row)
         for path in paths
         for row in read_rows(path)
-        if (row.get("step"), row.get("group")) in chosen
+        if (row["step"], row["end"], row["group"]) in chosen
     ]
-    rows.sort(key=lambda row: (row["step"], row["group"], row.get("episode", 0)))
+    rows.sort(key=lambda row: (row["step"], row["end"] != TRAINED, row["end"], row["group"], row["episode"]))
     return ChosenEpisodes(rows, recorded)
 
 
@@ -54,20 +55,24 @@ def _places(path: Path) -> Iterator[tuple[Group, int]]:
     """Yield the place and the bytes of each row."""
     if path.suffix == ".parquet":
         for row in read_rows(path):
-            yield (row["step"], row["group"]), len(str(row))
+            yield (row["step"], row["end"], row["group"]), len(str(row))
         return
     with path.open("rb") as file:
         for line in file:
             found = _PLACE.match(line)
             if found is not None and line.endswith(b"\n"):
-                yield (int(found[1]), int(found[2])), len(line)
+                yield (int(found[1]), found[2].decode(), int(found[3])), len(line)
 
 
 def _spread(sizes: dict[Group, int], max_bytes: int) -> set[Group]:
     """Return groups that fit: the first of each step, the newest step first, then the second of each."""
-    by_step: dict[int, list[Group]] = {}
+    by_end: dict[int, dict[str, list[Group]]] = {}
     for group in sizes:
-        by_step.setdefault(group[0], []).append(group)
+        by_end.setdefault(group[0], {}).setdefault(group[1], []).append(group)
+    by_step = {
+        step: [group for turn in zip_longest(*ends.values()) for group in turn if group is not None]
+        for step, ends in by_end.items()
+    }
     steps = _halving(sorted(by_step))
     chosen: set[Group] = set()
     left = max_bytes

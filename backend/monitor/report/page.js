@@ -250,32 +250,39 @@ redraws.forEach((f) => f());
 (function viewer() {
   const have = runs.map((run, i) => [run, i]).filter(([run]) => run.episodes.length), root = $("viewer");
   if (!have.length) { root.append(el("p", { class: "quiet" }, "No episode is recorded. A recipe says with log.episodes what is.")); return; }
-  let run, step, group, row, mode = "version";
+  let run, step, group, row, mode = "version", end = "";
   const pick = el("select", { "aria-label": "Run", onchange: () => { open(have[pick.selectedIndex][0]); } }, ...have.map(([r]) => el("option", {}, r.name)));
-  const steps = el("select", { onchange: () => openStep(Number(steps.value)) }), groups = el("select", { onchange: () => openGroup(Number(groups.value)) });
+  const steps = el("select", { onchange: () => openStep(Number(steps.value)) }), groups = el("select", { onchange: () => openGroup(groups.value) }), ends = el("select", { onchange: () => { end = ends.value; openEnd(); } });
+  const keyOf = (e) => `${e.end} ${e.group}`, shown = () => run.episodes.filter((e) => !end || e.end === end);
   const list = el("div", { class: "list", role: "group", "aria-label": "Episodes of the group" }), pane = el("div", {});
   const modes = [["version", "Policy version"], ["advantage", "Advantage"], ["gap", "Log-prob gap"], ["logprob", "Log-prob"], ["none", "Plain"]];
   const buttons = modes.map(([key, name]) => el("button", { type: "button", "aria-pressed": String(key === mode), onclick: () => { mode = key; buttons.forEach((b, n) => b.setAttribute("aria-pressed", String(modes[n][0] === key))); show(); } }, name));
   const count = el("p", { class: "lead" });
-  root.append(count, el("div", { class: "controls" }, have.length > 1 ? el("label", {}, "Run", pick) : null, el("label", {}, "Step", steps), el("label", {}, "Group", groups), el("div", { class: "lbl" }, "Colour of tokens", el("span", { class: "group", role: "group", "aria-label": "Colour of tokens" }, ...buttons))), el("div", { class: "panes" }, list, pane));
+  root.append(count, el("div", { class: "controls" }, have.length > 1 ? el("label", {}, "Run", pick) : null, el("label", {}, "End", ends), el("label", {}, "Step", steps), el("label", {}, "Group", groups), el("div", { class: "lbl" }, "Colour of tokens", el("span", { class: "group", role: "group", "aria-label": "Colour of tokens" }, ...buttons))), el("div", { class: "panes" }, list, pane));
   const options = (select, values, text) => select.replaceChildren(...values.map((v) => el("option", { value: v }, text(v))));
   function open(next) {
     run = next;
     count.textContent = run.episodes.length < run.recorded ? `${run.episodes.length} of ${run.recorded} recorded episodes, spread over all steps; the others are in episodes/ of the run folder.` : `${run.recorded} recorded episodes.`;
-    const all = [...new Set(run.episodes.map((e) => e.step))];
-    options(steps, all, (s) => String(s)); steps.value = String(all.at(-1)); openStep(all.at(-1));
+    const all = [...new Set(run.episodes.map((e) => e.end))];
+    end = all.includes("trained") ? "trained" : all[0];
+    options(ends, ["", ...all], (e) => e || "all"); ends.value = end; openEnd();
+  }
+  function openEnd() {
+    const all = [...new Set(shown().map((e) => e.step))], last = all.includes(step) ? step : all.at(-1);
+    options(steps, all, (s) => String(s)); steps.value = String(last); openStep(last);
   }
   function openStep(next) {
     step = next;
-    const rows = run.episodes.filter((e) => e.step === step), all = [...new Set(rows.map((e) => e.group))];
-    options(groups, all, (g) => { const rewards = rows.filter((e) => e.group === g).map((e) => e.reward ?? 0); return `${g} · mean reward ${num(rewards.reduce((a, b) => a + b, 0) / rewards.length)}`; });
-    const spread = (g) => { const r = rows.filter((e) => e.group === g).map((e) => e.reward ?? 0); return Math.max(...r) - Math.min(...r); };
+    const rows = shown().filter((e) => e.step === step), all = [...new Set(rows.map(keyOf))];
+    const rewards = (g) => rows.filter((e) => keyOf(e) === g && e.reward !== null).map((e) => e.reward);
+    options(groups, all, (g) => { const r = rewards(g), [kind, number] = g.split(" "); return `${number} · ${kind === "trained" ? "" : kind + " · "}${r.length ? `mean reward ${num(r.reduce((a, b) => a + b, 0) / r.length)}` : "no reward"}`; });
+    const spread = (g) => { const r = rewards(g); return r.length ? Math.max(...r) - Math.min(...r) : -1; };
     const first = all.reduce((best, g) => spread(g) > spread(best) ? g : best, all[0]);
-    groups.value = String(first); openGroup(first);
+    groups.value = first; openGroup(first);
   }
   function openGroup(next) {
     group = next;
-    const rows = run.episodes.filter((e) => e.step === step && e.group === group);
+    const rows = shown().filter((e) => e.step === step && keyOf(e) === group);
     list.replaceChildren(...rows.map((e) => el("button", { type: "button", "aria-pressed": "false", onclick: (event) => choose(e, event.currentTarget) }, el("span", {}, `reward ${num(e.reward)}`), el("span", { class: "quiet" }, `lag ${num(e.head_lag)} · ${num(e.response_tokens)} tok`), el("small", {}, e.response.slice(0, 120) || "(empty)"))));
     choose(rows[0], list.firstChild);
   }
@@ -315,7 +322,7 @@ redraws.forEach((f) => f());
     }
     if (!n) text.append(row.response); else if (shown < row.response.length && ends.at(-1) > n) text.append(el("span", { class: "quiet" }, row.response.slice(shown)));
     const facts = el("dl", { class: "facts" });
-    facts.append(fact("Reward", num(row.reward)), fact("Advantage", num(row.advantage)), fact("Head lag", num(row.head_lag)), fact("Tokens", num(row.response_tokens), row.trained_tokens < row.response_tokens ? `${row.trained_tokens} trained` : ""), fact("Ended by", row.finish), fact("Trained from", `version ${row.version}`));
+    facts.append(fact("Reward", num(row.reward)), fact("Advantage", num(row.advantage)), fact("Head lag", num(row.head_lag)), fact("Tokens", num(row.response_tokens), row.end === "trained" && row.trained_tokens < row.response_tokens ? `${row.trained_tokens} trained` : ""), fact("Finish", row.finish ?? "none"), fact("End", row.end, row.reason ?? ""), fact(row.end === "trained" ? "Trained from" : row.end === "evaluated" ? "Evaluated" : "Given up at", `version ${row.version}`));
     for (const numbers of [row.reward_parts, row.metrics])
       for (const [name, value] of Object.entries(numbers ?? {})) facts.append(fact(name, num(value)));
     pane.replaceChildren(el("h3", {}, "Prompt"), el("div", { class: "text prompt", tabindex: 0, role: "region", "aria-label": "Prompt" }, row.prompt), el("h3", {}, "Response"), legend, text, facts);

@@ -1,0 +1,66 @@
+"""The thread that writes the episode log of a process: nothing else waits for text, JSON and files."""
+
+import queue
+import sys
+import threading
+from collections.abc import Callable
+
+FLUSH_TIMEOUT_S = 60.0
+"""Longest wait for the thread at the end of a run."""
+
+Job = Callable[[], None]
+
+
+def to_stderr(text: str) -> None:
+    """Write a note into the log of the process."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class LogThread:
+    """Does jobs one behind the other. After one that raises, no further job is done."""
+
+    def __init__(self, most: int, what: str, note: Callable[[str], None] = to_stderr) -> None:
+        """``most``: number of jobs that may wait. ``what``: what a job writes, in the plural."""
+        self._what, self._note = what, note
+        self._queue: queue.Queue[Job | threading.Event] = queue.Queue(most)
+        self.left_out = 0
+        """Number of jobs that found the thread behind."""
+        self._thread = threading.Thread(target=self._run, name="episode log", daemon=True)
+        self._thread.start()
+
+    def offer(self, job: Job) -> None:
+        """Have a job done, or leave it out if too many wait already."""
+        try:
+            self._queue.put_nowait(job)
+        except queue.Full:
+            self.left_out += 1
+            if self.left_out.bit_count() == 1:
+                self._note(
+                    f"episode log: {self.left_out} {self._what} left out, because writing takes longer"
+                )
+
+    def put(self, job: Job) -> None:
+        """Have a job done. Waits while too many wait already."""
+        self._queue.put(job)
+
+    def flush(self) -> None:
+        """Wait until everything is written, a minute at most."""
+        written = threading.Event()
+        try:
+            self._queue.put(written, timeout=FLUSH_TIMEOUT_S)
+        except queue.Full:
+            return
+        written.wait(FLUSH_TIMEOUT_S)
+
+    def _run(self) -> None:
+        writes = True
+        while True:
+            job = self._queue.get()
+            if isinstance(job, threading.Event):
+                job.set()
+            elif writes:
+                try:
+                    job()
+                except Exception as error:  # the run goes on without the log
+                    writes = False
+                    self._note(f"no episode log from here on: {type(error).__name__}: {error}")
