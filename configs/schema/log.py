@@ -14,8 +14,8 @@ class EpisodeLogConfig(Section):
         default=1.0,
         gt=0,
         le=1,
-        description="Share of groups, and of held-out prompts, whose episodes are recorded. All episodes of a "
-        "group are, or none.",
+        description="Share of groups, and of held-out prompts, whose episodes are recorded. All episodes of "
+        "a group are, or none.",
     )
     max_mib: float = Field(
         default=256,
@@ -26,8 +26,8 @@ class EpisodeLogConfig(Section):
     max_rows: int = Field(
         default=100_000,
         ge=1,
-        description="Largest number of episodes; the oldest are deleted first. A quarter of it is for episodes "
-        "that are never trained.",
+        description="Largest number of episodes; the oldest are deleted first. A quarter of it is for "
+        "episodes that are never trained.",
     )
     max_tokens: int = Field(
         default=2048,
