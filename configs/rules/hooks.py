@@ -74,6 +74,19 @@ def hooks_have_what_they_need(config: RunConfig) -> Iterator[Violation]:
         yield Violation(f"{SECTION}.eval_function", hooks.eval_function, reason)
 
 
+def a_data_source_gets_one_path(config: RunConfig) -> Iterator[Violation]:
+    """A data source of slime's finds its prompts at ``args.prompt_data``, which is one path."""
+    hooks, data = config.rollout.hooks, config.data
+    if hooks is not None and hooks.data_source is not None and data is not None and data.sources:
+        yield Violation(
+            "data.sources",
+            [source.name for source in data.sources],
+            f"expected one file, data.path: {SECTION}.data_source ({hooks.data_source}) reads one path, "
+            "args.prompt_data, and would get none. Name one file in data.path; or leave "
+            f"{SECTION}.data_source out, and data.sources are mixed by their weights without it",
+        )
+
+
 def hooks_on_ranks_are_called(config: RunConfig) -> Iterator[Violation]:
     """Hooks that the rest of the recipe would leave uncalled, or would contradict."""
     hooks, actor = config.rollout.hooks, config.actor
@@ -138,6 +151,7 @@ RULES = (
         (SECTION, "rollout.workflow", "rollout.reward", "rollout.group_filter"),
     ),
     Rule(hooks_have_what_they_need, (SECTION, "eval")),
+    Rule(a_data_source_gets_one_path, (f"{SECTION}.data_source", "data")),
     Rule(hooks_on_ranks_are_called, (SECTION, "actor", "weights.transport", "eval")),
     Rule(custom_config_is_a_mapping, (f"{SECTION}.custom_config_path",)),
 )

@@ -18,6 +18,7 @@ OWN_CODE = (
     "an objective that corrects for staleness, in a recipe that does so too",
     "a transform that is async, behind one that is sound",
     "a family that raises",
+    "a data source of slime's beside several prompt sets",
 )
 INPUTS = [
     *recipes.CASES[:4],

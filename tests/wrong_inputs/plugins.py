@@ -250,6 +250,21 @@ CASES = (
         overrides=("rollout.data_source=my_sound_plugins.Reward",),
     ),
     WrongInput(
+        "a data source of slime's beside several prompt sets",
+        (
+            "data.sources = ['easy', 'hard']",
+            "expected one file, data.path",
+            "rollout.hooks.data_source (my_source.Mine)",
+            "args.prompt_data",
+            "leave rollout.hooks.data_source out",
+        ),
+        overrides=(
+            "rollout.hooks.data_source=my_source.Mine",
+            "data={sources: [{name: easy, path: FOLDER/data.jsonl}, {name: hard, path: FOLDER/data.jsonl}]}",
+        ),
+        files={"my_source.py": "class Mine:\n    def __init__(self, args): ...\n"},
+    ),
+    WrongInput(
         "a family without mappings",
         ("model.families.bert: my_families.my_family", "no function `mappings`", "def mappings(geometry)"),
         overrides=("model.families={bert: my_families.my_family}",),
