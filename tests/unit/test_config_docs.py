@@ -3,9 +3,7 @@
 import re
 from pathlib import Path
 
-import yaml
-
-from slipstream.configs.schema import PluginConfig, RunConfig
+from slipstream.configs.schema import PluginConfig
 from slipstream.configs.schema.paths import schema_fields, schema_paths, sections_of
 from slipstream.configs.schema.supervised import SupervisedConfig
 from slipstream.configs.violations import shown
@@ -72,7 +70,3 @@ def test_the_page_names_no_setting_that_does_not_exist():
     plugin_keys = set(PluginConfig.model_fields)
     assert set(ROWS) - plugin_keys <= set(schema_paths())
     assert plugin_keys <= set(ROWS)
-
-
-def test_the_first_example_is_a_valid_recipe():
-    RunConfig.model_validate(yaml.safe_load(re.search(r"```yaml\n(.*?)```", PAGE, re.S)[1]))

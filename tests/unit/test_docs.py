@@ -1,17 +1,24 @@
-"""Docs, docstrings and comments name files that exist."""
+"""The pages of the documentation: their links, their paths, their form, and the site that is made of them."""
 
+import json
+import os
 import re
+import subprocess
+import sys
+import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.environment import ROOT
+from tests.pages import PAGES, anchors, blocks, links, tokens
+from tests.unit.test_docs_code import LANGUAGES
 
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
 PATH = re.compile(
     r"(?<![\w./-])((?:backend|bridge|configs|rollout|slurm|tests|benchmarks|docs)/[\w./-]*\w(?:\.(?:py|md|sh|sbatch|yaml|txt|png))?)"
 )
-LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 TO_COME = {
     "bridge/families/NAME.py",
     "rollout/gateway",
@@ -20,8 +27,10 @@ TO_COME = {
 }
 """Rooms that the architecture names before they exist, and a placeholder."""
 
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+@each_page
 def test_every_path_that_a_page_names_exists(page: Path):
     if page.name in (
         "CHANGELOG.md",
@@ -32,10 +41,22 @@ def test_every_path_that_a_page_names_exists(page: Path):
     assert not {path for path in named - TO_COME if not (ROOT / path).exists()}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_of_a_page_leads_somewhere(page: Path):
-    links = {link for link in LINK.findall(page.read_text()) if not link.startswith("http")}
-    assert not {link for link in links if not (page.parent / link).exists()}
+@each_page
+def test_every_link_of_a_page_leads_to_a_file_and_to_a_heading_of_it(page: Path):
+    wrong = set()
+    for link in links(page):
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.add(link)
+    assert not wrong
+
+
+@each_page
+def test_every_block_of_code_says_its_language(page: Path):
+    assert not {str(block): block.language for block in blocks(page) if block.language not in LANGUAGES}
 
 
 def test_every_python_file_that_a_docstring_names_exists():
@@ -47,3 +68,66 @@ def test_every_python_file_that_a_docstring_names_exists():
         if name.endswith((".py", ".md", ".sbatch")) and name not in TO_COME and not (ROOT / name).exists()
     }
     assert not wrong
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The site as ``make docs`` builds it: a warning is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", "docs/site/mkdocs.yml"]
+    said = subprocess.run(
+        [*build, "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert said.returncode == 0, f"{said.stdout}{said.stderr}\nIs it installed? `make docs` does that."
+    return folder
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent == ROOT / "docs"], ids=lambda page: page.name
+)
+def test_the_site_reads_a_page_as_github_does(page: Path, site: Path):
+    whole = (site / page.with_suffix(".html").name).read_text(encoding="utf-8")
+    [text] = re.findall(r"<article.*?</article>", whole, re.DOTALL)
+    kinds = Counter(token.type.removesuffix("_open") for token in tokens(page))
+    names = {"table": "table", "tr": "tr", "fence": "pre", "list_item": "li", "blockquote": "blockquote"}
+    shown = {kind: len(re.findall(rf"<{tag}[ >]", text)) for kind, tag in names.items()}
+    assert shown == {kind: kinds[kind] for kind in names}
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path):
+    elsewhere = r"(?:<(?:script|img|iframe|source)[^>]* src|<link[^>]* href|url\()\W{,2}(?:\w+:)?//[^\s>]*"
+    files = [file for kind in ("*.html", "*.css") for file in site.rglob(kind)]
+    assert len(files) > 100
+    assert not {hit for file in files for hit in re.findall(elsewhere, file.read_text(encoding="utf-8"))}
+
+
+def test_files_beside_the_pages_are_pages_of_the_site(site: Path):
+    code = (site / "repository/examples/reward/closeness.py.html").read_text(encoding="utf-8")
+    assert "Closeness" in code
+    guide = (site / "customization.html").read_text(encoding="utf-8")
+    assert 'href="repository/examples/reward/closeness.py.html"' in guide
+    assert (site / "repository/index.html").exists(), "the README"
+    assert (site / "repository/examples/quickstart.ipynb.html").exists()
+
+
+def test_every_page_of_the_site_is_found_by_its_search(site: Path):
+    places = {
+        each["location"].partition("#")[0]
+        for each in json.loads((site / "search/search_index.json").read_text())["docs"]
+    }
+    assert places == {page.with_suffix(".html").name for page in PAGES if page.parent == ROOT / "docs"}
+
+
+def test_the_citation_is_that_of_the_package():
+    citation = yaml.safe_load((ROOT / "docs/CITATION.cff").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys(), "what CFF 1.2.0 requires"
+    assert citation["cff-version"] == "1.2.0" and citation["type"] == "software"
+    assert citation["authors"] == [{"name": "The Slipstream authors"}]
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])

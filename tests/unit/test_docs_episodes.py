@@ -6,29 +6,20 @@ import re
 import pytest
 import yaml
 
-from slipstream.configs.schema import ActorConfig, RolloutConfig, TurnsConfig
-from slipstream.rollout.environment import Action, Step, ToolEnvironment
-from slipstream.rollout.trajectory import Finish, Messages, Prompt
+from slipstream.configs.schema import TurnsConfig
+from slipstream.rollout.environment import Action, ToolEnvironment
+from slipstream.rollout.trajectory import Finish, Prompt
 from tests.environment import ROOT
+from tests.pages import blocks
 
-PAGE = (ROOT / "docs/episodes.md").read_text()
-CODE = [code for kind, code in re.findall(r"```(\w+)\n(.*?)```", PAGE, flags=re.DOTALL) if kind == "python"]
-
-
-def test_the_recipes_are_ones():
-    fields = {"max_head_offpolicyness": 0, "batch_size": 1, "n_samples_per_prompt": 1, "reward": "my.Reward"}
-    recipes = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)]
-    rollouts = [
-        RolloutConfig.model_validate(fields | each["rollout"]) for each in recipes if "rollout" in each
-    ]
-    assert [each.workflow.path.rpartition(".")[2] for each in rollouts] == ["ToolUse", "Verifiers"]
-    [actor] = [each["actor"] for each in recipes if "actor" in each]
-    assert ActorConfig.model_validate(actor).turns is not None
+PAGE = ROOT / "docs/episodes.md"
+CODE = [block.code for block in blocks(PAGE) if block.language == "python"]
 
 
 def test_the_ways_to_give_credit_are_settings():
     ways = [
-        yaml.safe_load(text) for text in re.findall(r"\| `(\{\w*(?:discount|coefficient).*?\})` \|", PAGE)
+        yaml.safe_load(text)
+        for text in re.findall(r"\| `(\{\w*(?:discount|coefficient).*?\})` \|", PAGE.read_text())
     ]
     assert len(ways) == 3
     for way in ways:
@@ -53,6 +44,6 @@ def test_the_environment_is_one(said, is_done, reward):
 
 def names(code: str) -> dict:
     """The names that an example defines."""
-    defined = {"Action": Action, "Messages": Messages, "Prompt": Prompt, "Step": Step}
+    defined: dict = {}
     exec(code, defined)
     return defined

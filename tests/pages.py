@@ -1,0 +1,135 @@
+"""The pages of the documentation as data: their blocks of code, commands, links and headings.
+
+Markdown is read as GitHub reads it, by markdown-it, which rich brings.
+"""
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from tests.environment import ROOT
+
+PAGES = tuple(sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]))
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code of a page."""
+
+    page: Path
+    line: int
+    language: str
+    """Empty: the page does not say."""
+    code: str
+    source: str
+    """File of which the block is an excerpt, by a comment ``<!-- PATH -->`` before it; else empty."""
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a page, as a shell would split it."""
+
+    place: str
+    words: tuple[str, ...]
+    is_whole: bool
+    """False: named in a sentence, where arguments may be left out."""
+
+    @property
+    def program(self) -> str:
+        return self.words[0].rpartition("bin/")[2]
+
+    def __str__(self) -> str:
+        return f"{self.place} {shlex.join(self.words)}"
+
+
+@cache
+def tokens(page: Path) -> list[Token]:
+    return MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8"))
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    source = ""
+    for token in tokens(page):
+        if token.type in ("fence", "code_block"):
+            assert token.map is not None
+            yield Block(page, token.map[0] + 1, token.info.strip(), token.content, source)
+        comment = re.fullmatch(r"<!-- (\S+) -->\n?", token.content) if token.type == "html_block" else None
+        source = comment[1] if comment else ""
+
+
+def all_blocks(*languages: str) -> list[Block]:
+    return [block for page in PAGES for block in blocks(page) if block.language in languages]
+
+
+def _inline(page: Path) -> Iterator[Token]:
+    for token in tokens(page):
+        yield from token.children or ()
+
+
+def links(page: Path) -> Iterator[str]:
+    for token in _inline(page):
+        target = token.attrs.get("href") or token.attrs.get("src")
+        if target:
+            yield str(target)
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """Names of the headings of a page, as GitHub makes them."""
+    times: Counter[str] = Counter()
+    names = set()
+    parts = tokens(page)
+    for opened, heading in pairwise(parts):
+        if opened.type == "heading_open":
+            text = "".join(child.content for child in heading.children or ())
+            name = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+            names.add(f"{name}-{times[name]}" if times[name] else name)
+            times[name] += 1
+    return frozenset(names)
+
+
+def commands(page: Path) -> Iterator[Command]:
+    """Yield the commands of a page: those of its blocks for a shell, and those that its sentences name."""
+    for block in blocks(page):
+        if block.language in ("bash", "console"):
+            for words in shell_commands(block.code, is_session=block.language == "console"):
+                yield Command(str(block), words, is_whole=True)
+    for token in _inline(page):
+        if token.type == "code_inline" and re.match(
+            r"(slipstream|make|python -m|\S*bin/\w+) \S", token.content
+        ):
+            start, *others = token.content.split(" | ")
+            for text in [start, *(f"{start.rpartition(' ')[0]} {other}" for other in others)]:
+                for words in shell_commands(text):
+                    yield Command(page.relative_to(ROOT).as_posix(), words, is_whole=False)
+
+
+def shell_commands(code: str, *, is_session: bool = False) -> Iterator[tuple[str, ...]]:
+    """Yield the simple commands of a script, without variables and redirections; also those in ``$(...)``."""
+    if is_session:
+        code = "\n".join(line[2:] for line in code.splitlines() if line.startswith("$ "))
+    code = code.replace("\\\n", " ")
+    for line in code.splitlines():
+        for inner in re.findall(r"\$\(([^()]*)\)", line):
+            yield from shell_commands(inner)
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|>")
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if set(word) <= set(";&|"):
+                if words and words[0] != "export":
+                    yield tuple(words[: words.index(">")] if ">" in words else words)
+                words = []
+            elif words or not re.match(r"\w+=", word):
+                words.append(word)
