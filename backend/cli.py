@@ -96,6 +96,14 @@ Expert = Annotated[int, typer.Option(help="Ranks over which different experts ar
 ExpertTensor = Annotated[
     int | None, typer.Option(help="Tensor-parallel ranks of each expert; default: the value of --tensor.")
 ]
+Family = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TYPE=PATH",
+        help="A model family of yours, as in `model.families` of a recipe: the `model_type` of a config.json "
+        "and the import path of its module. Can be given several times.",
+    ),
+]
 Layers = Annotated[
     str | None,
     typer.Option(metavar="N,N,...", help="Layers of each part of the pipeline; default: equally many."),
@@ -542,12 +550,13 @@ def hf_to_megatron(
     dtype: Annotated[
         Literal["bfloat16", "float32"] | None, typer.Option(help="Type of the weights; default: MODEL's.")
     ] = None,
+    family: Family = None,
 ) -> None:
     """Write the weights of MODEL as a Megatron checkpoint, which any layout can load."""
     from slipstream.backend.commands import convert
 
     options = convert.LayoutOptions(tensor, pipeline, virtual_pipeline, expert, expert_tensor, layers)
-    _convert(out, lambda: convert.hf_to_megatron(model, out, options, dtype))
+    _convert(out, lambda: convert.hf_to_megatron(model, out, options, dtype, family or ()))
 
 
 @convert.command()
@@ -565,12 +574,13 @@ def megatron_to_hf(
     expert: Expert = 1,
     expert_tensor: ExpertTensor = None,
     layers: Layers = None,
+    family: Family = None,
 ) -> None:
     """Write the weights of CHECKPOINT as an HF checkpoint directory."""
     from slipstream.backend.commands import convert
 
     options = convert.LayoutOptions(tensor, pipeline, virtual_pipeline, expert, expert_tensor, layers)
-    _convert(out, lambda: convert.megatron_to_hf(checkpoint, out, model, options))
+    _convert(out, lambda: convert.megatron_to_hf(checkpoint, out, model, options, family or ()))
 
 
 @keys.command(name="add")

@@ -7,7 +7,7 @@ import inspect
 import os
 import sysconfig
 from collections.abc import Mapping
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:  # a judge process constructs its reward without loading the schema
@@ -64,15 +64,7 @@ def resolve(path: str) -> Any:
     The object is the user's, so its type is not known here: the caller annotates what it expects.
     """
     module_path, _, name = path.rpartition(".")
-    try:
-        module = importlib.import_module(module_path)
-    except ModuleNotFoundError as error:
-        way_out = "install it, add its folder to PYTHONPATH, or correct the path"
-        raise PluginError(f"{path}: cannot import {module_path}: {error}; {way_out}") from error
-    except BaseException as error:  # user code: its import may raise anything, and exit
-        if isinstance(error, GeneratorExit | KeyboardInterrupt):
-            raise
-        raise PluginError(f"{path}: cannot import {module_path}: {raised(error)}") from error
+    module = _imported(module_path, path)
     try:
         return getattr(module, name)
     except AttributeError:
@@ -89,12 +81,24 @@ def resolved(paths: Mapping[str, str]) -> dict[str, Any]:
 def resolve_module(path: str) -> Any:
     """Return the module or the object at an import path. Raises PluginError."""
     package, _, name = path.rpartition(".")
-    parent = resolve(f"{package}.__name__") and importlib.import_module(package)
+    parent = _imported(package, path)
     is_module = hasattr(parent, "__path__") and importlib.util.find_spec(path) is not None
     if hasattr(parent, name) or not is_module:
         return resolve(path)
-    resolve(f"{path}.__name__")  # whatever its import raises
-    return importlib.import_module(path)
+    return _imported(path, path)
+
+
+def _imported(module: str, path: str) -> ModuleType:
+    """Return a module. Raises PluginError, which names the import ``path`` that needs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        way_out = "install it, add its folder to PYTHONPATH, or correct the path"
+        raise PluginError(f"{path}: cannot import {module}: {error}; {way_out}") from error
+    except BaseException as error:  # user code: its import may raise anything, and exit
+        if isinstance(error, GeneratorExit | KeyboardInterrupt):
+            raise
+        raise PluginError(f"{path}: cannot import {module}: {raised(error)}") from error
 
 
 def _file_of(module: object) -> str:

@@ -7,7 +7,7 @@ converts its shards (``megatron.conversion``), and a single rename puts the outp
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import gcd
@@ -19,6 +19,7 @@ from slipstream.backend.checkpoint.folder import CheckpointFolder
 from slipstream.backend.checkpoint.manifest import MANIFEST
 from slipstream.backend.cluster.local_ranks import run_ranks
 from slipstream.backend.commands.outcome import WrongInput
+from slipstream.backend.driver.plugin_checks import check_family
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf import index as hf_index
 from slipstream.bridge.hf.config import UnsupportedModel
@@ -30,6 +31,7 @@ from slipstream.bridge.shards.plan import entries, pieces_of
 from slipstream.configs.load import load_layout
 from slipstream.configs.schema import ParallelConfig
 from slipstream.configs.violations import RecipeError
+from slipstream.rollout import plugins
 
 T = TypeVar("T")
 
@@ -38,6 +40,11 @@ TIMEOUT_S = 24 * 3600
 
 INDEX, FORMAT = "metadata.json", "torch_dist"
 """File by which Megatron recognizes a distributed checkpoint, and the format that this file must name."""
+
+
+RECIPE_WAY = "name a module of yours in model.families"
+OPTION_WAY = "name a module of yours with --family MODEL_TYPE=IMPORT.PATH"
+"""The way out of a model that is not mapped, in a recipe and here."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +74,18 @@ class LayoutOptions:
         }
 
 
-def hf_to_megatron(model: Path, out: Path, options: LayoutOptions, dtype: str | None) -> str:
+def hf_to_megatron(
+    model: Path, out: Path, options: LayoutOptions, dtype: str | None, families: Sequence[str] = ()
+) -> str:
     """Convert the weights and return a line that describes the output.
 
-    ``dtype`` None keeps the dtype of the weights. Raises WrongInput, and RankFailed or OSError for a failure
+    ``dtype`` None keeps the dtype of the weights. ``families``: model families of the user's, each as
+    ``MODEL_TYPE=IMPORT.PATH``. Raises WrongInput, and RankFailed or OSError for a failure
     that the input did not cause.
     """
     problems = _Problems("MODEL")
-    spec, parallel = problems.model_and_layout(model, options)
+    own = problems.families(families)
+    spec, parallel = problems.model_and_layout(model, options, own)
     stored = problems.attempt("MODEL", lambda: check_tensors(spec)) if spec else None
     problems.output(out)
     problems.report()
@@ -84,14 +95,19 @@ def hf_to_megatron(model: Path, out: Path, options: LayoutOptions, dtype: str | 
 
     with _whole_or_absent(out) as folder:
         folder.mkdir()
-        run_ranks(parallel.world_size, write_megatron, model, parallel, dtype, folder, timeout_s=TIMEOUT_S)
+        run_ranks(
+            parallel.world_size, write_megatron, model, parallel, dtype, folder, own, timeout_s=TIMEOUT_S
+        )
     return _account(out, spec, parallel)
 
 
-def megatron_to_hf(checkpoint: Path, out: Path, model: Path, options: LayoutOptions) -> str:
+def megatron_to_hf(
+    checkpoint: Path, out: Path, model: Path, options: LayoutOptions, families: Sequence[str] = ()
+) -> str:
     """Convert the weights and return a line that describes the output. Raises like ``hf_to_megatron``."""
     problems = _Problems("--model")
-    spec, parallel = problems.model_and_layout(model, options)
+    own = problems.families(families)
+    spec, parallel = problems.model_and_layout(model, options, own)
     source = problems.attempt("CHECKPOINT", lambda: _megatron_checkpoint(checkpoint))
     problems.output(out)
     problems.report()
@@ -100,7 +116,7 @@ def megatron_to_hf(checkpoint: Path, out: Path, model: Path, options: LayoutOpti
 
     with _whole_or_absent(out) as folder:
         mismatches, *_ = run_ranks(
-            parallel.world_size, write_huggingface, source, model, parallel, folder, timeout_s=TIMEOUT_S
+            parallel.world_size, write_huggingface, source, model, parallel, folder, own, timeout_s=TIMEOUT_S
         )
         if mismatches:
             heading = f"{source} is not a checkpoint of the model at {model}:"
@@ -135,10 +151,34 @@ class _Problems:
             self._add(f"{what}: {describe(error)}")
         return None
 
+    def families(self, given: Sequence[str]) -> dict[str, str]:
+        """Return the import paths of sound families by their ``model_type``."""
+        own: dict[str, str] = {}
+        for each in given:
+            kind, _, path = each.partition("=")
+            if not kind or "." not in path:
+                self._add(
+                    f"--family {each}: expected MODEL_TYPE=IMPORT.PATH, as seed_oss=my_package.seed_oss"
+                )
+                continue
+            try:
+                check_family(path)
+                own[kind] = path
+            except plugins.PluginError as error:
+                self._add(f"--family {kind}: {error}")
+        return own
+
     def model_and_layout(
-        self, model: Path, options: LayoutOptions
+        self, model: Path, options: LayoutOptions, own: Mapping[str, str]
     ) -> tuple[ModelSpec | None, ParallelConfig | None]:
-        spec, parallel = self.attempt("model.path", lambda: model_spec(model)), None
+        parallel = None
+        try:
+            spec = self.attempt("model.path", lambda: model_spec(model, plugins.resolved(own)))
+        except Exception as error:  # a family of the user's
+            if not own:
+                raise
+            spec = None
+            self._add(f"--family: {plugins.raised(error)}")
         try:
             parallel = load_layout(model, options.settings())
         except RecipeError as error:
@@ -159,7 +199,7 @@ class _Problems:
             raise WrongInput("\n".join(self._problems))
 
     def _add(self, problem: str) -> None:
-        named = problem.replace("model.path", self._model)
+        named = problem.replace("model.path", self._model).replace(RECIPE_WAY, OPTION_WAY)
         options = re.sub(r"actor\.parallel\.(\w+)", lambda match: f"--{match[1].replace('_', '-')}", named)
         self._problems.append(options)
 

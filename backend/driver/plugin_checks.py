@@ -77,7 +77,7 @@ def named_code(config: RunConfig) -> list[Named]:
     if isinstance(objective := config.actor.objective, PluginObjective):
         named.append(Named("actor.objective", objective.path, _check_staleness_is_corrected_once))
     named += [
-        Named(f"model.families.{kind}", path, partial(_check_family, path))
+        Named(f"model.families.{kind}", path, lambda _, path=path: check_family(path))
         for kind, path in config.model.families.items()
     ]
     return named
@@ -215,7 +215,8 @@ def _check_staleness_is_corrected_once(config: RunConfig) -> None:
         )
 
 
-def _check_family(path: str, config: RunConfig) -> None:
+def check_family(path: str) -> None:
+    """Raise PluginError for a model family that lacks a function, or whose functions cannot be called."""
     family = plugins.resolve_module(path)
     problems: list[str] = []
     for method in FAMILY:

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict, cast
@@ -17,6 +17,7 @@ from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.shards.export import export
 from slipstream.bridge.shards.plan import make_plan
 from slipstream.configs.schema import ActorConfig, LoraConfig, ParallelConfig
+from slipstream.rollout import plugins
 
 COLLECTIVE_TIMEOUT_S = 3600
 """Longest wait for another rank, which may be reading its slices or writing a file on a slow disk."""
@@ -47,15 +48,23 @@ def _joined(rank: RankSpec, parallel: ParallelConfig) -> Generator[torch.device]
 
 
 def write_megatron(
-    rank: RankSpec, model: Path, parallel: ParallelConfig, dtype_name: str, folder: Path
+    rank: RankSpec,
+    model: Path,
+    parallel: ParallelConfig,
+    dtype_name: str,
+    folder: Path,
+    families: Mapping[str, str],
 ) -> None:
-    """Read this rank's slices of the HF checkpoint and write them into ``folder``, which exists."""
+    """Read this rank's slices of the HF checkpoint and write them into ``folder``, which exists.
+
+    ``families``: import paths of model families of the user's, by ``model_type``.
+    """
     with _joined(rank, parallel) as device:
         from slipstream.backend.megatron.checkpoint_writer import BackgroundSave
         from slipstream.backend.megatron.model import build_model
         from slipstream.backend.megatron.weights import content_of, sharded_weights
 
-        spec, dtype = model_spec(model), getattr(torch, dtype_name)
+        spec, dtype = model_spec(model, plugins.resolved(families)), getattr(torch, dtype_name)
         parts = build_model(spec, _settings(parallel), dtype, device)
         about = {"content": content_of(spec.geometry, dtype), "layout": parallel.model_dump()}
         saving = BackgroundSave.begin({"model": sharded_weights(parts), "about": about}, folder)
@@ -63,12 +72,17 @@ def write_megatron(
 
 
 def write_huggingface(
-    rank: RankSpec, checkpoint: Path, model: Path, parallel: ParallelConfig, folder: Path
+    rank: RankSpec,
+    checkpoint: Path,
+    model: Path,
+    parallel: ParallelConfig,
+    folder: Path,
+    families: Mapping[str, str],
 ) -> list[str]:
     """Read this rank's share of the weights in ``checkpoint``; the first rank writes them all to ``folder``.
 
     Adapters are merged into the weights. Returns the reasons, the same on every rank, if ``checkpoint`` is
-    not one of the model at ``model``.
+    not one of the model at ``model``. ``families``: as of ``write_megatron``.
     """
     with _joined(rank, parallel) as device:
         from megatron.core import dist_checkpointing
@@ -77,7 +91,7 @@ def write_huggingface(
         from slipstream.backend.megatron.lora import adapt
         from slipstream.backend.megatron.model import empty_model, named_shards
 
-        spec, layout = model_spec(model), Layout.of(parallel)
+        spec, layout = model_spec(model, plugins.resolved(families)), Layout.of(parallel)
         stored = weights.stored_tensors(checkpoint)
         dtype = stored[weights.WORDS].dtype if weights.WORDS in stored else None
         if dtype not in DTYPES:

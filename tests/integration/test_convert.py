@@ -24,6 +24,7 @@ from slipstream.backend.megatron import conversion
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.bridge.families import spec_of
 from slipstream.configs.schema import ParallelConfig
+from slipstream.rollout import plugins
 from tests.bridge_cases import CONFIG, DEEPSEEK, random_tensors, same_bits
 from tests.environment import environment
 from tests.integration.test_trainer_checkpoint import Case, train, trainer_of
@@ -33,6 +34,14 @@ from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SEED_OSS = {
+    "model_type": "seed_oss",
+    "head_dim": 24,
+    "attention_bias": True,
+    "attention_out_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+}
 MODELS = {
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": True},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": False},
@@ -47,7 +56,10 @@ MODELS = {
         **EXPERTS,
     },
     "deepseek_v3": {"model_type": "deepseek_v3", **DEEPSEEK, "num_key_value_heads": 4},
+    "seed_oss": SEED_OSS,
 }
+FAMILIES = {"seed_oss": "examples.family.seed_oss"}
+"""The family of a user, which needs to be named."""
 BF16, F32 = torch.bfloat16, torch.float32
 
 
@@ -71,6 +83,7 @@ TRIPS = {
     "experts, tensor 2 -> expert 2": Trip("qwen3_moe", F32, SEQUENCE, EXPERT_2),
     "experts, expert 2 -> tensor 2 and expert 2": Trip("qwen3_moe", BF16, EXPERT_2, SEQUENCE_EXPERT_2),
     "biased experts, expert 2 -> pipeline 2": Trip("glm4_moe", BF16, EXPERT_2, PIPELINE_2),
+    "a family of the user's, tensor 2 -> pipeline 2": Trip("seed_oss", BF16, TENSOR_2, PIPELINE_2),
     "latent, pipeline 2 -> expert 2": Trip("deepseek_v3", BF16, PIPELINE_2, EXPERT_2),
     "latent, tensor 2 and expert 2 -> one rank": Trip("deepseek_v3", F32, SEQUENCE_EXPERT_2, {}),
 }
@@ -80,7 +93,8 @@ def write_model(folder: Path, hf: dict[str, Any], dtype: torch.dtype) -> Path:
     """An HF checkpoint of random bits, some of them NaN: nothing is computed."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(hf))
-    save_file(random_tensors(spec_of(hf, folder), dtype, seed=len(folder.name)), folder / "model.safetensors")
+    spec = spec_of(hf, folder, plugins.resolved(FAMILIES))
+    save_file(random_tensors(spec, dtype, seed=len(folder.name)), folder / "model.safetensors")
     return folder
 
 
@@ -117,11 +131,11 @@ def all_steps(rank: RankSpec, steps: dict[str, tuple[int, Step]]) -> dict[str, A
 
 
 def write(rank: RankSpec, parallel: ParallelConfig, model: Path, dtype: str, folder: Path) -> None:
-    conversion.write_megatron(rank, model, parallel, dtype, folder)
+    conversion.write_megatron(rank, model, parallel, dtype, folder, FAMILIES)
 
 
 def read(rank: RankSpec, parallel: ParallelConfig, folder: Path, model: Path, out: Path) -> list[str]:
-    return conversion.write_huggingface(rank, folder, model, parallel, out)
+    return conversion.write_huggingface(rank, folder, model, parallel, out, FAMILIES)
 
 
 def read_plainly(rank: RankSpec, parallel: ParallelConfig, folder: Path, file: Path) -> None:
@@ -235,10 +249,10 @@ def test_a_checkpoint_that_says_nothing_of_itself_is_compared_by_names_and_shape
 # ---- the command
 
 
-def slipstream(*args: object, **options: Any) -> subprocess.Popen:
+def slipstream(*args: object, cwd: Path = ROOT, **options: Any) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "slipstream.backend.cli", "convert", *map(str, args)],
-        cwd=ROOT,
+        cwd=cwd,
         env=environment(NO_COLOR="1"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -266,6 +280,27 @@ def test_the_command_makes_of_a_runs_checkpoints_what_the_run_would_export(done:
     assert (code, wrong) == (0, "")
     assert "v00000001" in said
     assert_converted(run)
+
+
+def test_the_command_converts_a_family_of_the_users_in_both_directions(tmp_path):
+    """Its ranks are processes of their own, which must find the module as the command does."""
+    package = tmp_path / "my_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    shutil.copy(ROOT / "examples/family/seed_oss.py", package / "my_seed.py")
+    model = write_model(tmp_path / "model", CONFIG | SEED_OSS, F32)
+    family, megatron = ("--family", "seed_oss=my_package.my_seed"), tmp_path / "megatron"
+    code, said, wrong = ended(
+        slipstream("hf-to-megatron", model, megatron, "--tensor", 2, *family, cwd=tmp_path)
+    )
+    assert (code, wrong) == (0, ""), wrong
+    assert "seed_oss" in said
+    out = tmp_path / "hf"
+    code, _, wrong = ended(
+        slipstream("megatron-to-hf", megatron, out, "--model", model, *family, cwd=tmp_path)
+    )
+    assert (code, wrong) == (0, ""), wrong
+    assert_same(out, model)
 
 
 def test_checkpoints_with_adapters_become_what_the_run_would_export(done: Done):
