@@ -1,6 +1,7 @@
-"""Takes a picture of a page of ``slipstream report``, and says what a reader would stumble over.
+"""Takes a picture of a page of ``slipstream report`` or of the site, and says what a reader stumbles over.
 
     python docs/make_report_screenshot.py runs/quickstart/report.html docs/report.png --width 1280
+    python docs/make_report_screenshot.py build/site/index.html docs/site.png --height 1000 --settle 1
 
 It needs chromium, and prints errors of the page's script and whether anything is wider than the page.
 """
@@ -37,7 +38,8 @@ def main() -> None:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if options.dark else "light"}
         browser.call("Emulation.setEmulatedMedia", features=[scheme])
         size = {"deviceScaleFactor": options.scale, "mobile": options.width < 500}
-        browser.call("Emulation.setDeviceMetricsOverride", width=options.width, height=900, **size)
+        screen = {"width": options.width, "height": options.height or 900}
+        browser.call("Emulation.setDeviceMetricsOverride", **screen, **size)
         browser.call(
             "Page.addScriptToEvaluateOnNewDocument",
             source="window.errors = []; addEventListener('error', (e) => errors.push(e.message))",
@@ -55,7 +57,10 @@ def main() -> None:
             )
         height = options.height or browser.evaluate("document.documentElement.scrollHeight") - top
         clip = {"x": 0, "y": top, "width": options.width, "height": height, "scale": 1}
-        picture = browser.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        beyond = not options.height or bool(options.anchor)
+        picture = browser.call(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=beyond, clip=clip
+        )
         options.png.write_bytes(base64.b64decode(picture["data"]))
 
 

@@ -19,6 +19,50 @@ from tests.environment import ROOT
 
 PAGES = tuple(sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]))
 
+LANGUAGES = ("bash", "console", "json", "python", "text", "yaml")
+"""Languages of blocks of code."""
+
+# What no test checks, and why; everything else in a block of code is checked. `text` is a diagram, a formula
+# or the output of a program, whose figures differ from run to run: only that of a wrong recipe is compared.
+
+PROGRAMS = {
+    "apptainer": "builds an image",
+    "cat": "reads a file",
+    "cd": "changes the folder",
+    "docker": "builds or runs an image; a command of Slipstream in it is checked",
+    "echo": "writes a file",
+    "enroot": "builds an image",
+    "grep": "reads a file",
+    "hf": "downloads models and data",
+    "ls": "reads a folder",
+    "openssl": "makes a random key",
+    "pip": "downloads packages",
+    "sbatch": "submits a job",
+    "scontrol": "asks for a running job",
+    "source": "changes the shell",
+    "srun": "starts a process in a job; a command of Slipstream in it is checked",
+    "tail": "reads a file",
+    "tensorboard": "serves until it is ended",
+}
+"""Programs of others, whose arguments no test checks, and what they do."""
+
+NOT_RUN = {
+    "audit": "needs a ledger: tests/unit/test_commands_audit.py",
+    "convert": "needs a model: tests/integration/test_convert.py",
+    "doctor": "its exit code is that of the machine: tests/unit/test_cli.py",
+    "eval": "starts an engine: tests/runs",
+    "serve": "starts a run: tests/runs",
+    "sft": "starts a run: tests/runs",
+    "simulate": "takes a minute: tests/unit/test_simulate_command.py",
+    "submit": "needs Slurm: tests/cluster; with --print it is run",
+    "train": "starts a run: tests/runs",
+    "try": "starts an engine: tests/runs",
+}
+"""Commands of Slipstream in blocks of code that are not run here, and where they are run."""
+
+NOT_INSTALLED = {"pandas": "the tests need it for nothing else"}
+"""Packages that examples import and that no test can look into."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -107,7 +151,7 @@ def commands(page: Path) -> Iterator[Command]:
                 yield Command(str(block), words, is_whole=True)
     for token in _inline(page):
         if token.type == "code_inline" and re.match(
-            r"(slipstream|make|python -m|\S*bin/\w+) \S", token.content
+            r"(slipstream|make|pytest|python -m|\S*bin/\w+) \S", token.content
         ):
             start, *others = token.content.split(" | ")
             for text in [start, *(f"{start.rpartition(' ')[0]} {other}" for other in others)]:

@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from tests.environment import ROOT
-from tests.pages import PAGES, anchors, blocks, links, tokens
-from tests.unit.test_docs_code import LANGUAGES
+from tests.pages import LANGUAGES, PAGES, anchors, blocks, links, tokens
 
 PATH = re.compile(
     r"(?<![\w./-])((?:backend|bridge|configs|rollout|slurm|tests|benchmarks|docs)/[\w./-]*\w(?:\.(?:py|md|sh|sbatch|yaml|txt|png))?)"

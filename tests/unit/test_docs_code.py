@@ -23,10 +23,7 @@ from slipstream.configs.load import load_recipe
 from slipstream.configs.schema import RolloutConfig, RunConfig
 from slipstream.configs.violations import RecipeError, Violation
 from tests.environment import ROOT
-from tests.pages import Block, all_blocks
-
-LANGUAGES = {"bash", "console", "json", "python", "text", "yaml"}
-"""`text` is a diagram, a formula or what a program prints."""
+from tests.pages import LANGUAGES, NOT_INSTALLED, Block, all_blocks
 
 RECIPE = {
     "run": {"name": "my-run", "steps": 10},
@@ -55,9 +52,6 @@ PYTHON = [block for block in all_blocks("python") if not block.source]
 
 READERS = re.compile(r"\bmy_\w+(?:\.\w+)+")
 """Import paths of code that is the reader's."""
-
-NOT_INSTALLED = {"pandas": "the tests need it for nothing else"}
-"""Packages that examples import and that no test can look into."""
 
 
 def parts(block: Block, scratch: Path) -> list[dict[str, Any]]:

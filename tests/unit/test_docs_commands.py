@@ -22,31 +22,11 @@ from slipstream.configs.load import load_recipe, load_supervised
 from slipstream.configs.violations import RecipeError
 from tests.environment import ROOT
 from tests.models import make_checkpoint
-from tests.pages import PAGES, Command, commands
+from tests.pages import NOT_RUN, PAGES, PROGRAMS, Command, commands
 from tests.unit.run_folders import make_run
 from tests.unit.test_slime_launch_scripts import SCRIPT
 
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
-PROGRAMS = {
-    "apptainer": "builds an image",
-    "cat": "reads a file",
-    "cd": "changes the folder",
-    "docker": "builds or runs an image; a command of Slipstream in it is checked",
-    "echo": "writes a file",
-    "enroot": "builds an image",
-    "grep": "reads a file",
-    "hf": "downloads models and data",
-    "ls": "reads a folder",
-    "openssl": "makes a random key",
-    "pip": "downloads packages",
-    "sbatch": "submits a job",
-    "scontrol": "asks for a running job",
-    "srun": "starts a process in a job; a command of Slipstream in it is checked",
-    "tail": "reads a file",
-    "tensorboard": "serves until it is ended",
-}
-"""Programs of others, whose arguments no test checks, and what they do."""
-
 ROLLOUT, SUPERVISED = (
     ROOT / f"configs/recipes/{name}.yaml" for name in ("simulate-areal", "sft-qwen3-4b-1n8g-dp8")
 )
@@ -224,21 +204,6 @@ def test_every_command_of_a_page_exists_with_its_arguments(page: Path):
 )
 def test_a_wrong_command_is_noticed(text: str):
     assert list(problems(Command("a page", tuple(text.split()), is_whole=True)))
-
-
-NOT_RUN = {
-    "audit": "needs a ledger: tests/unit/test_commands_audit.py",
-    "convert": "needs a model: tests/integration/test_convert.py",
-    "doctor": "its exit code is that of the machine: tests/unit/test_cli.py",
-    "eval": "starts an engine: tests/runs",
-    "serve": "starts a run: tests/runs",
-    "sft": "starts a run: tests/runs",
-    "simulate": "takes a minute: tests/unit/test_simulate_command.py",
-    "submit": "needs Slurm: tests/cluster; with --print it is run",
-    "train": "starts a run: tests/runs",
-    "try": "starts an engine: tests/runs",
-}
-"""Commands of Slipstream in blocks of code that are not run here, and where they are run."""
 
 
 def is_run(command: Command) -> bool:
