@@ -6,6 +6,7 @@ While it trains, nothing of it can be reached by other users of the machine, or 
 import json
 import re
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,7 +147,10 @@ def test_every_trained_episode_is_logged_once_and_the_run_is_one_page(quickstart
     folder, _ = quickstart
     run = folder / RUN
     steps = json.loads((run / "summary.json").read_text())["steps"]
-    rows = [row for path in episode_files(run) for row in read_rows(path)]
+    logged = [row for path in episode_files(run) for row in read_rows(path)]
+    rows = [row for row in logged if row["end"] == "trained"]
+    evaluated = Counter(row["step"] for row in logged if row["end"] == "evaluated")
+    assert set(evaluated) == {0, steps} and len(rows) + evaluated.total() == len(logged)
     assert len({(row["step"], row["group"], row["episode"]) for row in rows}) == len(rows) == 128 * steps
     assert all(row["lags"] and max(lag for lag, _ in row["lags"]) == row["head_lag"] <= 4 for row in rows)
     assert all("".join(row["tokens"]["text"]) == row["response"] for row in rows)

@@ -507,6 +507,18 @@ def test_of_a_failed_group_nothing_more_is_generated_and_what_there_is_comes_bef
     assert 0 < len(begun) < len(ideal([101], 12)) and begun == ideal([101], 12)[: len(begun)]
 
 
+@pytest.mark.parametrize(("samples", "error"), [(1, KeyError("a")), (2, KeyError("a")), (1, GroupRejected())])
+def test_what_the_last_attempt_has_sampled_comes_before_the_verdict(samples, error):
+    async def asks_and_raises(context: WorkflowContext) -> None:
+        await context.generator.generate([55], context.sampling)
+        raise error
+
+    world = World(samples, Flow({0: asks_and_raises}))
+    world.run()
+    assert world.verdict[0] == (FILTERED if isinstance(error, GroupRejected) else FAILED)
+    assert world.held(0).tokens(0) == ideal([55], 12) and world.held(0).complete_calls == {0}
+
+
 def test_a_group_that_its_workflow_rejects_is_filtered_and_not_tried_again():
     world = World(2, Flow({0: GroupRejected()}), attempts=3)
     world.run()
