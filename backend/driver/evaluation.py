@@ -56,7 +56,7 @@ class Evaluation:
         length = mean([length for each in result.sets for length in each.lengths])
         is_logged = False
         if self._hooks is not None:
-            metrics = {"eval/reward": reward, "eval/response_length": length}
+            metrics = {**result.metrics, "eval/reward": reward, "eval/response_length": length}
             is_logged = await self._hooks.has_logged_evaluation(version, result.sets, metrics)
         self._listener.evaluated(version, reward, length, result.parts, result.metrics, is_logged=is_logged)
         return reward
@@ -88,7 +88,7 @@ class Evaluation:
         result = await self._questions.ask_function(version)
         if not result.sets:
             raise _NotEvaluated(result.note)
-        return _Result(result.sets, _by_set(result.sets), {})
+        return _Result(result.sets, _by_set(result.sets), dict(result.metrics))
 
 
 def _by_set(sets: Sequence[EvaluatedSet]) -> dict[str, float]:

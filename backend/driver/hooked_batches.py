@@ -18,7 +18,7 @@ from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup
 from slipstream.rollout.compat.slime.batch_hooks import BatchHooks, TrainingData, batch_hooks
 from slipstream.rollout.compat.slime.batch_process import RecordedEpisode
 from slipstream.rollout.evaluated_set import EvaluatedSet
-from slipstream.rollout.trajectory import prompt_fields
+from slipstream.rollout.trajectory import means_by_name, prompt_fields
 
 
 class HookedBatches:
@@ -39,7 +39,8 @@ class HookedBatches:
         episodes = records_of(batch, groups, gate)
         data = await self._hooks.training_data(gate.step, episodes)
         if self._hooks.names("custom_rollout_log_function"):
-            logging = self._hooks.log_batch(gate.step, episodes, {}, waited_s)
+            metrics = means_by_name(episode.header.metrics for episode in episodes)
+            logging = self._hooks.log_batch(gate.step, episodes, metrics, waited_s)
             self._logging = asyncio.create_task(logging, name="logging of a batch by a hook")
         return batch if data is None else with_training_data(batch, data)
 

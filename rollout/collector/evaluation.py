@@ -16,15 +16,17 @@ from slipstream.rollout.engine.sampling import LiveSampling
 from slipstream.rollout.evaluated_set import EvaluatedSet
 from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.messages import Question
-from slipstream.rollout.trajectory import Completion, Prompt, Trajectory
+from slipstream.rollout.trajectory import Completion, NamedNumbers, Prompt, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
 
 
 class EvaluatesSets(Protocol):
     """Evaluates whole sets of prompts: slime's ``eval_function``."""
 
-    async def evaluate(self, rollout_id: int) -> list[EvaluatedSet]:
-        """Return what it says of each set. Raises NoEngine, and whatever user code raises."""
+    async def evaluate(self, rollout_id: int) -> tuple[list[EvaluatedSet], NamedNumbers]:
+        """Return what it says of each set, and metrics of the whole evaluation. Raises NoEngine, and whatever
+        user code raises.
+        """
         ...
 
 
@@ -143,13 +145,13 @@ class Evaluations:
             self._failed(question, "the recipe has no function that evaluates")
             return
         try:
-            sets = await self._function.evaluate(question.version)
+            sets, metrics = await self._function.evaluate(question.version)
         except (NoEngine, asyncio.CancelledError):
             raise
         except Exception as error:  # user code
             self._failed(question, blame(self._named(question), error))
         else:
-            self._outbox.evaluated_sets(question.task, sets)
+            self._outbox.evaluated_sets(question.task, sets, metrics)
 
     def _ended(self, question: Question, episode: _EvaluationEpisode, task: asyncio.Task[None]) -> None:
         """See to it that the driver hears of every question that it has not withdrawn."""

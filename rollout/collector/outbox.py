@@ -29,7 +29,7 @@ from slipstream.rollout.messages import (
     as_note,
 )
 from slipstream.rollout.record import PieceHeader, checksum, encode
-from slipstream.rollout.trajectory import Finish, TrajectoryHeader
+from slipstream.rollout.trajectory import Finish, NamedNumbers, TrajectoryHeader
 
 FLUSH_S = 0.002
 """Longest time that an event waits for others before they are sent in one frame."""
@@ -174,9 +174,9 @@ class Outbox:
         )
         self._due.set()
 
-    def evaluated_sets(self, task: int, sets: list[EvaluatedSet]) -> None:
+    def evaluated_sets(self, task: int, sets: list[EvaluatedSet], metrics: NamedNumbers = ()) -> None:
         """The result of a whole evaluation by a function."""
-        self._next.evaluated.append(Evaluated(task, None, 0, "", sets=sets))
+        self._next.evaluated.append(Evaluated(task, None, 0, "", sets=sets, metrics=metrics))
         self._due.set()
 
     def evaluation_failed(self, task: int, note: str) -> None:

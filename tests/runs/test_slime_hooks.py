@@ -121,6 +121,7 @@ def test_functions_for_whole_batches_collect_and_evaluate_although_their_collect
     lines = (run.folder / "metrics.jsonl").read_text().splitlines()
     evaluated = [record for record in map(json.loads, lines) if "eval/reward" in record]
     assert [record["eval/reward_second"] for record in evaluated] == [0.5, 0.5]
+    assert {record["episode/calls"] for record in records(run)} == {1.0}
     drawn = (run.folder / "drawn-prompts.jsonl").read_text().splitlines()
     assert [json.loads(line)["metadata"]["number"] for line in drawn] == list(range(len(drawn)))
     assert len(drawn) >= 20 + groups["filtered"]

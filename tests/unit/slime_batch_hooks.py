@@ -35,6 +35,7 @@ def train_data(args, samples):
 
 def logs(rollout_id, args, samples, rollout_extra_metrics, rollout_time):
     """Says that it has logged every second batch, counting calls in a global of its own."""
+    assert round(rollout_extra_metrics["drops"], 9) == round((1 + 2 + 4) / 3, 9)  # the third has none
     CALLS.append((rollout_id, len(samples), samples[0].response, samples[0].label))
     args.counted = len(CALLS)
     print("logged", CALLS[-1], flush=True)

@@ -55,6 +55,16 @@ def on_its_loop(args, rollout_id, data_source, evaluation=False):
     return RolloutFnTrainOutput(run(collect()), {"my": 1.0})
 
 
+def with_metrics(args, rollout_id, data_source, evaluation=False):
+    groups = plain(args, rollout_id, data_source)
+    metrics = {"rollout/drops": len(CALLS), "time": 0.5, "what": "a text", "none": float("nan")}
+    return RolloutFnTrainOutput(groups, metrics)
+
+
+def with_a_list_of_metrics(args, rollout_id, data_source, evaluation=False):
+    return RolloutFnTrainOutput(plain(args, rollout_id, data_source), [1.0])
+
+
 def drops_odd_ones(args, rollout_id, data_source, evaluation=False):
     groups = plain(args, rollout_id, data_source)
     return [group for group in groups if group[0].group_index % 2 == 0]
@@ -148,7 +158,7 @@ def evaluates(args, rollout_id, data_source, evaluation=False):
         },
         "second": {"rewards": [0.5]},
     }
-    return RolloutFnEvalOutput(data) if args.as_output else data
+    return RolloutFnEvalOutput(data, {"mine": 2}) if args.as_output else data
 
 
 def evaluates_nothing(args, rollout_id, data_source, evaluation=False):

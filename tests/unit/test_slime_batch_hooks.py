@@ -56,6 +56,7 @@ def trajectory(seed: int, length: int, finish: Finish = Finish.STOP) -> Trajecto
         np.where(sampled_T, 2, UNSAMPLED).astype(np.int32),
         finish,
         reward=float(seed),
+        metrics=(("drops", float(seed)),),
     )
 
 

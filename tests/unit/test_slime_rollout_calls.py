@@ -103,11 +103,17 @@ class World:
         rollouts = RolloutCalls(path, self.calls, self.groups)
         self.workflow = FunctionWorkflow(rollouts, self.arguments, "score", lambda: self.endpoint.version)
         self.attested: set[int] = set()
+        self.numbers: dict[tuple[int, int], dict[str, float]] = {}
+        """What was recorded, by group and episode."""
 
     async def episode(self, group: int, sample: int, version: int = VERSION):
         generator = SimpleNamespace(attest=self.attested.update)
+        recorded = self.numbers.setdefault((group, sample), {})
         context = SimpleNamespace(
-            place=EpisodePlace(group, sample, version), generator=generator, tokenizer=None
+            place=EpisodePlace(group, sample, version),
+            generator=generator,
+            tokenizer=None,
+            metric=recorded.__setitem__,
         )
         prompt = Prompt(group, f"question {group}", "label", {})
         with self.limit():
@@ -143,6 +149,29 @@ def test_what_a_function_returns_are_the_episodes_of_its_groups(functions, name)
     assert [call["size"] for call in functions.CALLS] == [2, 1]
     ids = [call["rollout_id"] for call in functions.CALLS]
     assert ids == [VERSION, VERSION + 1], "ascending, and never behind the version"
+
+
+def test_metrics_of_a_call_are_numbers_of_its_episodes(functions, capsys):
+    async def check():
+        world = World(functions, "with_metrics")
+        await world.collect(7, 8, 9)
+        return world.numbers
+
+    numbers = asyncio.run(check())
+    first, second = {"rollout.drops": 1.0, "time": 0.5}, {"rollout.drops": 2.0, "time": 0.5}
+    assert numbers == {
+        (group, sample): first if group < 9 else second for group in (7, 8, 9) for sample in range(SAMPLES)
+    }
+    said = capsys.readouterr().err
+    assert said.count("the metric 'what' is not logged: str") == said.count("the metric 'none'") == 1
+
+
+def test_metrics_of_another_form_are_a_failed_attempt(functions):
+    async def check():
+        return await World(functions, "with_a_list_of_metrics").collect(1)
+
+    [group] = asyncio.run(check())
+    assert all("returned metrics of type list" in str(each) for each in group)
 
 
 def test_a_group_is_known_whatever_a_function_writes_into_it(functions):
@@ -313,7 +342,8 @@ def test_an_eval_function_says_rewards_by_set(functions, as_output):
         nothing = SetEvaluation(f"{MODULE}.evaluates_nothing", world.calls, "score")
         with pytest.raises(WrongReturn, match="returned an empty dictionary"):
             await nothing.evaluate(3)
-        sets = await evaluation.evaluate(3)
+        sets, metrics = await evaluation.evaluate(3)
+        assert metrics == ((("mine", 2.0),) if as_output else ())
         assert world.endpoint.names == [world.greedy, world.endpoint] * 2
         await world.calls.close()
         return sets

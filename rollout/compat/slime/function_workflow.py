@@ -56,6 +56,8 @@ class FunctionWorkflow:
         )
         trajectories = [self._trajectory(sample, made, place) for sample in made.samples]
         attest(context, trajectories)
+        for name, value in made.numbers:
+            context.metric(name, value)
         return trajectories
 
     async def close(self) -> None:

@@ -21,8 +21,10 @@ from slipstream.rollout.changes import Changes
 from slipstream.rollout.compat.slime.episode_samples import SampleLike, WrongReturn
 from slipstream.rollout.compat.slime.function_calls import FunctionCalls, FunctionFailed
 from slipstream.rollout.compat.slime.leased_groups import LeasedGroups, SampleGroup, number_of
+from slipstream.rollout.compat.slime.output_metrics import OutputMetrics
 from slipstream.rollout.compat.slime.sample_matching import SampledReplies
 from slipstream.rollout.engine.pool import NoEngine
+from slipstream.rollout.trajectory import NamedNumbers
 from slipstream.rollout.workflow import EpisodePlace, GroupRejected
 from slipstream.rollout.workflow.endpoint import EndedEpisode, Reply
 
@@ -39,6 +41,8 @@ class SampledEpisode(NamedTuple):
     """The replies of the engines to all episodes of the call."""
     untrained: SampledReplies
     """Further replies, which the trainer cannot reproduce."""
+    numbers: NamedNumbers
+    """Metrics of the call."""
 
 
 @dataclass
@@ -57,6 +61,7 @@ class RolloutCalls:
         """``path``: of the function. ``groups``: the data source of ``calls``."""
         arguments = calls.args
         self._path = path
+        self._metrics = OutputMetrics(path)
         self._calls = calls
         self._batch = cast("int", arguments.rollout_batch_size)
         self._over_sampling = arguments.over_sampling_batch_size / max(1, self._batch)
@@ -147,9 +152,10 @@ class RolloutCalls:
         self._rollout_id = max(self._rollout_id + 1, self._calls.around.version())
         self._leased.begin_call()
         ended, returned, failure = EndedEpisode((), ()), list[SampleGroup](), None
+        numbers: NamedNumbers = ()
         try:
             output, ended = await self._calls.call(self._path, self._rollout_id, evaluation=False)
-            returned = self._returned(output.samples)
+            numbers, returned = self._metrics.read(output), self._returned(output.samples)
         except (FunctionFailed, WrongReturn) as error:
             failure = error
         finally:
@@ -158,7 +164,7 @@ class RolloutCalls:
         replies = SampledReplies(self._replies), SampledReplies(ended.untrained)
         for number, group in placed(returned, drawn):
             drawn.remove(number)
-            self._deliver(number, group, *replies)
+            self._deliver(number, group, *replies, numbers)
         for number in drawn:
             self._end(number, failure or GroupRejected(f"{self._path} has not returned it"))
         if not self._leased.buffer:
@@ -174,7 +180,12 @@ class RolloutCalls:
         return cast("list[SampleGroup]", groups)
 
     def _deliver(
-        self, number: int, group: SampleGroup, replies: SampledReplies, untrained: SampledReplies
+        self,
+        number: int,
+        group: SampleGroup,
+        replies: SampledReplies,
+        untrained: SampledReplies,
+        numbers: NamedNumbers,
     ) -> None:
         if len(group) != self._episodes:
             reason = f"{self._path} returned a group of {len(group)}, expected {self._episodes} samples"
@@ -185,7 +196,7 @@ class RolloutCalls:
             each = group[place]
             samples = cast("list[SampleLike]", each if isinstance(each, list) else [each])
             if not future.done():
-                future.set_result(SampledEpisode(samples, replies, untrained))
+                future.set_result(SampledEpisode(samples, replies, untrained, numbers))
 
     def _end(self, number: int, reason: BaseException) -> None:
         waiting = self._groups.pop(number, None)

@@ -8,8 +8,10 @@ from typing import Any, cast
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.episode_samples import WrongReturn, judgement_of_reward
 from slipstream.rollout.compat.slime.function_calls import FunctionCalls
+from slipstream.rollout.compat.slime.output_metrics import OutputMetrics
 from slipstream.rollout.evaluated_set import EvaluatedSet
 from slipstream.rollout.plugins import PluginError, resolve
+from slipstream.rollout.trajectory import NamedNumbers
 
 LONGEST_NAME = 64
 """Characters of the name of a set, which is a part of the name of a metric."""
@@ -22,12 +24,13 @@ class SetEvaluation:
 
     def __init__(self, path: str, calls: FunctionCalls, reward_key: str) -> None:
         self._path = path
+        self._metrics = OutputMetrics(path)
         self._calls = calls
         self._reward_key = reward_key
         calls.args.eval_datasets = datasets(calls.args)
 
-    async def evaluate(self, rollout_id: int) -> list[EvaluatedSet]:
-        """Return what the function says of each set.
+    async def evaluate(self, rollout_id: int) -> tuple[list[EvaluatedSet], NamedNumbers]:
+        """Return what the function says of each set, and its metrics.
 
         Waits for the end of the present call of a rollout function. Raises FunctionFailed, WrongReturn,
         SampleError and NoEngine.
@@ -39,7 +42,10 @@ class SetEvaluation:
             found = "an empty dictionary" if isinstance(data, Mapping) else type(data).__name__
             raise WrongReturn(f"{self._path} returned {found}, expected data by the name of each set")
         sets = cast("Mapping[str, Any]", data)
-        return [evaluated_set(name, values, self._path, self._reward_key) for name, values in sets.items()]
+        evaluated = [
+            evaluated_set(name, values, self._path, self._reward_key) for name, values in sets.items()
+        ]
+        return evaluated, self._metrics.read(output)
 
 
 def evaluated_set(name: str, values: object, path: str, reward_key: str) -> EvaluatedSet:
