@@ -116,6 +116,10 @@ def all_blocks(*languages: str) -> list[Block]:
     return [block for page in PAGES for block in blocks(page) if block.language in languages]
 
 
+def code_in_sentences(page: Path) -> Iterator[str]:
+    yield from (token.content for token in _inline(page) if token.type == "code_inline")
+
+
 def _inline(page: Path) -> Iterator[Token]:
     for token in tokens(page):
         yield from token.children or ()
@@ -149,11 +153,9 @@ def commands(page: Path) -> Iterator[Command]:
         if block.language in ("bash", "console"):
             for words in shell_commands(block.code, is_session=block.language == "console"):
                 yield Command(str(block), words, is_whole=True)
-    for token in _inline(page):
-        if token.type == "code_inline" and re.match(
-            r"(slipstream|make|pytest|python -m|\S*bin/\w+) \S", token.content
-        ):
-            start, *others = token.content.split(" | ")
+    for code in code_in_sentences(page):
+        if re.match(r"(slipstream|make|pytest|python -m|\S*bin/\w+) \S", code):
+            start, *others = code.split(" | ")
             for text in [start, *(f"{start.rpartition(' ')[0]} {other}" for other in others)]:
                 for words in shell_commands(text):
                     yield Command(page.relative_to(ROOT).as_posix(), words, is_whole=False)

@@ -1,7 +1,9 @@
 """The pages of the documentation: their links, their paths, their form, and the site that is made of them."""
 
+import importlib
 import json
 import os
+import pydoc
 import re
 import subprocess
 import sys
@@ -12,8 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.paths import schema_paths
+from slipstream.configs.schema.supervised import SupervisedConfig
 from tests.environment import ROOT
-from tests.pages import LANGUAGES, PAGES, anchors, blocks, links, tokens
+from tests.pages import LANGUAGES, PAGES, anchors, blocks, code_in_sentences, links, tokens
 
 PATH = re.compile(
     r"(?<![\w./-])((?:backend|bridge|configs|rollout|slurm|tests|benchmarks|docs)/[\w./-]*\w(?:\.(?:py|md|sh|sbatch|yaml|txt|png))?)"
@@ -38,6 +43,44 @@ def test_every_path_that_a_page_names_exists(page: Path):
         return
     named = {match.rstrip(".") for match in PATH.findall(page.read_text())}
     assert not {path for path in named - TO_COME if not (ROOT / path).exists()}
+
+
+OTHERS = ("CHANGELOG.md", "migration.md")
+"""Pages that name what was, or settings of other systems."""
+
+NO_SETTINGS = {"actor.recompute_logprob": "AReaL's name", "checkpoint.json": "a file"}
+
+
+SETTINGS = {
+    ".".join(path.split(".")[:length])
+    for schema in (RunConfig, SupervisedConfig)
+    for path in schema_paths(schema)
+    for length in range(1, path.count(".") + 2)
+}
+"""Every setting and section. A section whose names are those of another library has no names here."""
+
+
+@each_page
+def test_every_setting_and_every_object_that_a_sentence_names_exists(page: Path):
+    names = {re.split("[:=(]", code)[0] for code in code_in_sentences(page)} - set(NO_SETTINGS)
+    settings = {name for name in names if re.fullmatch(r"[a-z]+(\.[a-z_0-9]+)+", name)}
+    settings = {name for name in settings if name.partition(".")[0] in RunConfig.model_fields}
+    objects = {name for name in names if re.fullmatch(r"slipstream(\.\w+)+", name)}
+    objects |= {f"slipstream.{name}" for name in names if re.fullmatch(r"(rollout|backend)(\.\w+)+", name)}
+    unknown = {name for name in objects if not is_object(name)}
+    unknown |= {name for name in settings - SETTINGS if not is_object(f"slipstream.{name}")}
+    unknown -= {f"slipstream.{name}" for name in SETTINGS}
+    assert page.name in OTHERS or not unknown
+
+
+def is_object(name: str) -> bool:
+    """True if ``name`` is a module, or an attribute of what the name before its last dot stands for."""
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        parent, _, attribute = name.rpartition(".")
+        return bool(parent) and is_object(parent) and hasattr(pydoc.locate(parent), attribute)
+    return True
 
 
 @each_page
