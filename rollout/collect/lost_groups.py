@@ -32,6 +32,9 @@ FLUSH_TIMEOUT_S = 60.0
 MOST_WAITING = 64
 """Number of groups that wait for a collector while none is connected."""
 
+MOST_READ = 64 * 2**20
+"""Bytes that the ledger may have to read at one time: training waits for what it commits with them."""
+
 
 class Logging(Protocol):
     """The way to one collector. Messages are sent soon, in order."""
@@ -63,8 +66,10 @@ class LostGroups:
         self._turns = itertools.count()
         self._waiting: list[tuple[LostGroup, list[bytes]]] = []
         """Groups that were lost while no collector was connected."""
+        self._reading = 0
+        """Bytes that the ledger is about to read."""
         self.left_out = 0
-        """Number of groups that are not in the log, because collectors are slower or gone."""
+        """Number of groups that are not in the log, because disk or collectors are slower, or gone."""
         self._flushes = 0
         self._flushed: dict[str, int] = {}
         self._changes = Changes()
@@ -118,7 +123,12 @@ class LostGroups:
             [PriorSample(number, kind, header, []) for number, kind, header, _ in recorded],
         )
         refs = [b"".join(ref for ref, _ in pieces) for *_, pieces in recorded]
-        self._journal.read_lost(refs, partial(self._read, group, recorded))
+        size = sum(size for each in refs for _, _, size, _ in REF.iter_unpack(each))
+        if self._reading + size > MOST_READ:
+            self._leave_out()
+            return
+        self._reading += size
+        self._journal.read_lost(refs, partial(self._read, group, recorded, size))
 
     def _ready(self, group: ReadyGroup) -> Iterator["_Recorded"]:
         for number, (header, refs) in enumerate(group.trajectories):
@@ -151,9 +161,10 @@ class LostGroups:
         return lags
 
     def _read(
-        self, group: LostGroup, recorded: Sequence["_Recorded"], chunks: Sequence[bytes | None]
+        self, group: LostGroup, recorded: Sequence["_Recorded"], size: int, chunks: Sequence[bytes | None]
     ) -> None:
-        """Send a group with what the ledger has read of it."""
+        """Send a group with what the ledger has read of it: ``size`` bytes at the most."""
+        self._reading -= size
         payload: list[bytes] = []
         samples: list[PriorSample] = []
         for sample, (*_, pieces), data in zip(group.recorded, recorded, chunks, strict=True):
@@ -172,9 +183,14 @@ class LostGroups:
             return
         if names and self._collectors[names[next(self._turns) % len(names)]].log_lost(group, chunks):
             return
+        self._leave_out()
+
+    def _leave_out(self) -> None:
         self.left_out += 1
         if self.left_out.bit_count() == 1:
-            self._note(f"episode log: {self.left_out} lost groups left out, because collectors are slower")
+            self._note(
+                f"episode log: {self.left_out} lost groups left out: they come faster than they are written"
+            )
 
 
 _Recorded = tuple[int, int, msgspec.Raw, list[tuple[bytes, msgspec.Raw]]]

@@ -31,6 +31,12 @@ from slipstream.rollout.trajectory import UNSAMPLED, Prompt, Trajectory
 MOST_EPISODES = 512
 """Lost groups and evaluation episodes that may wait for the thread."""
 
+MOST_BYTES = 256 * 2**20
+"""Bytes of them."""
+
+BYTES_OF_TOKEN = 17
+"""Bytes of a token in the arrays of a trajectory."""
+
 Rows = list[Mapping[str, Any]]
 
 
@@ -47,11 +53,12 @@ class UntrainedLog:
         """``decoder`` is called in the thread, once."""
         self._settings, self._files = settings, files
         self._text = cache(lambda: TokenText(decoder()))
-        self._thread = LogThread(MOST_EPISODES, "lost groups and evaluations", note)
+        self._thread = LogThread(MOST_EPISODES, "lost groups and evaluations", note, most_bytes=MOST_BYTES)
 
     def lost(self, group: LostGroup, chunks: memoryview) -> None:
         """Write the episodes of a group that has ended untrained. ``chunks``: those of its ``recorded``."""
-        self._thread.offer(partial(self._write, group.step, partial(self._lost_rows, group, chunks)))
+        rows = partial(self._lost_rows, group, chunks)
+        self._thread.offer(partial(self._write, group.step, rows), len(chunks))
 
     def evaluated(
         self, question: Question, prompt: Prompt, trajectory: Trajectory | None, reason: str | None = None
@@ -59,7 +66,8 @@ class UntrainedLog:
         """Write an evaluation episode. ``trajectory``: None if it has none. ``reason``: of its failure."""
         if is_chosen(prompt.id, self._settings.share):
             rows = partial(self._evaluated_rows, question, prompt, trajectory, reason)
-            self._thread.offer(partial(self._write, question.step, rows))
+            size = 0 if trajectory is None else BYTES_OF_TOKEN * len(trajectory.tokens_T)
+            self._thread.offer(partial(self._write, question.step, rows), size)
 
     def evaluates_from(self, step: int) -> None:
         """Remove the evaluations of this training step and of later ones: they are done again."""

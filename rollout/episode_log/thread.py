@@ -19,29 +19,44 @@ def to_stderr(text: str) -> None:
 class LogThread:
     """Does jobs one behind the other. After one that raises, no further job is done."""
 
-    def __init__(self, most: int, what: str, note: Callable[[str], None] = to_stderr) -> None:
-        """``most``: number of jobs that may wait. ``what``: what a job writes, in the plural."""
+    def __init__(
+        self,
+        most: int,
+        what: str,
+        note: Callable[[str], None] = to_stderr,
+        *,
+        most_bytes: int | None = None,
+    ) -> None:
+        """``most``: number of jobs that may wait. ``what``: what a job writes, in the plural. ``most_bytes``:
+        bytes that waiting jobs may hold; None: any number.
+        """
         self._what, self._note = what, note
-        self._queue: queue.Queue[Job | threading.Event] = queue.Queue(most)
+        self._queue: queue.Queue[tuple[Job, int] | threading.Event] = queue.Queue(most)
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._lock = threading.Lock()
         self.left_out = 0
         """Number of jobs that found the thread behind."""
         self._thread = threading.Thread(target=self._run, name="episode log", daemon=True)
         self._thread.start()
 
-    def offer(self, job: Job) -> None:
-        """Have a job done, or leave it out if too many wait already."""
-        try:
-            self._queue.put_nowait(job)
-        except queue.Full:
-            self.left_out += 1
-            if self.left_out.bit_count() == 1:
-                self._note(
-                    f"episode log: {self.left_out} {self._what} left out, because writing takes longer"
-                )
+    def offer(self, job: Job, size: int = 0) -> None:
+        """Have a job done, which holds ``size`` bytes, or leave it out if too many wait already."""
+        if self._most_bytes is None or self._bytes + size <= self._most_bytes:
+            try:
+                self._queue.put_nowait((job, size))
+            except queue.Full:
+                pass
+            else:
+                self._hold(size)
+                return
+        self.left_out += 1
+        if self.left_out.bit_count() == 1:
+            self._note(f"episode log: {self.left_out} {self._what} left out, because writing takes longer")
 
     def put(self, job: Job) -> None:
         """Have a job done. Waits while too many wait already."""
-        self._queue.put(job)
+        self._queue.put((job, 0))
 
     def flush(self) -> None:
         """Wait until everything is written, a minute at most."""
@@ -55,12 +70,19 @@ class LogThread:
     def _run(self) -> None:
         writes = True
         while True:
-            job = self._queue.get()
-            if isinstance(job, threading.Event):
-                job.set()
-            elif writes:
+            item = self._queue.get()
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            job, size = item
+            if writes:
                 try:
                     job()
                 except Exception as error:  # the run goes on without the log
                     writes = False
                     self._note(f"no episode log from here on: {type(error).__name__}: {error}")
+            self._hold(-size)
+
+    def _hold(self, more: int) -> None:
+        with self._lock:
+            self._bytes += more

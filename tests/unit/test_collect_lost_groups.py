@@ -12,7 +12,7 @@ from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup, StoredTra
 from slipstream.rollout.collect.intake import Intake
 from slipstream.rollout.collect.journal import NoJournal
 from slipstream.rollout.collect.leases import Leases
-from slipstream.rollout.collect.lost_groups import FLUSH_TIMEOUT_S, MOST_WAITING, LostGroups
+from slipstream.rollout.collect.lost_groups import FLUSH_TIMEOUT_S, MOST_READ, MOST_WAITING, LostGroups
 from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.collect.server import LOST_BYTES, Connection
 from slipstream.rollout.control.consumption import OnStale, ReadyFirst
@@ -91,6 +91,33 @@ def test_a_group_that_a_slow_collector_does_not_take_is_left_out_and_said():
     for _ in range(5):
         world.filter()
     assert world.lost.left_out == 5 and len(world.notes) == 3
+
+
+def test_the_ledger_is_never_asked_for_more_than_training_can_wait_for():
+    class Slow(NoJournal):
+        def __init__(self) -> None:
+            self.asked: list[tuple] = []
+
+        def read_lost(self, refs, then) -> None:
+            self.asked.append((refs, then))
+
+    world, slow, collector = World(consumption=ReadyFirst(OnStale.DROP)), Slow(), Collector()
+    world.lost._journal = slow
+    world.lost.joined("a", collector)
+    large = REF.pack(1, 0, MOST_READ // 2, 0)
+
+    def lose() -> None:
+        id_ = world.gate.admit().ticket.id
+        header = TrajectoryHeader(((UNSAMPLED, False, 3),), Finish.STOP, reward=1.0)  # nothing to train
+        world.gate.finished([ReadyGroup(id_, (StoredTrajectory(header, large),))])
+
+    for _ in range(3):
+        lose()
+    assert len(slow.asked) == 2 and world.lost.left_out == 1 and "left out" in world.notes[0]
+    for refs, then in slow.asked:
+        then([b"data"] * len(refs))
+    lose()
+    assert len(slow.asked) == 3 and len(collector.groups) == 2
 
 
 def test_only_chosen_groups_are_logged():

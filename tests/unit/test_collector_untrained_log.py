@@ -1,6 +1,7 @@
 """The episode log of a collector: groups that are never trained, whole or in part, and evaluations."""
 
 import asyncio
+import threading
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ from slipstream.configs.schema import EpisodeLogConfig
 from slipstream.rollout.collector.untrained_log import UntrainedLog
 from slipstream.rollout.episode_log.files import EpisodeFiles, episode_files, read_rows
 from slipstream.rollout.episode_log.rows import is_chosen
+from slipstream.rollout.episode_log.thread import LogThread
 from slipstream.rollout.messages import ANSWERED, JUDGED, NOTHING, PIECE, LostGroup, PriorSample, Question
 from slipstream.rollout.record import PieceHeader, encode, encode_chunk, encode_trajectory
 from slipstream.rollout.trajectory import Finish, Prompt, Trajectory, joined, prompt_fields
@@ -161,6 +163,22 @@ def test_another_life_of_a_collector_writes_behind_the_unfinished_line_of_the_fi
     ask(log, 0, 0, 1, "second")
     log.flush()
     assert [row["response"] for row in logged(tmp_path)] == ["first", "second"]
+
+
+def test_what_waits_for_the_thread_is_bounded_in_bytes(tmp_path):
+    held, notes = threading.Event(), []
+    thread = LogThread(100, "groups", notes.append, most_bytes=1000)
+    done: list[int] = []
+    thread.offer(lambda: held.wait(10))  # type: ignore[arg-type, return-value]
+    for number in range(4):
+        thread.offer(lambda number=number: done.append(number), 400)
+    thread.put(lambda: done.append(-1))
+    assert thread.left_out == 2 and len(notes) == 2
+    held.set()
+    thread.flush()
+    thread.offer(lambda: done.append(9), 1000)
+    thread.flush()
+    assert done == [0, 1, -1, 9]
 
 
 def test_evaluations_are_sampled_by_the_same_share_as_groups(tmp_path):
