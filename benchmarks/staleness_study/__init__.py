@@ -7,9 +7,10 @@
     sampler      takes the place of the engine: completions and log-probs from a fixed copy of the policy
     trainer      a training step with the product's objective, on a transformers model
     methods      the methods that are compared, and the version that samples each batch
-    study        one run, and a sweep over runs
+    study        one run
+    workers      processes that do jobs; sweep: the runs that the results lack, done by workers
     __main__     the settings, seeds and cells of the study
-    report       tables with confidence intervals; figure: the picture
+    report       tables with confidence intervals; figure: the pictures
 
 docs/staleness_study.md has the results.
 """

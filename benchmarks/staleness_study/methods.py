@@ -47,7 +47,6 @@ METHODS: dict[str, tuple[str, ...]] = {
     "drift": ("actor.drift={kl: 0.01}",),
     "drift_admission": ("actor.drift={kl: 0.01, slows: admission}",),
     "positives": (),
-    "gspo": ("actor.objective={type: gspo}", "actor.averaging=sequence"),
 }
 """Overrides of the quickstart's recipe by method. The recipe is decoupled PPO with weights capped at 5."""
 

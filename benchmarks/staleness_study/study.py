@@ -1,4 +1,4 @@
-"""One run of the study, and a sweep over runs.
+"""One run of the study.
 
 A run replays the asynchronous loop in one process: training step t, which starts from version t, trains on
 the batch that an older version samples (``methods.sampled_from``). Prompts, their order, and the random
@@ -6,12 +6,13 @@ numbers of sampling and of mini-batches depend on seed and step alone, so that a
 """
 
 import copy
-import json
+import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +21,8 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.staleness_study.methods import POSITIVES, config_of, sampled_from
-from benchmarks.staleness_study.sampler import SampledCompletion, Sampler
-from benchmarks.staleness_study.trainer import StepReport, Trainer
+from benchmarks.staleness_study.sampler import Precision, SampledCompletion, Sampler
+from benchmarks.staleness_study.trainer import DROPPED, FAILURES, StepReport, Trainer
 from benchmarks.staleness_study.warm_start import warm_start
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.quickstart import TRAIN_PROBLEMS, policy, task
@@ -56,8 +57,8 @@ class Setting:
     """``uniform``: each prompt of a batch has a lag of its own, evenly from 0 to eta."""
     judge: Literal["exact", "overrating"] = "exact"
     """``overrating``: a quarter of the wrong answers is worth ``OVERRATED``, more than a right one."""
-    engine: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the weights and sums that sample. The trainer's is float32."""
+    engine: Precision = "float32"
+    """Precision of the engine that samples. The trainer's is float32."""
 
 
 @dataclass(frozen=True)
@@ -70,21 +71,51 @@ class Inputs:
     problems: list[task.Problem]
     held_out: list[task.Problem]
 
+    @cached_property
+    def warm_accuracy(self) -> float:
+        return self.accuracy(Sampler(self.warm))
 
-def inputs_of(
-    seed: int, folder: Path, say: Callable[[str], None], *, warm_steps: int, held_out: int
-) -> Inputs:
+    def accuracy(self, sampler: Sampler) -> float:
+        """Return the accuracy of greedy completions on the held-out prompts."""
+        prompts = [self.ids(problem) for problem in self.held_out]
+        completions = sampler.greedy(prompts, longest=policy.MAX_RESPONSE_TOKENS)
+        return round(sum(map(self.is_right, completions, self.held_out)) / len(self.held_out), 4)
+
+    def is_right(self, completion: SampledCompletion, problem: task.Problem) -> bool:
+        text = "".join(self._symbols[token] for token in completion.tokens[:-1])
+        return completion.ended and task.is_correct(text, problem.label)
+
+    def ids(self, problem: task.Problem) -> list[int]:
+        """Return the token ids of the prompt of ``problem``."""
+        if problem.prompt not in self._known_ids:
+            self._known_ids[problem.prompt] = self.tokenizer(prompt_text(problem.prompt))["input_ids"]
+        return self._known_ids[problem.prompt]
+
+    @cached_property
+    def _symbols(self) -> list[str]:
+        return [str(self.tokenizer.convert_ids_to_tokens(token)) for token in range(len(self.tokenizer))]
+
+    @cached_property
+    def _known_ids(self) -> dict[str, list[int]]:
+        """Token ids by prompt."""
+        return {}
+
+
+def warm_path(folder: Path, seed: int, warm_steps: int) -> Path:
+    return folder / f"policy-{HIDDEN}-{warm_steps}-{seed}.pt"
+
+
+def inputs_of(seed: int, folder: Path, *, warm_steps: int, held_out: int) -> Inputs:
     """Return the inputs of a seed. The warm-started policy is kept in ``folder``."""
     tokenizer = build_tokenizer()
     warm = narrow_policy(tokenizer, seed)
-    path = folder / f"policy-{HIDDEN}-{warm_steps}-{seed}.pt"
+    path = warm_path(folder, seed, warm_steps)
     if path.exists():
         warm.load_state_dict(torch.load(path))
     else:
-        say(f"warm start of seed {seed}")
-        warm_start(warm, tokenizer, random.Random(f"warm-start-{seed}"), steps=warm_steps, say=say)
+        warm_start(warm, tokenizer, random.Random(f"warm-start-{seed}"), steps=warm_steps)
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".unfinished")
+        unfinished = path.with_suffix(f".{os.getpid()}")
         torch.save(warm.state_dict(), unfinished)
         unfinished.replace(path)
     return Inputs(
@@ -125,13 +156,12 @@ class Run:
         self._versions: dict[int, Sampler] = {}
         """Versions that later steps may still sample from."""
         self.keep(0)
-        self._symbols = inputs.tokenizer.convert_ids_to_tokens(list(range(len(inputs.tokenizer))))
         self._order = np.random.default_rng(inputs.seed).permutation(len(inputs.problems))
 
     def result(self) -> dict[str, Any]:
         """Train, and return the record of the run."""
         setting, started = self._setting, time.process_time()
-        accuracy = [[0, self._accuracy()]]
+        accuracy = [[0, self._inputs.warm_accuracy]]
         reports, rewards = [], []
         for step in range(setting.steps):
             batch = self.batch(step)
@@ -171,13 +201,13 @@ class Run:
         completions: dict[int, SampledCompletion] = {}
         for version in sorted(set(version_G)):
             members = [n for n, group in enumerate(group_N) if version_G[group] == version]
-            prompts = [self._ids(problems[group_N[n]]) for n in members]
+            prompts = [self._inputs.ids(problems[group_N[n]]) for n in members]
             sampler = self._versions[version]
             sampled = sampler.sample(prompts, generator, longest=rollout.sampling.max_new_tokens)
             completions |= zip(members, sampled, strict=True)
         trajectories = [
             _trajectory(
-                self._ids(problems[group]),
+                self._inputs.ids(problems[group]),
                 completions[n],
                 version_G[group],
                 self._reward(completions[n], problems[group], step, n),
@@ -210,12 +240,11 @@ class Run:
     def keep(self, version: int) -> None:
         """Keep the newest version to sample from, and drop versions that no later step samples from."""
         oldest = sampled_from(version, self._eta)
-        engine = getattr(torch, self._setting.engine)
-        self._versions[version] = Sampler(self.trainer.policy, engine)
+        self._versions[version] = Sampler(self.trainer.policy, self._setting.engine)
         self._versions = {known: sampler for known, sampler in self._versions.items() if known >= oldest}
 
     def _reward(self, completion: SampledCompletion, problem: task.Problem, step: int, number: int) -> float:
-        if self._is_right(completion, problem):
+        if self._inputs.is_right(completion, problem):
             return 1.0
         if self._setting.judge == "exact":
             return 0.0
@@ -223,19 +252,9 @@ class Run:
         return OVERRATED if chance < OVERRATED_SHARE else 0.0
 
     def _accuracy(self) -> float:
-        problems = self._inputs.held_out
-        completions = Sampler(self.trainer.policy).greedy(
-            [self._ids(problem) for problem in problems], longest=policy.MAX_RESPONSE_TOKENS
-        )
-        right = sum(map(self._is_right, completions, problems))
-        return round(right / len(problems), 4)
-
-    def _is_right(self, completion: SampledCompletion, problem: task.Problem) -> bool:
-        text = "".join(self._symbols[token] for token in completion.tokens[:-1])
-        return completion.ended and task.is_correct(text, problem.label)
-
-    def _ids(self, problem: task.Problem) -> list[int]:
-        return self._inputs.tokenizer(prompt_text(problem.prompt))["input_ids"]
+        exact = self._setting.engine == "float32"
+        newest = self._versions[self.trainer.version] if exact else Sampler(self.trainer.policy)
+        return self._inputs.accuracy(newest)
 
 
 def drift_controller(drift: DriftConfig | None, eta: int) -> DriftController | None:
@@ -258,8 +277,10 @@ def _trajectory(prompt: list[int], completion: SampledCompletion, version: int, 
 
 
 def _diagnostics(reports: Sequence[StepReport]) -> dict[str, float]:
-    """Return means over the steps of a run, and the largest gradient norm."""
+    """Return means over the steps of a run, the largest gradient norm, and shares of dropped failures."""
     norms = [norm for report in reports for norm in report.grad_norms]
+    failures = sum(report.totals[FAILURES] for report in reports)
+    first_failures = sum(report.first_failures for report in reports)
     values = {
         "rate": np.mean([report.rate for report in reports]),
         "gap": np.mean([report.gap for report in reports]),
@@ -271,53 +292,7 @@ def _diagnostics(reports: Sequence[StepReport]) -> dict[str, float]:
         "entropy": np.mean([report.share("entropy") for report in reports[-8:]]),
         "grad_norm": np.mean(norms),
         "grad_norm_max": np.max(norms),
+        "dropped": sum(report.totals[DROPPED] for report in reports) / max(1, failures),
+        "dropped_first": sum(report.first_dropped for report in reports) / max(1, first_failures),
     }
     return {name: float(f"{value:.4g}") for name, value in values.items()}
-
-
-Key = tuple[str, str, int, int]
-
-
-def key_of(record: dict[str, Any]) -> Key:
-    return record["setting"], record["method"], record["eta"], record["seed"]
-
-
-def read_results(path: Path) -> dict[Key, dict[str, Any]]:
-    """Return the finished runs. A line that a kill has cut short does not count."""
-    records: dict[Key, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        records[key_of(record)] = record
-    return records
-
-
-def sweep(
-    setting: Setting,
-    cells: Sequence[tuple[str, int]],
-    seeds: Sequence[int],
-    results: Path,
-    folder: Path,
-    say: Callable[[str], None],
-    *,
-    warm_steps: int = WARM_START_STEPS,
-) -> None:
-    """Do the runs that ``results`` lacks, cell by cell, and append a line for each of them."""
-    done = read_results(results)
-    missing = [(*cell, seed) for cell in cells for seed in seeds if (setting.name, *cell, seed) not in done]
-    say(f"{setting.name}: {len(missing)} runs to do")
-    known: dict[int, Inputs] = {}
-    with results.open("a", encoding="utf-8") as file:
-        for number, (method, eta, seed) in enumerate(missing):
-            if seed not in known:
-                known[seed] = inputs_of(seed, folder, say, warm_steps=warm_steps, held_out=setting.held_out)
-            started = time.monotonic()
-            record = Run(setting, method, eta, known[seed]).result()
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            say(
-                f"{number + 1}/{len(missing)} {setting.name} {method} eta {eta} seed {seed}: "
-                f"{record['accuracy'][-1][1]:.3f} ({time.monotonic() - started:.0f} s)"
-            )

@@ -21,6 +21,7 @@ from benchmarks.given_logits import vocab_parallel_logprob
 from slipstream.backend.batch.micro_batch import MicroBatch, assemble
 from slipstream.backend.batch.packing import schedule
 from slipstream.backend.batch.train_batch import TrainBatch, check_staleness
+from slipstream.backend.driver.feedback import MEMORY
 from slipstream.backend.objective.advantage import ADVANTAGES
 from slipstream.backend.objective.averaging import token_shares
 from slipstream.backend.objective.correction import interpolated_logp
@@ -33,6 +34,10 @@ CHUNKS = 2
 """Number of parts, sorted by length, in which a micro-batch is padded: less padding, same gradient."""
 
 
+FAILURES, DROPPED = "failures", "failures/dropped"
+"""Numbers of trajectories with a negative advantage, and of those that ``correction.negative`` drops."""
+
+
 @dataclass
 class StepReport:
     """Figures of one training step. Gaps are between pi_old and mu, whatever the method uses."""
@@ -40,9 +45,7 @@ class StepReport:
     rate: float
     """Learning rate."""
     gap: float = 0.0
-    """Mean of abs(log(pi_old / mu)) over the tokens of the first micro-batch, like the next three."""
-    square: float = 0.0
-    """Mean of log(pi_old / mu)^2."""
+    """Mean of abs(log(pi_old / mu)) over the tokens of the first micro-batch, like the next two."""
     kl: float = 0.0
     """KL(mu || pi_old) per token, estimated by exp(x) - 1 - x with x = log(pi_old / mu)."""
     ess: float = 1.0
@@ -50,7 +53,11 @@ class StepReport:
     grad_norms: list[float] = field(default_factory=list)
     """Norm of every update before clipping."""
     totals: dict[str, float] = field(default_factory=dict)
-    """Sums and maxima of ``token_statistics`` over all updates."""
+    """Sums and maxima of ``token_statistics`` over all updates, ``FAILURES`` and ``DROPPED``."""
+    first_failures: float = 0.0
+    """Number of failures in the first mini-batch, where the current policy is still pi_old."""
+    first_dropped: float = 0.0
+    """Number of those that ``correction.negative`` drops."""
 
     def share(self, name: str) -> float:
         return self.totals.get(name, 0.0) / self.totals["tokens"]
@@ -76,7 +83,7 @@ class Trainer:
         )
         self.version = 0
         self._mismatch: float | None = None
-        """Mean of log(pi_old / mu)^2 in the last batch of lag 0, as the driver keeps it."""
+        """Mean of log(pi_old / mu)^2 over tokens of lag 0; None: not measured yet."""
 
     def train(self, batch: TrainBatch, *, max_lag: int, rate_factor: float = 1.0) -> StepReport:
         """Train on ``batch`` and move to the next version. Raises StalenessViolation."""
@@ -95,9 +102,15 @@ class Trainer:
         for minibatch in minibatches:
             self._update(minibatch, proximal, report)
         self.version += 1
-        if not max_lag:
-            self._mismatch = report.square
+        self._measure_mismatch(report)
         return report
+
+    def _measure_mismatch(self, report: StepReport) -> None:
+        """Average the mismatch on tokens of lag 0 over steps, as the driver does."""
+        fresh = report.totals.get("fresh", 0.0)
+        if fresh:
+            measured, known = report.totals["fresh_square"] / fresh, self._mismatch
+            self._mismatch = measured if known is None else MEMORY * known + (1 - MEMORY) * measured
 
     def _advantages(self, batch: TrainBatch) -> Tensor:
         tokens_N = torch.tensor([trajectory.response_length for trajectory in batch.trajectories])
@@ -140,12 +153,14 @@ class Trainer:
             for name, value in measured.items():
                 known = report.totals.get(name, 0.0)
                 report.totals[name] = max(known, value) if name.startswith("max/") else known + value
+            if is_first:
+                report.first_failures += measured[FAILURES]
+                report.first_dropped += measured[DROPPED]
             if is_first and micro is minibatch[0]:
                 # Before the first update, the current policy is pi_old.
                 x_M = (tokens.logp_M.detach() - tokens.behaviour_logp_M).double()
                 weight_M = x_M.exp()
                 report.gap = x_M.abs().mean().item()
-                report.square = (x_M**2).mean().item()
                 report.kl = (weight_M - 1 - x_M).mean().item()
                 report.ess = (weight_M.mean() ** 2 / (weight_M**2).mean()).item()
         norm = clip_grad_norm_(self.policy.parameters(), self._actor.optimizer.clip_grad)
@@ -182,6 +197,9 @@ class Trainer:
             recomputed=actor.recompute_logprobs,
             weight_cap=actor.correction.weight_cap if actor.use_decoupled_loss else None,
         )
+        failed_M = tokens.advantage_M < 0
+        measured[FAILURES] = _trajectories(tokens, failed_M)
+        measured[DROPPED] = _trajectories(tokens, loss.masked.get("negative", torch.zeros_like(failed_M)))
         return (share_M * loss.loss_T).sum(), tokens, {name: value.item() for name, value in measured.items()}
 
     def _logp_and_entropy(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -206,3 +224,8 @@ class Trainer:
             positions += [starts[row] + np.arange(int(lengths[row])) for row in rows]
         place_T = torch.from_numpy(np.argsort(np.concatenate(positions)))
         return torch.cat(hidden)[place_T]
+
+
+def _trajectories(tokens: Tokens, chosen_M: Tensor) -> Tensor:
+    """Return the number of trajectories with chosen tokens."""
+    return torch.tensor(len(tokens.owner_M[chosen_M].unique()))

@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens, V symbols; N = B * (T - 1) predictions.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional as F
@@ -34,7 +34,6 @@ def warm_start(
     rng: random.Random,
     *,
     steps: int,
-    say: Callable[[str], None],
 ) -> None:
     """Train the policy in place on noisy demonstrations: cross-entropy of the responses, AdamW."""
     optimizer = torch.optim.AdamW(
@@ -44,12 +43,10 @@ def warm_start(
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = PEAK_LR * lr_scale(step, steps)
-        loss = accumulate_gradient(policy, tokenizer, _texts(rng, progress=step / steps))
+        accumulate_gradient(policy, tokenizer, _texts(rng, progress=step / steps))
         clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 100 == 0 or step == steps - 1:
-            say(f"  warm start: step {step + 1}/{steps}, loss {loss:.3f} per response token")
     policy.eval()
 
 
@@ -72,8 +69,8 @@ def response_labels(tokens_BT: torch.Tensor, assistant: int, pad: int) -> torch.
 
 def accumulate_gradient(
     policy: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, conversations: Sequence[str]
-) -> float:
-    """Add the gradient of the mean loss per response token of the batch, and return this loss.
+) -> None:
+    """Add the gradient of the mean loss per response token of the batch.
 
     Rows are padded on the right, where the causal mask hides the padding from every token.
     """
@@ -81,7 +78,6 @@ def accumulate_gradient(
     assistant, pad = IDS[ASSISTANT], IDS[PAD]
     response_tokens = sum(len(row) - row.index(assistant) - 1 for row in rows)
     size = -(-len(rows) // CHUNKS)
-    total = 0.0
     for chunk in (rows[start : start + size] for start in range(0, len(rows), size)):
         tokens_BT = pad_sequence([torch.tensor(row) for row in chunk], batch_first=True, padding_value=pad)
         labels_BT = response_labels(tokens_BT, assistant, pad)
@@ -89,5 +85,3 @@ def accumulate_gradient(
         logits_NV, labels_N = logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten()
         loss = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED, reduction="sum")
         (loss / response_tokens).backward()
-        total += loss.item()
-    return total / response_tokens
