@@ -17,6 +17,8 @@ from slipstream.backend.quickstart import task
 if TYPE_CHECKING:
     from slipstream.backend.quickstart.warm_start import Demonstrate
 
+HIDDEN = 128
+"""Hidden size of the policy."""
 TRAIN_PROBLEMS = 4096
 HELD_OUT_PROBLEMS = 300
 WARM_START_STEPS = 300
@@ -31,6 +33,7 @@ def prepare(
     seed: int = 0,
     say: Callable[[str], None] = print,
     warm_start_steps: int = WARM_START_STEPS,
+    hidden: int = HIDDEN,
 ) -> None:
     """Write the parts that do not exist yet, each determined by `seed`. Raises ValueError for equal paths.
 
@@ -39,12 +42,13 @@ def prepare(
     written with different seeds.
 
     Parts are built beside their place and renamed when all are done: a part that exists is complete, whatever
-    interrupted a preparation. `say` receives progress lines.
+    interrupted a preparation. `say` receives progress lines. `hidden` is the hidden size of the policy: a
+    wider one spends a larger share of a step on training.
     """
     parts: list[tuple[Path | None, Callable[[Path], None]]] = [
         (data_path, lambda path: write_problems(path, task.train_set(seed, TRAIN_PROBLEMS))),
         (eval_path, lambda path: write_problems(path, task.held_out_set(seed, HELD_OUT_PROBLEMS))),
-        (model_path, lambda path: write_policy(path, seed, steps=warm_start_steps, say=say)),
+        (model_path, lambda path: write_policy(path, seed, steps=warm_start_steps, say=say, hidden=hidden)),
     ]
     builders = {path: build for path, build in parts if path is not None}
     if len(builders) < sum(path is not None for path, _ in parts):
@@ -77,10 +81,12 @@ def write_policy(
     steps: int,
     say: Callable[[str], None],
     demonstrate: "Demonstrate | None" = None,
+    hidden: int = HIDDEN,
 ) -> None:
     """Write policy and tokenizer to `path` after a warm start of `steps`; `say` receives its accuracy.
 
-    `demonstrate` makes what the warm start shows; None: responses with the bad habit.
+    `demonstrate` makes what the warm start shows; None: responses with the bad habit. `hidden` is the hidden
+    size of the policy.
     """
     # Imported here: torch takes seconds to load, which a preparation with nothing to do must not take.
     from transformers import Qwen3ForCausalLM
@@ -92,7 +98,7 @@ def write_policy(
     started = time.monotonic()
     tokenizer = build_tokenizer()
     untrained = path.with_name(f"{path.name}-untrained")
-    policy = policies.build_policy(tokenizer, seed)
+    policy = policies.build_policy(tokenizer, seed, hidden)
     say(f"  {policy.num_parameters():,} parameters, Qwen3")
     policy.save_pretrained(untrained)
     tokenizer.save_pretrained(untrained)

@@ -5,29 +5,35 @@ from collections.abc import Sequence
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from slipstream.backend.quickstart import task
+from slipstream.backend.quickstart import HIDDEN, task
 from slipstream.backend.quickstart.tokenizer import EOS, IDS, PAD, prompt_text
 
 INITIALIZER_RANGE = 0.1
-"""About 1/sqrt(hidden). With 0.02, as usual, so narrow a model is still on its plateau then."""
+"""About 1/sqrt(``HIDDEN``). With 0.02, as usual, so narrow a model is still on its plateau then."""
+HEADS = 4
 
 MAX_RESPONSE_TOKENS = 3 * task.MAX_OPERANDS + 3
 
 
-def build_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Return a policy with random float32 weights and a generation config that stops at the end token."""
+def build_policy(tokenizer: PreTrainedTokenizerFast, seed: int, hidden: int = HIDDEN) -> Qwen3ForCausalLM:
+    """Return a policy with random float32 weights and a generation config that stops at the end token.
+
+    Raises ValueError unless the heads can share ``hidden`` in even parts, as rotary embeddings need them.
+    """
+    if hidden <= 0 or hidden % (2 * HEADS):
+        raise ValueError(f"hidden is {hidden}; expected a positive multiple of {2 * HEADS}")
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=2,
-        num_attention_heads=4,
+        num_attention_heads=HEADS,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=hidden // HEADS,
         max_position_embeddings=512,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=True,
-        initializer_range=INITIALIZER_RANGE,
+        initializer_range=INITIALIZER_RANGE * (HIDDEN / hidden) ** 0.5,
         bos_token_id=None,
         eos_token_id=IDS[EOS],
         pad_token_id=IDS[PAD],

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.backend import quickstart
 from slipstream.backend.quickstart import task
+from slipstream.backend.quickstart.policy import build_policy
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.backend.quickstart.warm_start import FLOOR_LR, PEAK_LR, encoded, recipe
 from slipstream.backend.trainer.learning_rate import learning_rate
@@ -39,6 +40,13 @@ def test_the_checkpoint_loads_with_transformers_and_stops_at_the_end_token(parts
     assert policy.config.max_position_embeddings >= 256
     assert policy.generation_config.eos_token_id == tokenizer.eos_token_id == 1
     assert policy.config.vocab_size == len(tokenizer)
+
+
+def test_the_policy_has_the_width_that_was_asked_for():
+    config = build_policy(build_tokenizer(), seed=0, hidden=48).config
+    assert (config.hidden_size, config.intermediate_size, config.head_dim) == (48, 96, 12)
+    with pytest.raises(ValueError, match="hidden is 100; expected a positive multiple of 8"):
+        build_policy(build_tokenizer(), seed=0, hidden=100)
 
 
 def test_the_two_sets_are_disjoint_and_each_label_is_the_sum(parts: tuple[Path, Path, Path]):
