@@ -165,6 +165,8 @@ class Question(msgspec.Struct, array_like=True, gc=False):
     """Policy version of the trainer; the function is given it as the number of the rollout."""
     step: int = 0
     """Number of training steps behind that version."""
+    sample: int = 0
+    """Number of the episode among those of its prompt, from 0."""
 
 
 class LostGroup(msgspec.Struct, array_like=True, gc=False):

@@ -16,6 +16,7 @@ from slipstream.backend.commands.preflight import check_start
 from slipstream.backend.commands.tryout import told
 from slipstream.backend.driver.length_filter import LengthFilter
 from slipstream.backend.driver.tryout import tryout
+from slipstream.backend.monitor.passes import by_prompt, passes, powers_to
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 from slipstream.backend.monitor.units import mean
 from slipstream.configs.schema import EvalSamplingConfig, PromptFile, RunConfig
@@ -25,9 +26,6 @@ from slipstream.rollout.evaluated_set import HELD_OUT
 from slipstream.rollout.prompts import PromptError, checked_prompts
 from slipstream.rollout.tokenizer import load_tokenizer
 from slipstream.rollout.trajectory import Finish, Prompt
-
-PASSED = 1.0
-"""Reward from which a sample passes."""
 
 SHOWN_FAILURES = 3
 """Failed episodes of which the reason is printed."""
@@ -153,44 +151,30 @@ def score_of(name: str, episodes: Sequence[TriedEpisode], samples: int) -> SetSc
         raise Failed("\n".join([f"{name}: {len(failed)} of {len(episodes)} episodes have failed", *reasons]))
     whole = [episode.trajectory for episode in episodes if episode.trajectory is not None]
     rewards = [trajectory.reward or 0.0 for trajectory in whole]
-    by_prompt = [rewards[start : start + samples] for start in range(0, len(rewards), samples)]
-    means, count = [mean(values) for values in by_prompt], len(by_prompt)
+    means = [mean(values) for values in by_prompt(rewards, samples)]
+    count = len(means)
     middle = mean(means)
     spread = math.sqrt(sum((value - middle) ** 2 for value in means) / max(1, count - 1))
-    passing = [sum(value >= PASSED for value in values) for values in by_prompt]
     return SetScore(
         name,
         count,
         samples,
         middle,
         spread / math.sqrt(count),
-        {k: mean([pass_at(k, samples, passed) for passed in passing]) for k in powers_to(samples)},
+        passes(rewards, samples),
         mean([trajectory.header.sampled_length for trajectory in whole]),
         mean([float(trajectory.finish is Finish.LENGTH) for trajectory in whole]),
     )
 
 
-def pass_at(k: int, samples: int, passed: int) -> float:
-    """Return the chance that one of k samples passes, drawn from ``samples`` of which ``passed`` do.
-
-    Unbiased: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, equation 1).
-    """
-    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
-
-
-def powers_to(samples: int) -> list[int]:
-    """Return 1, 2, 4, ... and ``samples``."""
-    return sorted({samples, *(2**power for power in range(samples.bit_length()) if 2**power <= samples)})
-
-
 def columns(samples: int) -> Columns[SetScore]:
     """Return the columns of the table."""
-    passes = {f"pass@{k}": (lambda row, k=k: f"{row.passes[k]:.3f}") for k in powers_to(samples)}
+    pass_columns = {f"pass@{k}": (lambda row, k=k: f"{row.passes[k]:.3f}") for k in powers_to(samples)}
     return {
         "set": lambda row: row.name,
         "prompts": lambda row: f"{row.prompts:,}",
         f"avg@{samples}": lambda row: f"{row.mean:.3f} ± {row.error:.3f}",
-        **passes,
+        **pass_columns,
         "tokens": lambda row: f"{row.length:.0f}",
         "cut off": lambda row: f"{row.cut_off:.1%}",
     }

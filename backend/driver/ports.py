@@ -244,11 +244,13 @@ class RunListener(CollectionListener, CheckpointListener, Protocol):
         response_length: float,
         parts: Mapping[str, float],
         metrics: Mapping[str, float],
+        of_samples: Mapping[str, float],
         *,
         is_logged: bool = False,
     ) -> None:
-        """Held-out prompts were answered greedily, with the mean ``reward``, the means of its ``parts`` and
-        those of the ``metrics`` that workflows have recorded. Beside training, some tokens may be of a newer
-        version. ``is_logged``: a hook has logged it.
+        """Held-out prompts were answered, with the mean ``reward``, the means of its ``parts`` and those of
+        the ``metrics`` that workflows have recorded. ``of_samples``: avg@n and pass@k, if each prompt was
+        answered several times. Beside training, some tokens may be of a newer version. ``is_logged``: a hook
+        has logged it.
         """
         ...

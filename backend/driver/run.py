@@ -206,7 +206,7 @@ async def _course(
             progress.note(announcement(config, os.environ))
         if parts.collectors.count:
             await parts.server.first_collector(config.rollout.engine.start_timeout_s)
-        if evaluation is not None and not state.ledger.epoch and own is None:
+        if evaluation is not None and evaluation.is_due_first(state.ledger.epoch) and own is None:
             progress.phase("evaluating the initial policy")
             await evaluation.run(0)
         recorder.training_begins(parts.status())

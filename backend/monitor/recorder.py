@@ -106,6 +106,7 @@ class Recorder:
         response_length: float,
         parts: Mapping[str, float],
         metrics: Mapping[str, float],
+        of_samples: Mapping[str, float],
         *,
         is_logged: bool = False,
     ) -> None:
@@ -121,6 +122,7 @@ class Recorder:
                 **accuracy,
                 **self._eval_parts.logged(parts),
                 **self._eval_metrics.logged(metrics),
+                **_of_samples(of_samples),
                 "eval/response_length": response_length,
             },
         )
@@ -258,6 +260,16 @@ class Recorder:
             groups=GroupTotals(**asdict(counts)),
             turns=None if status.live is None else turn_totals(status.live),
         )
+
+
+def _of_samples(scores: Mapping[str, float]) -> dict[str, Value]:
+    """Return avg@n and pass@k as parts of two metrics."""
+    named: dict[str, Value] = {}
+    for prefix in ("avg_at_", "pass_at_"):
+        parts = {name.removeprefix(prefix): n for name, n in scores.items() if name.startswith(prefix)}
+        if parts:
+            named[f"eval/{prefix}parts"] = parts
+    return named
 
 
 def _with_parts(metrics: Mapping[str, float]) -> dict[str, Value]:

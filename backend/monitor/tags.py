@@ -87,6 +87,19 @@ TAGS: dict[str, Tag] = {
         "`eval/episode_NAME` for each number that a workflow records: its mean in the evaluation.",
         "parts",
     ),
+    "eval/avg_at_parts": Tag(
+        "reward",
+        "`eval/avg_at_N` with N = `eval.n_samples_per_prompt` above 1: mean reward over N completions of "
+        "each prompt, of all sets together; `eval/avg_at_N/NAME` that of each of several sets.",
+        "parts",
+    ),
+    "eval/pass_at_parts": Tag(
+        "fraction",
+        "`eval/pass_at_K` for K = 1, 2, 4 and so on up to `eval.n_samples_per_prompt`, if that is above "
+        "1: chance that at least one of K completions of a prompt has a reward of 1 or more, estimated "
+        "without bias; `eval/pass_at_K/NAME` that of each of several sets.",
+        "parts",
+    ),
     "eval/response_length": Tag("tokens", "Mean response length in the evaluation."),
     # staleness
     "staleness/head_max": Tag(

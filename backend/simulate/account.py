@@ -160,6 +160,7 @@ class Account:
         response_length: float,
         parts: Mapping[str, float],
         metrics: Mapping[str, float],
+        of_samples: Mapping[str, float],
         *,
         is_logged: bool = False,
     ) -> None:

@@ -114,6 +114,12 @@ def evaluation_can_be_sampled(config: RunConfig) -> Iterator[Violation]:
     if own.min_new_tokens is not None and sampling.min_new_tokens > sampling.max_new_tokens:
         reason = f"expected at most {sampling.max_new_tokens}, the largest number of tokens of a completion"
         yield Violation("eval.sampling.min_new_tokens", own.min_new_tokens, reason)
+    if config.eval.n_samples_per_prompt > 1 and own.is_greedy:
+        reason = (
+            "with eval.sampling.temperature: 0 all completions of a prompt would be equal; expected 1, or a "
+            "temperature above 0, such as 1"
+        )
+        yield Violation("eval.n_samples_per_prompt", config.eval.n_samples_per_prompt, reason)
 
 
 def stop_tokens_exist(config: RunConfig) -> Iterator[Violation]:
@@ -244,7 +250,7 @@ RULES = (
             "actor.use_decoupled_loss",
         ),
     ),
-    Rule(evaluation_can_be_sampled, ("eval.sampling", "rollout.sampling")),
+    Rule(evaluation_can_be_sampled, ("eval.sampling", "eval.n_samples_per_prompt", "rollout.sampling")),
     Rule(
         stop_tokens_exist,
         ("model.path", "rollout.sampling.stop_token_ids", "eval.sampling.stop_token_ids"),

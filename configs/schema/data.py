@@ -155,10 +155,21 @@ class EvalConfig(PromptsConfig):
     every: int = Field(
         default=0,
         ge=0,
-        description="Number of training steps between two evaluations; 0 evaluates only before and after.",
+        description="Number of training steps between two evaluations; 0: no evaluation during training.",
+    )
+    before_training: bool = Field(
+        default=True,
+        description="Evaluate the initial policy before the first training step. A resumed run does not "
+        "evaluate it again.",
     )
     max_prompts: int | None = Field(
         default=None, ge=1, description="Largest number of prompts of each file to evaluate on; null: all."
+    )
+    n_samples_per_prompt: int = Field(
+        default=1,
+        ge=1,
+        description="Completions of each prompt. More than one needs `eval.sampling.temperature` above 0, "
+        "and adds the metrics `eval/avg_at_N` and `eval/pass_at_K`.",
     )
     sampling: EvalSamplingConfig = Field(
         default=EvalSamplingConfig(), description="How completions of held-out prompts are sampled."

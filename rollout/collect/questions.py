@@ -46,15 +46,22 @@ class EvaluationTasks:
         for collector in self._collectors.values():
             collector.evaluates_from(step)
 
-    async def ask(self, prompts: Sequence[Prompt], version: int = 0, step: int = 0) -> list[Evaluated]:
-        """Run one greedy episode for each prompt. Return the results in their order.
+    async def ask(
+        self, prompts: Sequence[Prompt], version: int = 0, step: int = 0, samples: int = 1
+    ) -> list[Evaluated]:
+        """Run ``samples`` episodes for each prompt. Return the results in the order of the prompts, those of
+        a prompt in a row.
 
         ``version``: policy version of the trainer. ``step``: number of training steps behind it. Waits for a
         collector if there is none. A caller that is cancelled withdraws its questions.
         """
         self._begins(step)
         return await self._ask(
-            [Question(next(self._numbers), prompt_fields(prompt), version, step) for prompt in prompts]
+            [
+                Question(next(self._numbers), prompt_fields(prompt), version, step, sample)
+                for prompt in prompts
+                for sample in range(samples)
+            ]
         )
 
     async def ask_function(self, version: int) -> Evaluated:

@@ -109,9 +109,17 @@ class UntrainedLog:
     ) -> Rows:
         reason = None if reason is None else as_note(reason)
         if trajectory is None:
-            return [empty_row(EVALUATED, prompt.id, 0, question.version, prompt, reason)]
+            return [empty_row(EVALUATED, prompt.id, question.sample, question.version, prompt, reason)]
         episodes = [
-            LoggedEpisode(EVALUATED, prompt.id, 0, question.version, part, _lags(part, {}), reason=reason)
+            LoggedEpisode(
+                EVALUATED,
+                prompt.id,
+                question.sample,
+                question.version,
+                part,
+                _lags(part, {}),
+                reason=reason,
+            )
             for part in trajectory.split()
         ]
         return [episode_row(episode, self._text(), self._settings.max_tokens) for episode in episodes]

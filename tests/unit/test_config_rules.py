@@ -354,6 +354,11 @@ def violations(file, *overrides: str) -> dict[str, str]:
         (["rollout.workflow=nosuchpackage.Flow"], "rollout.workflow", "PYTHONPATH"),
         (["rollout.sampling.max_new_tokens=128"], "rollout.sampling.max_new_tokens", "less than 128"),
         (["eval.sampling.max_new_tokens=128"], "eval.sampling.max_new_tokens", "less than 128"),
+        (
+            ["eval.n_samples_per_prompt=4"],
+            "eval.n_samples_per_prompt",
+            "all completions of a prompt would be",
+        ),
         (["actor.parallel.tensor=3"], "actor.parallel.tensor", "divisor of 4"),
         (["actor.parallel.tensor=4"], "actor.parallel.tensor", "divisor of 2"),
         (["rollout.engine.tensor_parallel=4"], None, ""),

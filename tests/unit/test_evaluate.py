@@ -10,13 +10,12 @@ import pytest
 
 from slipstream.backend.commands.evaluate import (
     evaluate,
-    pass_at,
-    powers_to,
     prompt_sets,
     score_of,
     with_sampling,
 )
 from slipstream.backend.commands.outcome import Failed, WrongInput
+from slipstream.backend.monitor.passes import pass_at, powers_to
 from slipstream.configs.load import load_recipe
 from slipstream.rollout.collector.trial import TriedEpisode
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory

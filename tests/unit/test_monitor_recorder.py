@@ -183,7 +183,7 @@ def test_every_logged_tag_is_declared():
 
     fakes = Fakes(is_accuracy=True)
     fakes.step(two_groups(), 5)
-    fakes.recorder.evaluated(5, 0.5, 10.0, {}, {})
+    fakes.recorder.evaluated(5, 0.5, 10.0, {}, {}, {})
     assert {name for _, values in fakes.logged for name in values} <= TAGS.keys()
 
 
@@ -212,7 +212,7 @@ def test_retractions_and_retries_add_up_over_the_run_and_only_a_few_failures_are
 
 def test_an_evaluation_is_logged_at_its_version_and_shown_with_the_next_step_only():
     fakes = Fakes()
-    fakes.recorder.evaluated(4, -7.5, 12.0, {}, {})
+    fakes.recorder.evaluated(4, -7.5, 12.0, {}, {}, {})
     assert fakes.logged == [(4, {"eval/reward": -7.5, "eval/response_length": 12.0})]
     fakes.step(two_groups(), 5)
     fakes.step(two_groups(), 6)
@@ -221,7 +221,7 @@ def test_an_evaluation_is_logged_at_its_version_and_shown_with_the_next_step_onl
 
 def test_an_evaluation_is_an_accuracy_where_the_reward_is_one():
     fakes = Fakes(is_accuracy=True)
-    fakes.recorder.evaluated(0, 0.75, 12.0, {}, {})
+    fakes.recorder.evaluated(0, 0.75, 12.0, {}, {}, {})
     assert fakes.logged == [(0, {"eval/reward": 0.75, "eval/accuracy": 0.75, "eval/response_length": 12.0})]
     fakes.step(two_groups(), 5)
     assert fakes.shown[0]["held_out"] == HeldOut(0.75, True)
@@ -240,7 +240,7 @@ def test_metrics_that_are_not_finite_end_neither_a_step_nor_the_summary():
     fakes = Fakes()
     fakes.recorder.training_begins(fakes.status)
     fakes.step(two_groups(), 5, tokens=float("nan"), train_s=0.0, step_s=0.0)
-    fakes.recorder.evaluated(5, float("inf"), 5.0, {}, {})
+    fakes.recorder.evaluated(5, float("inf"), 5.0, {}, {}, {})
     summary = fakes.recorder.summary("done", fakes.status)
     assert (summary.tokens_trained, summary.reward_after) == (0, None)
 
@@ -248,7 +248,7 @@ def test_metrics_that_are_not_finite_end_neither_a_step_nor_the_summary():
 def test_the_summary_adds_the_run_up():
     fakes = Fakes()
     fakes.now = 20.0
-    fakes.recorder.evaluated(0, 0.1, 5.0, {}, {})
+    fakes.recorder.evaluated(0, 0.1, 5.0, {}, {}, {})
     fakes.recorder.training_begins(fakes.status)
     fakes.now = 30.0
     fakes.set(tokens_generated=400)
@@ -258,7 +258,7 @@ def test_the_summary_adds_the_run_up():
     fakes.step([group(2, trajectory([5], 1.0), trajectory([5], 1.0))], 6, tokens=2.0, wait_s=1.0)
     fakes.recorder.training_ends()
     fakes.now = 45.0
-    fakes.recorder.evaluated(6, 0.9, 5.0, {}, {})
+    fakes.recorder.evaluated(6, 0.9, 5.0, {}, {}, {})
     fakes.set(counts=GroupCounts(admitted=5, trained=3, filtered=1, failed=1))
     fakes.set(engine_restarts=1, step=7)
     summary = fakes.recorder.summary("done", fakes.status).model_dump()
@@ -341,10 +341,10 @@ def test_a_run_that_never_trained_has_no_training_in_its_summary():
 
 def test_an_interrupted_run_does_not_call_an_earlier_version_its_last_policy():
     fakes = Fakes()
-    fakes.recorder.evaluated(0, 0.1, 5.0, {}, {})
+    fakes.recorder.evaluated(0, 0.1, 5.0, {}, {}, {})
     fakes.recorder.training_begins(fakes.status)
     fakes.step(two_groups(), 5)
-    fakes.recorder.evaluated(5, 0.4, 5.0, {}, {})
+    fakes.recorder.evaluated(5, 0.4, 5.0, {}, {}, {})
     assert fakes.recorder.summary("stopped", fakes.status).reward_after == 0.4
     fakes.step([group(2, trajectory([5], 1.0))], 6)
     assert fakes.recorder.summary("stopped", fakes.status).reward_after is None

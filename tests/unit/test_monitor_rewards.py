@@ -19,7 +19,7 @@ from slipstream.backend.monitor.recorder import Recorder
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.backend.monitor.summary import RunSummary, print_summary, write_summary
 from slipstream.bridge.publish.report import PublishReport
-from slipstream.configs.schema import EvalConfig
+from slipstream.configs.schema import EvalConfig, EvalSamplingConfig
 from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.control.core import GroupCounts
 from slipstream.rollout.control.slots import State
@@ -59,7 +59,9 @@ class Asked(EvaluationTasks):
         super().__init__()
         self._reward = reward
 
-    async def ask(self, prompts: Sequence[Prompt], version: int, step: int) -> list[Evaluated]:
+    async def ask(
+        self, prompts: Sequence[Prompt], version: int = 0, step: int = 0, samples: int = 1
+    ) -> list[Evaluated]:
         assert step == version
         return [
             Evaluated(
@@ -71,6 +73,7 @@ class Asked(EvaluationTasks):
                 metrics=(("calls", prompt.id),),
             )
             for prompt in prompts
+            for _ in range(samples)
         ]
 
     async def reward_of(self, prompt: Prompt) -> float:
@@ -87,7 +90,8 @@ def test_each_of_several_sets_has_a_mean_of_its_own():
     heard: list[dict] = []
 
     class Listener:
-        def evaluated(self, version, reward, length, parts, metrics, *, is_logged):
+        def evaluated(self, version, reward, length, parts, metrics, of_samples, *, is_logged):
+            assert not of_samples
             heard.append({"reward": reward, **parts})
 
     prompts = [
@@ -101,6 +105,48 @@ def test_each_of_several_sets_has_a_mean_of_its_own():
     evaluation = Evaluation(settings, prompts, Asked(OutOfTen()), Listener(), step_of=int)  # type: ignore[arg-type]
     asyncio.run(evaluation.run(0))
     assert heard == [{"reward": 5.0, "easy": 2.5, "hard": 6.25, "place": 1.0, "bonus": 0.5}]
+
+
+class Alternates(Asked):
+    """Every second sample of a prompt of the set `hard` passes; all of `easy` do."""
+
+    def __init__(self) -> None:
+        super().__init__(PlusMinus())
+        self._asked = Counter[int]()
+
+    async def reward_of(self, prompt: Prompt) -> float:
+        self._asked[prompt.id] += 1
+        return float(prompt.source == "easy" or self._asked[prompt.id] % 2)
+
+
+def test_several_samples_of_a_prompt_have_avg_and_pass_by_set(tmp_path: Path):
+    metrics = MetricsLog(tmp_path)
+    recorder = Recorder(metrics, PlainProgress(1, io.StringIO(), clock=lambda: 0.0), is_accuracy=False)
+    prompts = [Prompt(0, "?", source="easy"), Prompt(1, "?", source="hard"), Prompt(2, "?", source="hard")]
+    settings = EvalConfig(
+        path=Path("heldout.jsonl"), n_samples_per_prompt=4, sampling=EvalSamplingConfig(temperature=1.0)
+    )
+    asyncio.run(Evaluation(settings, prompts, Alternates(), recorder, step_of=int).run(0))
+    metrics.close()
+    [record] = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
+    of_samples = {name.removeprefix("eval/"): value for name, value in record.items() if "_at_" in name}
+    expected = {"easy": {"avg_at_4": 1.0, "pass_at_1": 1.0, "pass_at_2": 1.0, "pass_at_4": 1.0}}
+    expected["hard"] = {"avg_at_4": 0.5, "pass_at_1": 0.5, "pass_at_2": 1 - 1 / 6, "pass_at_4": 1.0}
+    both = {name: (value + 2 * expected["hard"][name]) / 3 for name, value in expected["easy"].items()}
+    by_set = {f"{name}/{of}": value for of, values in expected.items() for name, value in values.items()}
+    assert of_samples == pytest.approx(both | by_set)
+    assert record["eval/reward"] == pytest.approx(both["avg_at_4"])
+
+
+@pytest.mark.parametrize(
+    ("before", "epoch", "is_due"), [(True, 0, True), (True, 1, False), (False, 0, False)]
+)
+def test_the_initial_policy_is_evaluated_once_unless_the_recipe_says_otherwise(before, epoch, is_due):
+    settings = EvalConfig(path=Path("heldout.jsonl"), every=2, before_training=before)
+    asked, listener = Asked(PlusMinus()), SimpleNamespace()
+    evaluation = Evaluation(settings, PROMPTS, asked, listener, step_of=int)  # type: ignore[arg-type]
+    assert evaluation.is_due_first(epoch) == is_due
+    assert evaluation.is_due(2, 5), "evaluations during training stay"
 
 
 def small_run(folder: Path, reward: Reward) -> tuple[RunSummary, list[str], list[dict]]:

@@ -195,7 +195,7 @@ DATA = """python3 train.py --hf-checkpoint /m --prompt-data /d.parquet --rm-type
  --metadata-key extra --rollout-max-prompt-len 2048 --rollout-stop '</a>' --rollout-stop-token-ids 7 8 \\
  --apply-chat-template-kwargs '{"enable_thinking": false}' \\
  --eval-prompt-data aime /aime.jsonl gsm8k /gsm8k.jsonl --eval-input-key prompt --eval-temperature 0.6 \\
- --eval-top-p 0.9 --eval-max-prompt-len 1024
+ --eval-top-p 0.9 --eval-max-prompt-len 1024 --n-samples-per-eval-prompt 4 --skip-eval-before-train
 """
 
 
@@ -214,6 +214,7 @@ def test_flags_of_data_and_sampling_are_settings(script):
     assert recipe["eval"]["columns"] == {"prompt": "prompt"}
     assert recipe["eval"]["sampling"] == {"temperature": 0.6, "top_p": 0.9}
     assert recipe["eval"]["max_prompt_tokens"] == 1024
+    assert recipe["eval"]["n_samples_per_prompt"] == 4 and recipe["eval"]["before_training"] is False
 
 
 LEFT_OUT = """python3 train.py --hf-checkpoint /m --prompt-data /d.jsonl --rm-type math --num-rollout 3 \\

@@ -96,6 +96,8 @@ SETTINGS: dict[str, Setting] = {
     "value-clip": ("critic.value_clip", _number),
     "save-interval": ("checkpoint.every", _whole),
     "eval-interval": ("eval.every", _whole),
+    "n-samples-per-eval-prompt": ("eval.n_samples_per_prompt", _whole),
+    "skip-eval-before-train": ("eval.before_training", lambda text: not _yes(text)),
     "eval-max-response-len": ("eval.sampling.max_new_tokens", _whole),
     "eval-min-new-tokens": ("eval.sampling.min_new_tokens", _whole),
     "eval-temperature": ("eval.sampling.temperature", _number),
@@ -274,12 +276,10 @@ _BUFFER = "Slipstream collects by itself, without a server of rollouts"
 REFUSED = {
     "num-epoch": "a run has steps: set run.steps to epochs * prompts / rollout.batch_size",
     "loss-type": "Slipstream trains `policy_loss` by reinforcement, and supervised by `slipstream sft`",
-    "n-samples-per-eval-prompt": "an evaluation takes one completion of each prompt; see `slipstream eval`",
     **_each(
         "an evaluation takes each prompt as a rollout does",
         "eval-max-context-len eval-reward-key eval-tool-key",
     ),
-    "skip-eval-before-train": "the first policy is always evaluated, so that a run shows what it has changed",
     "train-env-vars": "set them where the run is started: its processes inherit them",
     "rollout-skip-special-tokens": "hooks get the text with its special tokens",
     "tool-key": "a workflow has the tools: docs/agents.md",
