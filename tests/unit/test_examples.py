@@ -37,7 +37,7 @@ def test_the_recipe_of_an_example_is_valid_and_its_code_has_the_right_shape(path
 
 def test_the_guide_shows_every_example():
     folders = {path.parent.name for path in EXAMPLES.glob("*/*.py")}
-    assert folders == {path.split("/")[1] for path in SHOWN}
+    assert folders - {"smollm2"} == {path.split("/")[1] for path in SHOWN}, "docs/smollm2.md shows that one"
     assert all((EXAMPLES / folder / "README.md").exists() for folder in folders)
 
 
