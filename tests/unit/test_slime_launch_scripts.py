@@ -263,3 +263,38 @@ def test_a_layout_that_needs_transformer_engine_is_kept_where_there_is_none(scri
         notes = "\n".join(json.loads(result.stdout)["notes"])
         assert ("Transformer Engine is not installed" in notes) is not installed
         out.unlink()
+
+
+def refusals_and_recipe(script: Path, flags: str) -> tuple[set[str], dict]:
+    script.write_text(LEFT_OUT.replace("--num-rollout", f"{flags} --num-rollout"))
+    script.with_name("recipe.yaml").unlink(missing_ok=True)
+    result, out = imported(script, "--json")
+    outcomes = json.loads(result.stdout)["flags"]
+    return {each["flag"] for each in outcomes if each["outcome"] == "refused"}, yaml.safe_load(
+        out.read_text()
+    )
+
+
+def test_metrics_go_to_weights_and_biases_only_with_its_switch(script):
+    flags = "--wandb-project mine --wandb-group trials --wandb-team us"
+    refused, recipe = refusals_and_recipe(script, f"--use-wandb {flags}")
+    wandb = recipe.get("log", {}).get("wandb")
+    assert not refused and wandb == {"project": "mine", "group": "trials", "entity": "us"}
+    assert "log" not in refusals_and_recipe(script, flags)[1]
+    assert refusals_and_recipe(script, "--use-wandb")[0] == {"use-wandb"}
+
+
+def test_importance_weights_are_capped_as_in_slime(script):
+    for flags, cap in (("--use-tis", 2.0), ("--use-tis --tis-clip 3 --tis-clip-low 0", 3.0)):
+        refused, recipe = refusals_and_recipe(script, flags)
+        assert not refused and recipe["actor"]["correction"]["token"] == {"type": "cap", "cap": cap}
+    assert "correction" not in refusals_and_recipe(script, "--tis-clip 3")[1]["actor"]
+    assert refusals_and_recipe(script, "--use-tis --tis-clip-low 0.5")[0] == {"tis-clip-low"}
+
+
+def test_sequences_are_masked_where_slime_compares_with_the_policy_that_sampled(script):
+    refused, recipe = refusals_and_recipe(script, "--use-opsm --opsm-delta 1e-3 --use-rollout-logprobs")
+    assert not refused
+    assert recipe["actor"]["correction"]["negative"] == {"delta": 1e-3, "errors": None}
+    refused, recipe = refusals_and_recipe(script, "--use-opsm --opsm-delta 1e-3")
+    assert refused == {"use-opsm", "opsm-delta"} and "correction" not in recipe["actor"]

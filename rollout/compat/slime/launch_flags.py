@@ -206,7 +206,7 @@ NEEDLESS = {
     **_each(
         _TENSORBOARD,
         """
-        use-wandb wandb-project wandb-group wandb-key wandb-team wandb-host wandb-mode wandb-dir
+        wandb-key wandb-host wandb-dir
         wandb-run-id disable-wandb-random-suffix wandb-always-use-train-step use-tensorboard tb-project-name
         tb-experiment-name log-passrate log-multi-turn log-reward-category log-correct-samples
         """,
@@ -264,12 +264,13 @@ NEEDLESS = {
     "min-lr": "",
     "lr-warmup-fraction": "",
     "lr-decay-iters": "",
+    **_each("", "use-wandb wandb-project wandb-group wandb-team wandb-mode"),
+    **_each("", "tis-clip tis-clip-low use-opsm opsm-delta"),
 }
 """Flags that a recipe needs nothing for, and why. An empty reason: ``launch_recipe`` decides by the value."""
 
 _DEVELOPERS = "it is a tool of slime's developers"
 _STATES = "all parameters are trained by one Adam, whose state is kept; adapters: actor.lora"
-_SEQUENCES = "set actor.correction.sequence or actor.correction.negative (docs/objectives.md)"
 _ALIKE = "all engines are alike, and each run starts its own"
 _BUFFER = "Slipstream collects by itself, without a server of rollouts"
 
@@ -287,7 +288,6 @@ REFUSED = {
     "disable-compute-advantages-and-returns": "a custom_loss_function may leave advantages alone",
     "normalize-advantages": "the estimators reinforce_pp and reinforce_pp_baseline whiten advantages",
     "ref-update-interval": "set actor.kl (docs/objectives.md)",
-    **_each(_SEQUENCES, "use-opsm opsm-delta"),
     **_each(
         _STATES,
         """
@@ -337,8 +337,6 @@ REFUSED = {
     "opd-type": "add a term of type teacher to actor.advantage",
     "opd-kl-coef": "set the weight of the term of type teacher in actor.advantage",
     "opd-teacher-load": "set scores: {type: model, path: ...} in the term of type teacher",
-    "tis-clip": "set actor.correction.token (docs/objectives.md)",
-    "tis-clip-low": "set actor.correction.token (docs/objectives.md)",
     **_each(_ALIKE, "sglang-config prefill-num-servers rollout-external-engine-addrs"),
 }
 """Flags that a recipe has no setting for, and what to do."""

@@ -38,6 +38,15 @@ _KL_TYPES = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3", "kl": "k1"}
 _OF_MEGATRON = re.compile(r"moe-|no-|deterministic|attention-backend|decoder-|cross-entropy|tp-comm")
 """Flags of Megatron that are passed on. The loader refuses those that it has no field for."""
 
+_WANDB = {
+    "use-wandb": "project",
+    "wandb-project": "project",
+    "wandb-group": "group",
+    "wandb-team": "entity",
+    "wandb-mode": "mode",
+}
+"""Settings in `log.wandb` of slime's flags for Weights & Biases."""
+
 _USUAL_BOUND = 4
 """Bound on the lag for scripts of slime's fully asynchronous rollout, which has none."""
 
@@ -178,6 +187,11 @@ class _Import:
             "min-lr": self._decay,
             "lr-decay-iters": self._decay,
             "lr-warmup-fraction": self._warmup,
+            **dict.fromkeys(_WANDB, lambda: self._wandb(flag)),
+            "tis-clip": lambda: self._weights(flag),
+            "tis-clip-low": lambda: self._weights(flag),
+            "use-opsm": self._masked_sequences,
+            "opsm-delta": self._masked_sequences,
             "loss-type": lambda: self._expected(flag, "policy_loss", REFUSED["loss-type"]),
         }
         if flag.name in decide:
@@ -384,6 +398,44 @@ class _Import:
         steps = round(self._number("lr-warmup-fraction", 0.0) * self._whole("num-rollout", 1000))
         return self._set("actor.optimizer.warmup_steps", steps)
 
+    def _wandb(self, flag: Flag) -> str:
+        if "use-wandb" not in self._flags or self._value("wandb-mode", "") == "disabled":
+            return "metrics go to Weights & Biases only with --use-wandb"
+        project = self._value("wandb-project", "")
+        if not project:
+            raise FlagError("log.wandb needs a project: name it with --wandb-project")
+        value = project if flag.name == "use-wandb" else flag.text
+        if not value:
+            raise FlagError("it has no value")
+        self._set("log.wandb.project", project)
+        return self._set(f"log.wandb.{_WANDB[flag.name]}", value)
+
+    def _caps_weights(self) -> bool:
+        return "use-tis" in self._flags and "custom-tis-function-path" not in self._flags
+
+    def _weights(self, flag: Flag) -> str:
+        if "use-tis" not in self._flags:
+            return "importance weights are clipped only with --use-tis"
+        if not self._caps_weights():
+            raise FlagError("the custom_tis_function decides about importance weights")
+        if flag.name == "tis-clip-low":
+            if self._number(flag.name, 0.0) > 0:
+                raise FlagError("an importance weight has no lower limit: actor.correction.token caps it")
+            return "importance weights have no lower limit"
+        self._set("actor.correction.token.type", "cap")
+        return self._set("actor.correction.token.cap", self._number(flag.name, 2.0))
+
+    def _masked_sequences(self) -> str:
+        if "use-opsm" not in self._flags:
+            return "sequences are masked only with --use-opsm"
+        if "use-rollout-logprobs" not in self._flags:
+            raise FlagError(
+                "without --use-rollout-logprobs slime compares the policy with that of the step's start, and "
+                "actor.correction.negative with the one that sampled (docs/objectives.md)"
+            )
+        self._set("actor.correction.negative.errors", None)
+        return self._set("actor.correction.negative.delta", self._number("opsm-delta", 1e-4))
+
     # ---- what a recipe cannot be without
 
     def _data(self) -> str:
@@ -430,7 +482,7 @@ class _Import:
     def _left_out(self) -> None:
         """Set slime's defaults of flags that the script leaves out, where Slipstream's are others."""
         clip = self._number("eps-clip", 0.2)
-        defaults = {
+        defaults: Settings = {
             "actor.objective.clip_high": clip,
             "actor.optimizer.weight_decay": 0.01,
             "actor.optimizer.beta2": 0.999,
@@ -439,6 +491,8 @@ class _Import:
             defaults["actor.objective.clip_low"] = clip
         if {"eval.path", "eval.sets"} & self._settings.keys():
             defaults["eval.sampling.temperature"] = self._number("rollout-temperature", 1.0)
+        if self._caps_weights():
+            defaults |= {"actor.correction.token.type": "cap", "actor.correction.token.cap": 2.0}
         if self._settings.get("rollout.engine.args.enable_deterministic_inference"):
             defaults["rollout.sampling.seed"] = self._whole("rollout-seed", 42)
         self._settings |= {path: value for path, value in defaults.items() if path not in self._settings}
