@@ -21,10 +21,11 @@ def importance_weight(log_weight_T: Tensor, cap: float | None) -> Tensor:
     return log_weight_T.exp().clamp(max=highest).detach()
 
 
-def outside_band(log_weight_T: Tensor, *, low: float, high: float) -> Tensor:
-    """True where pi_old / mu is outside [low, high] (IcePop's token mask)."""
+def outside_band(log_weight_T: Tensor, *, low: float | None, high: float) -> Tensor:
+    """True where pi_old / mu is outside [low, high] (IcePop's token mask). low: None is no lower limit."""
     weight_T = log_weight_T.detach().exp()
-    return (weight_T < low) | (weight_T > high)
+    above_T = weight_T > high
+    return above_T if low is None else above_T | (weight_T < low)
 
 
 def geometric_outside_band(

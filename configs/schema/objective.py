@@ -210,8 +210,11 @@ class TokenMask(Section):
     """Tokens with pi_old / mu outside a band get no loss. The other importance weights stay (IcePop)."""
 
     type: Literal["mask"] = "mask"
-    low: float = Field(
-        default=0.5, gt=0, le=1, description="Smallest pi_old / mu of a token that is trained."
+    low: float | None = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="Smallest pi_old / mu of a token that is trained; null: there is no lower limit.",
     )
     high: float = Field(default=5.0, ge=1, description="Largest pi_old / mu of a token that is trained.")
 

@@ -52,6 +52,19 @@ def test_the_token_mask_drops_what_is_outside_the_band(case):
     gap, _ = case
     actual = c.outside_band(gap, low=0.5, high=1.5)
     assert actual.tolist() == [not 0.5 <= exp(g) <= 1.5 for g in gap.tolist()]
+    assert c.outside_band(gap, low=None, high=1.5).tolist() == [exp(g) > 1.5 for g in gap.tolist()]
+
+
+def test_a_token_mask_without_a_lower_limit_keeps_what_the_policy_no_longer_samples():
+    behaviour, proximal = torch.tensor([-1.0, -1.0, -3.0]), torch.tensor([-9.0, -1.0, -1.0])
+    owner, advantage, lag = torch.zeros(3, dtype=torch.long), torch.ones(3), torch.zeros(3)
+
+    def dropped(low) -> list[bool]:
+        config = ActorConfig.model_validate({"correction": {"token": {"type": "mask", "low": low}}})
+        x = Tokens(proximal, behaviour, proximal, advantage, lag, owner, 1)
+        return token_losses(config, x).masked["token"].tolist()
+
+    assert dropped(0.5) == [True, False, True] and dropped(None) == [False, False, True]
 
 
 def far(value: float, *bounds: float) -> bool:
