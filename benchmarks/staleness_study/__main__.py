@@ -28,7 +28,8 @@ from benchmarks.staleness_study.report import (
     levels_table,
 )
 from benchmarks.staleness_study.study import Setting
-from benchmarks.staleness_study.sweep import Plan, read_results, sweep
+from benchmarks.staleness_study.sweep import Plan, ResultsInUse, read_results, sweep
+from benchmarks.staleness_study.workers import WorkerFailed
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, RESULTS, FIGURE = (DOCS / f"staleness_study.{suffix}" for suffix in ("md", "jsonl", "png"))
@@ -41,9 +42,10 @@ HARSH = Setting("harsh", lr=4e-4, steps=48, eval_every=8, held_out=300)
 RATES = (GENTLE, STANDARD, HARSH)
 UNIFORM = replace(STANDARD, name="uniform", lag="uniform")
 OVERRATING = replace(STANDARD, name="overrating", judge="overrating")
+OVERRATING_GENTLE = replace(GENTLE, name="overrating, gentle", judge="overrating")
 BFLOAT16 = replace(STANDARD, name="bfloat16", engine="bfloat16")
 FLOAT8 = replace(STANDARD, name="float8", engine="float8")
-SETTINGS = (*RATES, UNIFORM, OVERRATING, BFLOAT16, FLOAT8)
+SETTINGS = (*RATES, UNIFORM, OVERRATING, OVERRATING_GENTLE, BFLOAT16, FLOAT8)
 SEEDS = (0, 1, 2, 3, 4)
 """Learning rates and the number of steps were chosen with other seeds, 100 and 101."""
 
@@ -61,6 +63,7 @@ PLAN: Plan = (
     (STANDARD, list(cells((POSITIVES, *TAPERED), (0, *LARGE)))),
     (STANDARD, list(cells((POSITIVES,), (4,)))),
     (OVERRATING, list(cells((REFERENCE, POSITIVES, "negative", "dppo", *TAPERED), (0, 16)))),
+    (OVERRATING_GENTLE, list(cells((REFERENCE, "asymmetric"), (16,)))),
     (UNIFORM, list(cells((*FIRST, "negative", "dppo", POSITIVES, *TAPERED), (16,)))),
     (BFLOAT16, list(cells(("negative", "negative_relative"), (0,)))),
     (FLOAT8, list(cells(("negative", "negative_relative"), (0,)))),
@@ -103,6 +106,8 @@ def main() -> None:
             sweep(PLAN, SEEDS, RESULTS, POLICIES, say, workers=options.workers)
     except KeyboardInterrupt:
         sys.exit("stopped; the next call does the runs that are missing now")
+    except (ResultsInUse, WorkerFailed) as error:
+        sys.exit(str(error))
     report()
 
 
@@ -130,8 +135,9 @@ def report() -> None:
         "overrating: final": levels_table(of["overrating"], final),
         "overrating: lead": leads_table(of["overrating"], final),
         "overrating: control": leads_table(of["overrating"], final, POSITIVES),
+        "overrating, gentle: final": levels_table(of[OVERRATING_GENTLE.name], final),
         "standard: control": leads_table(standard, final, POSITIVES),
-        "dropped": dropped_table([of[name] for name in ("bfloat16", "float8")]),
+        "dropped": dropped_table([of[BFLOAT16.name], of[FLOAT8.name]]),
     }
     for setting in RATES:
         results = of[setting.name]

@@ -73,7 +73,16 @@ def _places(results: Results, method: str) -> list[Place]:
     return [(x, interval) for x, interval in intervals if interval is not None]
 
 
-DRIFTS = {0.0003: "3e-4", 0.001: "1e-3", 0.003: "3e-3", 0.01: "0.01", 0.03: "0.03", 0.1: "0.1", 0.3: "0.3"}
+DRIFTS = {
+    0.0003: "3e-4",
+    0.001: "1e-3",
+    0.003: "3e-3",
+    0.01: "0.01",
+    0.03: "0.03",
+    0.1: "0.1",
+    0.3: "0.3",
+    1.0: "1",
+}
 """Marked values of KL(mu, pi_old)."""
 
 

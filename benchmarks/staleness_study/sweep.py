@@ -24,6 +24,10 @@ Plan = Sequence[tuple[Setting, Sequence[tuple[str, int]]]]
 """Settings with their cells (method, eta), the most important first."""
 
 
+class ResultsInUse(RuntimeError):
+    """Another process writes the results."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A run that is to be done."""
@@ -61,8 +65,7 @@ def sweep(
 ) -> None:
     """Do the runs that ``results`` lacks, and append a line for each of them.
 
-    ``folder`` keeps the warm-started policies. Raises WorkerFailed, and ValueError if another sweep writes
-    ``results``.
+    ``folder`` keeps the warm-started policies. Raises WorkerFailed, and ResultsInUse.
     """
     with _opened(results) as file:
         done = read_results(results)
@@ -109,7 +112,7 @@ def _opened(results: Path) -> Iterator[IO[str]]:
         try:
             fcntl.flock(raw, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another sweep is writing {results}; wait for its end, or end it") from None
+            raise ResultsInUse(f"another sweep is writing {results}; wait for its end, or end it") from None
         if raw.seek(0, 2) and raw.seek(-1, 2) >= 0 and raw.read() != b"\n":
             raw.write(b"\n")
             raw.flush()

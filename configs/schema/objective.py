@@ -275,7 +275,7 @@ class NegativeMask(Section):
         description="Standard errors of the mismatch that the mean may be above delta. With v, the mean of "
         "log(pi_old / mu)^2 over tokens of lag 0, a sequence of T tokens is dropped above delta + v / 2 + "
         "errors * sqrt(v / T). null: above delta, as DeepSeek-V3.2 does, which under a bfloat16 engine drops "
-        "a quarter of the fresh failures.",
+        "nearly half of the fresh failures.",
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.staleness_study.study import Run, Setting, inputs_of
-from benchmarks.staleness_study.sweep import jobs_of, read_results, sweep
+from benchmarks.staleness_study.sweep import ResultsInUse, jobs_of, read_results, sweep
 
 SETTING = Setting("test", lr=1e-3, steps=2, eval_every=2, held_out=4)
 
@@ -37,7 +37,7 @@ def test_two_sweeps_do_not_write_the_same_results(tmp_path: Path):
     path = tmp_path / "results.jsonl"
     with path.open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="another sweep is writing"):
+        with pytest.raises(ResultsInUse, match="another sweep is writing"):
             sweep([], [3], path, tmp_path, print, workers=1)
 
 
