@@ -8,6 +8,8 @@ from typing import Any, cast
 MOST_PROBLEMS = 10
 """Number of wrong rows that a message names. The others are counted."""
 
+READ_BYTES = 2**16
+"""Bytes of a column of a parquet file that are read at one time."""
 ROWS_AT_A_TIME = 1024
 """Rows of a parquet file in memory beside those that are kept."""
 
@@ -113,7 +115,8 @@ def _parquet_rows(path: Path) -> Iterator[object]:
 
     arrow, parquet = cast("Any", pyarrow), cast("Any", pyarrow.parquet)  # pyarrow has no types
     try:
-        with parquet.ParquetFile(path) as file:
+        # By default the bytes of all row groups are fetched ahead, and kept: the whole file in memory.
+        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=READ_BYTES) as file:
             for batch in file.iter_batches(batch_size=ROWS_AT_A_TIME):
                 yield from batch.to_pylist()
     except arrow.ArrowInvalid as error:

@@ -1,6 +1,7 @@
 """Prompt sets: what is read, what is refused, and an order that can be resumed."""
 
 import json
+import os
 
 import pyarrow
 import pyarrow.parquet
@@ -8,6 +9,7 @@ import pytest
 
 from slipstream.configs.schema import PromptFile
 from slipstream.rollout.prompts import PromptError, PromptSet, PromptStream, read_prompts
+from slipstream.rollout.prompts.rows import Problems, rows
 from slipstream.rollout.trajectory import Prompt
 
 CHAT = [{"role": "user", "content": "2+2"}]
@@ -28,6 +30,20 @@ def test_parquet_is_read_like_jsonl(tmp_path):
         Prompt(0, CHAT, "a", {"level": 1}),
         Prompt(1, CHAT, None, {"level": 2}),
     ]
+
+
+def test_reading_parquet_holds_one_row_group_and_not_the_file(tmp_path):
+    file, groups = tmp_path / "prompts.parquet", 32
+    schema = pyarrow.schema({"prompt": pyarrow.string()})
+    with pyarrow.parquet.ParquetWriter(file, schema, compression="none") as writer:
+        for _ in range(groups):  # of 1 MB, which no encoding makes smaller
+            texts = [os.urandom(512).hex() for _ in range(1024)]
+            writer.write_table(pyarrow.table({"prompt": texts}, schema))
+    before, most = pyarrow.total_allocated_bytes(), 0
+    for number, _ in rows(file, Problems(file)):
+        if number % 1024 == 0:
+            most = max(most, pyarrow.total_allocated_bytes() - before)
+    assert most < file.stat().st_size / 4
 
 
 @pytest.mark.parametrize(
