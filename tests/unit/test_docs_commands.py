@@ -226,7 +226,8 @@ def at_the_desk(command: Command) -> tuple[str, ...]:
             word = CONFIG
         words.append("SCRIPT.sh" if word.endswith(".sh") else word)
     is_bundled = (ROOT / f"configs/recipes/{words[1]}.yaml").exists() if len(words) > 1 else False
-    return tuple([*words, "--model-config", CONFIG] if is_bundled and CONFIG not in words else words)
+    needs_model = is_bundled or (words[0] == "plan" and words[1].startswith("examples/"))
+    return tuple([*words, "--model-config", CONFIG] if needs_model and CONFIG not in words else words)
 
 
 RUN = {at_the_desk(command): command for page in PAGES for command in commands(page) if is_run(command)}
@@ -241,7 +242,8 @@ def desk(tmp_path_factory) -> Path:
     init(folder, model)
     recipe = (folder / "recipe.yaml").rename(folder / "my.yaml").read_text(encoding="utf-8")
     (folder / "gateway.yaml").write_text(f"{recipe}\ngateway: {{}}\n")
-    for name in ("my-run", "a", "b", "quickstart"):
+    (folder / "examples").symlink_to(ROOT / "examples")
+    for name in ("my-run", "a", "b", "quickstart", "smollm2"):
         make_run(folder / "runs", name, steps=3)
     (folder / "models").mkdir()
     (folder / "models/tiny.sh").write_text("MODEL_ARGS=(--swiglu)")
