@@ -72,7 +72,8 @@ def test_an_error_in_a_job_is_raised_and_no_worker_stays(tmp_path: Path):
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_workers_end_with_the_process_that_uses_them(tmp_path: Path, ending: signal.Signals):
-    code = (
+    code = (  # a process that a shell has put into the background ignores SIGINT
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from functools import partial; from pathlib import Path\n"
         "from tests.unit.test_benchmarks_staleness_workers import endless\n"
         "from benchmarks.staleness_study.workers import completed\n"
