@@ -131,7 +131,7 @@ def curve(start: Path, run: Path, trace: Trace, seed: int) -> tuple[Point, ...]:
     paths = {read_manifest(path).record.step: path for path in (run / "checkpoints").glob("v*")}
     steps = sorted(paths)
     accuracies, *_ = run_ranks(
-        1, accuracies_of, start, [paths[step] for step in steps], seed, timeout_s=TIMEOUT_S
+        1, accuracies_of, start, [paths[step] for step in steps], seed, HELD_OUT, timeout_s=TIMEOUT_S
     )
     ends_S = np.concatenate([[trace.begin_s], trace.end_S]) - trace.begin_s
     return tuple(
@@ -140,8 +140,10 @@ def curve(start: Path, run: Path, trace: Trace, seed: int) -> tuple[Point, ...]:
     )
 
 
-def accuracies_of(rank: RankSpec, start: Path, checkpoints: Sequence[Path], seed: int) -> list[float]:
-    """Return the accuracy of the policy at ``start`` and of each checkpoint, on held-out problems."""
+def accuracies_of(
+    rank: RankSpec, start: Path, checkpoints: Sequence[Path], seed: int, held_out: int
+) -> list[float]:
+    """Return the accuracy of the policy at ``start`` and of each checkpoint, on ``held_out`` problems."""
     from transformers import AutoTokenizer, Qwen3ForCausalLM
 
     from slipstream.backend.megatron.conversion import write_huggingface
@@ -149,7 +151,7 @@ def accuracies_of(rank: RankSpec, start: Path, checkpoints: Sequence[Path], seed
     from slipstream.configs.schema import ParallelConfig
 
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    tokenizer, problems = AutoTokenizer.from_pretrained(start), task.held_out_set(seed, HELD_OUT)
+    tokenizer, problems = AutoTokenizer.from_pretrained(start), task.held_out_set(seed, held_out)
 
     def accuracy(model: Path) -> float:
         return greedy_accuracy(Qwen3ForCausalLM.from_pretrained(model), tokenizer, problems)
@@ -159,7 +161,7 @@ def accuracies_of(rank: RankSpec, start: Path, checkpoints: Sequence[Path], seed
         with TemporaryDirectory() as folder:
             with hold_port(rank.address) as holder:  # each conversion has a meeting of its own
                 meeting = replace(rank, port=port_of(holder))
-                mismatches = write_huggingface(meeting, checkpoint, start, ParallelConfig(), Path(folder))
+                mismatches = write_huggingface(meeting, checkpoint, start, ParallelConfig(), Path(folder), {})
             assert not mismatches, mismatches
             accuracies.append(accuracy(Path(folder)))
     return accuracies
