@@ -1,4 +1,4 @@
-"""What asynchrony gives on two cores: time to the same held-out accuracy, for several bounds on the lag.
+"""Measures the time to the same held-out accuracy on two cores, for several bounds on the lag.
 
     python -m benchmarks.asynchrony [--etas 0 1 2 4 8] [--seeds 0 1 2] [--steps 64] [--target 0.85]
 

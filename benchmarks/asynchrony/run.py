@@ -1,6 +1,5 @@
 """One run of the benchmark: the quickstart with a wider policy, and its accuracy over time."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -150,7 +149,6 @@ def accuracies_of(
     from slipstream.backend.quickstart.policy import greedy_accuracy
     from slipstream.configs.schema import ParallelConfig
 
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     tokenizer, problems = AutoTokenizer.from_pretrained(start), task.held_out_set(seed, held_out)
 
     def accuracy(model: Path) -> float:

@@ -1,4 +1,4 @@
-"""What the benchmark of asynchrony makes of its runs."""
+"""The benchmark of asynchrony: times to an accuracy, speed-ups, and the settings of its runs."""
 
 from pathlib import Path
 
