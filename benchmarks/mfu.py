@@ -8,11 +8,17 @@ whose forward pass also gives the proximal log-probs. *Tokens* are all tokens, p
 arithmetic that the model needs (``train/tflop``: matrix products, causal attention, 3 forward passes for
 forward and backward) over the device's peak; recomputed activations do not count. For a device without a
 known peak, the peak is what a large matrix product reaches.
+
+``--segments N`` fills every pack with N trajectories of one length. ``--actor`` changes further settings of
+``actor``, for example ``--actor '{"lm_head": "chunked", "megatron": {"apply_rope_fusion": false}}'``.
+``--profile`` adds what one more step does on a GPU: kernels, waits of the host, and the kernels that take
+most of the time.
 """
 
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -23,7 +29,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.harness import parser, peak_mb, reset_peak
 from benchmarks.train_step import batch_of, config_of, lone_rank
-from slipstream.backend.monitor.tables import pairs_table, table_console
+from slipstream.backend.batch.train_batch import TrainBatch
+from slipstream.backend.monitor.tables import Columns, pairs_table, rows_table, table_console
 from slipstream.configs.schema import RunConfig
 
 PEAKS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12}
@@ -52,7 +59,9 @@ class Model:
             tie_word_embeddings=True,
         )
         torch.manual_seed(0)
-        Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
+        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)
@@ -85,14 +94,53 @@ def peak_flops(device: torch.device) -> float:
     return 2 * n**3 / min(took)
 
 
-def measure(config: RunConfig, lengths: np.ndarray, vocab: int, steps: int) -> tuple[Measured, str]:
+@dataclass(frozen=True)
+class Profile:
+    """What one step does on the GPU."""
+
+    kernels: int
+    kernel_s: float
+    """Time of all kernels together."""
+    waits: int
+    """Calls in which the host waits for the GPU."""
+    top: list[tuple[str, int, float]]
+    """The kernels that take most of the time: name, number, seconds."""
+
+
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+def profile_of(step: Callable[[], object]) -> Profile:
+    """Run ``step`` once more, and return what it does on the GPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    averages = profiler.key_averages()
+    on_gpu = [event for event in averages if event.device_type.name == "CUDA"]
+    on_gpu.sort(key=lambda event: -event.self_device_time_total)
+    return Profile(
+        sum(event.count for event in on_gpu),
+        sum(event.self_device_time_total for event in on_gpu) / 1e6,
+        sum(event.count for event in averages if event.key in WAITS) - 1,
+        [(event.key[:72], event.count, event.self_device_time_total / 1e6) for event in on_gpu[:12]],
+    )
+
+
+def measure(
+    config: RunConfig, lengths: np.ndarray, vocab: int, steps: int, *, profiled: bool = False
+) -> tuple[Measured, Profile | None, str]:
     """Measure ``steps`` steps after a first one that does not count. Return also the device's name."""
     trainer, rng = lone_rank(config), np.random.default_rng(0)
     device, took, tflop = trainer._device, [], 0.0
     on_gpu = device.type == "cuda"
+
+    def batch_for(number: int) -> TrainBatch:
+        return batch_of([(min(32, n // 2), rng.integers(0, vocab, n)) for n in lengths], number, rng)
+
     for number in range(steps + 1):
-        texts = [(min(32, n // 2), rng.integers(0, vocab, n)) for n in lengths]
-        batch = batch_of(texts, number, rng)
+        batch = batch_for(number)
         if number == 1:
             torch.cuda.reset_peak_memory_stats() if on_gpu else reset_peak()
         began = time.perf_counter()
@@ -108,7 +156,9 @@ def measure(config: RunConfig, lengths: np.ndarray, vocab: int, steps: int) -> t
     measured = Measured(
         seconds, lengths.sum() / seconds, tflops, tflops * 1e12 / peak_flops(device), memory_gb
     )
-    return measured, torch.cuda.get_device_name() if on_gpu else "CPU"
+    last = batch_for(steps + 1)
+    profile = profile_of(lambda: trainer.train(last)) if profiled and on_gpu else None
+    return measured, profile, torch.cuda.get_device_name() if on_gpu else "CPU"
 
 
 def main() -> None:
@@ -122,19 +172,28 @@ def main() -> None:
     described.add_argument("--steps", type=int, default=5)
     described.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     described.add_argument("--layer-spec", choices=("auto", "local", "transformer_engine"), default="auto")
+    described.add_argument("--segments", type=int, help="trajectories of a micro-batch, all of one length")
+    described.add_argument("--actor", type=json.loads, default={}, help="further settings of actor, as JSON")
+    described.add_argument("--profile", action="store_true", help="kernels and waits of one more step")
     options = described.parse_args()
     model = Model(options.layers, options.hidden, options.vocab)
-    drawn = np.random.default_rng(0).lognormal(np.log(options.median), 0.6, options.trajectories)
-    lengths = np.clip(drawn, 16, options.budget).astype(int)
+    if options.segments:
+        lengths = np.full(options.trajectories, options.budget // options.segments)
+    else:
+        drawn = np.random.default_rng(0).lognormal(np.log(options.median), 0.6, options.trajectories)
+        lengths = np.clip(drawn, 16, options.budget).astype(int)
     with tempfile.TemporaryDirectory() as folder:
         model.write(Path(folder))
         actor = {
             "microbatch_tokens": options.budget,
             "recompute": options.recompute,
             "layer_spec": options.layer_spec,
+            **options.actor,
         }
         config = config_of(Path(folder), actor, dtype="bfloat16")
-        measured, device = measure(config, lengths, model.vocab, options.steps)
+        measured, profile, device = measure(
+            config, lengths, model.vocab, options.steps, profiled=options.profile
+        )
     figures = {
         "tokens": f"{lengths.sum():,}",
         "step": f"{measured.step_s:.3f} s",
@@ -144,6 +203,14 @@ def main() -> None:
         "memory": f"{measured.memory_gb:.2f} GB",
     }
     table_console().print(pairs_table(f"a training step on {device}", figures))
+    if profile is not None:
+        columns: Columns[tuple[str, int, float]] = {
+            "kernel": lambda row: row[0],
+            "number": lambda row: f"{row[1]:,}",
+            "s": lambda row: f"{row[2]:.4f}",
+        }
+        title = f"{profile.kernels:,} kernels, {profile.kernel_s:.3f} s; {profile.waits} waits of the host"
+        table_console().print(rows_table(title, profile.top, columns))
     print(json.dumps({**asdict(measured), "device": device, "model": asdict(model), **vars(options)}))
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from tests.environment import environment
 
-SLICE, KERNEL_SPLIT = 48, 32
-"""Columns of a slice and of a split: the vocabularies below have several of each, and ragged ends."""
+SLICE, BLOCK = 48, 32
+"""Columns of a slice and of a block: the vocabularies below have several of each, and ragged ends."""
 CASES = {
     "float32": {"tokens": 37, "width": 40, "vocab": 101, "padding": 3},
     "bfloat16": {"tokens": 37, "width": 40, "vocab": 101, "padding": 3, "dtype": "bfloat16"},
@@ -168,7 +168,7 @@ def over_shards(
 def values() -> dict[str, dict[str, float]]:
     from slipstream.backend.objective import head_kernels, logprob
 
-    head_kernels.TILES = {size: head_kernels.Tiles(16, 16, 16, KERNEL_SPLIT) for size in (2, 4)}
+    head_kernels.BLOCK = BLOCK
     logprob.MIN_COLUMNS, logprob.SLICE_ELEMENTS = SLICE, {"cpu": 1}
     # First: shards leave their vocabulary and their collectives behind.
     return {FURTHER: further_tokens()} | {name: errors(**case) for name, case in CASES.items()}
@@ -213,7 +213,7 @@ def further_tokens(tokens: int = 20, width: int = 24, vocab: int = 101, k: int =
 
 
 def compiled() -> dict[str, dict[str, int]]:
-    """Compile both kernels for compute capability 9.0; return their shared memory and registers spilled."""
+    """Compile both kernels for compute capability 9.0; return their shared memory and wide accesses."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -221,46 +221,28 @@ def compiled() -> dict[str, dict[str, int]]:
     from slipstream.backend.objective import head_kernels
 
     found: dict[str, dict[str, int]] = {}
-    for dtype, size in (("bf16", 2), ("fp32", 4)):
-        tiles = head_kernels.TILES[size]
-        constants = {
-            "BLOCK_T": tiles.tokens,
-            "BLOCK_V": tiles.columns,
-            "BLOCK_H": tiles.width,
-            "SPLIT": tiles.split,
-            "ENTROPY": True,
-            "ROUNDED": True,
-            "PRECISION": "ieee",
-            "WIDENED": False,
-        }
-        for kernel in (head_kernels.partials_kernel, head_kernels.gradient_kernel):
-            types = {
-                name: f"*{dtype}"
-                if name in ("hidden", "weight", "out")
-                else "*i64"
-                if name == "target"
-                else "*fp32"
-                for name in kernel.arg_names
-            }
-            whole = ("tokens", "columns", "width", "first", "stop", "hidden_stride", "weight_stride")
-            types |= dict.fromkeys(whole, "i32") | {"temperature": "fp32"}
-            used = {name: value for name, value in constants.items() if name in kernel.arg_names}
-            signature = {name: "constexpr" if name in used else types[name] for name in kernel.arg_names}
+    constants = {"BLOCK": head_kernels.BLOCK, "ENTROPY": True}
+    for dtype in ("bf16", "fp32"):
+        for kernel in (head_kernels.add_kernel, head_kernels.gradient_kernel):
+            types = dict.fromkeys(("first", "columns", "stride"), "i32")
+            types |= dict.fromkeys(constants, "constexpr")
+            types |= {"logits": f"*{dtype}", "target": "*i64", "temperature": "fp32"}
+            signature = {name: types.get(name, "*fp32") for name in kernel.arg_names}
             # A run finds these to be multiples of 16: the memory of tensors, and the sizes of real models.
             multiples = [
                 number
                 for number, name in enumerate(kernel.arg_names)
-                if str(signature[name]).startswith("*") or name in ("width", "hidden_stride", "weight_stride")
+                if signature[name].startswith("*") or name in ("first", "columns", "stride")
             ]
             attributes = {(number,): [["tt.divisibility", 16]] for number in multiples}
             made = triton.compile(
-                ASTSource(kernel, signature, used, attributes),
+                ASTSource(kernel, signature, constants, attributes),
                 target=GPUTarget("cuda", 90, 32),
-                options={"num_warps": tiles.warps, "num_stages": tiles.stages},
+                options={"num_warps": head_kernels.WARPS},
             )
             found[f"{kernel.__name__} {dtype}"] = {
                 "shared": made.metadata.shared,
-                "wgmma": made.asm["ptx"].count("wgmma.mma_async"),
+                "vector loads": made.asm["ptx"].count(".v4.b32"),
             }
     return found
 

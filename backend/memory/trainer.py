@@ -36,7 +36,7 @@ from slipstream.bridge.model.spec import value_spec
 from slipstream.bridge.shards.plan import SENDER, STAGING_DIVISOR, ExportPlan
 from slipstream.configs.schema import ActorConfig, OptimizerConfig, RunConfig
 
-HEAD_SLICE = {"plain": 2**21, "fused": 2**26}
+HEAD_SLICE = {"plain": 2**21, "fused": 2**27}
 """Logits of a slice of the head, as in ``backend/objective/logprob.py``."""
 HEAD_MIN_COLUMNS = 512
 HEAD_KEPT = 192 * 2**20
@@ -82,6 +82,8 @@ def trainer_memory(
 ) -> list[StageMemory]:
     """Return the memory of a rank of each pipeline stage. Raises UnevenSplit."""
     spec, layout, actor = plan.spec, plan.layout, config.actor
+    # Two buckets are exported; what is quantized of them does not share their memory.
+    copies = 2 if config.rollout.engine.quantization is None else 4
     itemsize = ITEMSIZE[config.model.dtype]
     policy = stage_parameters(spec, layout, actor.lora)
     critic = stage_parameters(value_spec(spec), layout) if config.critic else None
@@ -103,7 +105,7 @@ def trainer_memory(
                 activations=kept,
                 work=work,
                 frozen=held.total * itemsize if _scores(config) else 0,
-                transfer=_transfer(plan, itemsize, stage),
+                transfer=_transfer(plan, itemsize, stage, copies),
                 runtime=runtime,
             )
         )
@@ -122,16 +124,23 @@ def _state(
     expert_ranks = layout.data * layout.tensor // (layout.expert * layout.etp)
     main = 0 if itemsize == FLOAT else FLOAT
     frozen = held.total - sum(part.total for part in held.trained)
-    weights, gradients, state = frozen * itemsize + held.buffers * FLOAT, 0, 0
+    single = sum(sum(part.single) for part in held.weights) - sum(sum(part.single) for part in held.trained)
+    weights, gradients, state = held.buffers * FLOAT, 0, 0
+    weights += frozen * itemsize + single * (FLOAT - itemsize)
     for chunk, part in enumerate(held.trained):
         buckets = optimizer.overlap_grad_reduce and stage == 0 and chunk == 0
-        for shapes, share in ((part.dense, ranks), (part.expert, expert_ranks)):
+        dense, single = (part.dense, part.single) if main else ((*part.dense, *part.single), ())
+        for shapes, share, size in (
+            (dense, ranks, itemsize),
+            (part.expert, expert_ranks, itemsize),
+            (single, ranks, FLOAT),
+        ):
             if not shapes:
                 continue
             buffer = buffer_of(shapes, share, distributed=optimizer.distributed, buckets=buckets)
-            weights += buffer.elements * itemsize
+            weights += buffer.elements * size
             gradients += buffer.elements * FLOAT
-            state += buffer.largest_share * (main + 2 * FLOAT)
+            state += buffer.largest_share * ((0 if size == FLOAT else main) + 2 * FLOAT)
     return weights, gradients, state
 
 
@@ -164,12 +173,16 @@ def _activations(
     """Return the bytes that are kept for the backward pass, and those of the work besides."""
     actor, tokens = config.actor, tokens_of(config)
     sharing = sharing_of(actor, layout, ITEMSIZE[config.model.dtype], kernels)
-    kinds = {geometry.has_experts(layer): layer for layer in range(geometry.n_layers)}
-    by_kind = {mixed: layer_bytes(geometry, layer, sharing) for mixed, layer in kinds.items()}
+
+    def kind_of(layer: int) -> tuple[bool, bool]:
+        return geometry.has_experts(layer), geometry.delta_of(layer) is not None
+
+    kinds = {kind_of(layer): layer for layer in range(geometry.n_layers)}
+    by_kind = {kind: layer_bytes(geometry, layer, sharing) for kind, layer in kinds.items()}
     parts: list[list[LayerBytes]] = [[] for _ in range(layout.chunks)]
     for layer, place in enumerate(layout.places(geometry.n_layers)):
         if place.stage == stage:
-            parts[place.chunk].append(by_kind[geometry.has_experts(layer)])
+            parts[place.chunk].append(by_kind[kind_of(layer)])
     in_flight = parts_in_flight(stage, layout.pipeline, layout.chunks)
     kept, work = max(in_flight) * micro_batch_bytes(geometry, sharing) * tokens, 0.0
     for part, flights in zip(parts, in_flight, strict=True):
@@ -179,8 +192,7 @@ def _activations(
     if stage == layout.pipeline - 1:
         columns = geometry.padded_vocab(layout.tensor) // layout.tensor
         kept += head_bytes(geometry, sharing) * tokens
-        if not _has_head_kernels(actor, sharing):
-            kept += min(HEAD_KEPT, tokens * columns * _logit_bytes(actor, sharing))
+        kept += min(HEAD_KEPT, tokens * columns * _logit_bytes(actor, sharing))
         work = max(work, _head_work(geometry, sharing, actor, columns, tokens))
     return ceil(kept), ceil(work)
 
@@ -209,27 +221,31 @@ def _logit_bytes(actor: ActorConfig, sharing: Sharing) -> int:
 
 
 def _has_head_kernels(actor: ActorConfig, sharing: Sharing) -> bool:
-    """True if logits never leave the registers (``actor.lm_head``); their gradients do."""
+    """True if kernels go through the logits of a slice in place (``actor.lm_head``)."""
     return sharing.kernels == "fused" and actor.lm_head != "chunked"
 
 
 def _head_work(geometry: Geometry, sharing: Sharing, actor: ActorConfig, columns: int, tokens: int) -> float:
     """Return the bytes of the head besides what it keeps.
 
-    Two blocks in single precision and the logits of one slice, or with kernels its gradient alone; the hidden
-    states of all tokens under sequence parallelism; the gradient of the selected ones in single precision.
+    Two blocks in single precision and the logits of one slice, or with kernels the logits and, if they are in
+    single precision, their gradient; the hidden states of all tokens under sequence parallelism; the gradient
+    of the selected ones in single precision.
     """
     width = min(columns, max(HEAD_MIN_COLUMNS, HEAD_SLICE[sharing.kernels] // tokens))
-    blocks = 2 * FLOAT + _logit_bytes(actor, sharing)
-    in_slice = width * (sharing.itemsize if _has_head_kernels(actor, sharing) else blocks)
+    logit = _logit_bytes(actor, sharing)
+    if _has_head_kernels(actor, sharing):
+        in_slice = width * (logit if logit == sharing.itemsize else logit + sharing.itemsize)
+    else:
+        in_slice = width * (2 * FLOAT + logit)
     gathered = sharing.itemsize if sharing.tokens > 1 else 0
     return tokens * (in_slice + geometry.hidden * (FLOAT + gathered))
 
 
-def _transfer(plan: ExportPlan, itemsize: int, stage: int) -> int:
-    """Return the bytes of buckets on a rank: two of them on the sender, and staging elsewhere."""
+def _transfer(plan: ExportPlan, itemsize: int, stage: int, copies: int) -> int:
+    """Return the bytes of buckets on a rank: ``copies`` of them on the sender, and staging elsewhere."""
     bucket = plan.bucket_numel * itemsize
     if plan.layout.owners(stage)[0] != SENDER:
         return bucket // STAGING_DIVISOR
     largest = max(each.numel * (FLOAT if each.float32 else itemsize) for each in plan.buckets)
-    return 2 * max(bucket, largest)
+    return copies * max(bucket, largest)

@@ -1,338 +1,171 @@
 # pyright: basic
-"""The softmax of the LM head as a pair of Triton kernels, in which logits never leave the registers.
+"""The softmax of blocks of logits as a pair of Triton kernels, each of which goes through a block once.
 
-    partials   tile = hidden @ weight.T     -> maximum, sum of exp, sum of exp * distance, logit of the target
-    gradient   the same tile once more      -> its gradient, rounded to the dtype of the hidden states
+    add        logits -> running maximum, sum of exp, sum of exp * distance, logit of the target
+    gradient   logits -> their gradient, in place
 
-A tile has BLOCK_T tokens and BLOCK_V columns of the vocabulary. A program of ``partials`` goes through the
-tiles of SPLIT columns; the splits are combined afterwards (``Softmax.add_partials``), and so are the ranks of
-a vocabulary that is split over them. All arithmetic is in float32.
+The products around them are cuBLAS's. Kernels that multiply too, so that logits never leave the registers,
+were slower on an H100: their product ran at 550 TFLOP/s, cuBLAS's at 650, and reading or writing the logits
+of 32k tokens costs 4 ms where a product takes 60. All arithmetic is in float32.
 
 Triton runs these kernels on a GPU, or element by element on a CPU where TRITON_INTERPRET=1 was set before
-this module is imported. Shapes: T tokens, H hidden, V columns of this rank, v columns of one slice, S splits.
+this module is imported. Shapes: T tokens, K further choices, v columns of one block.
 """
 
-from typing import NamedTuple
-
-import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from slipstream.backend.objective.softmax import Scratch, Softmax
 
-class Tiles(NamedTuple):
-    """Sizes of the tiles and of what one program does."""
-
-    tokens: int
-    columns: int
-    width: int
-    """Hidden dimensions that one product takes at a time."""
-    split: int
-    """Columns that one program of ``partials`` goes through: a multiple of ``columns``."""
-    warps: int = 8
-    stages: int = 3
-    """Loads that are under way at a time. Tokens, columns, width and stages decide the shared memory: 96 KiB
-    of the 227 KiB of an H100's multiprocessor."""
-
-
-TILES = {2: Tiles(128, 128, 64, 8192), 4: Tiles(64, 64, 64, 8192, warps=4)}
-"""By the bytes of an element of the hidden states."""
-
-
-class Partials(NamedTuple):
-    """Sums over the columns of each split, float32 [S, T]."""
-
-    peak: Tensor
-    total: Tensor
-    """Sum of exp(x - peak)."""
-    weighted: Tensor
-    """Sum of exp(x - peak) * (x - peak); 0 unless entropies are asked for."""
-    chosen: Tensor
-    """x of the target, 0 where the target is in no column of the split."""
+BLOCK = 4096
+"""Most columns that a program holds at a time."""
+WARPS = 8
 
 
 @triton.jit
-def _logits(
-    hidden,
-    weight,
-    row,
-    column,
-    tokens,
-    columns,
-    width,
-    hidden_stride,
-    weight_stride,
-    temperature,
-    BLOCK_T: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDENED: tl.constexpr,
-):
-    """Return a tile of logits / temperature, float32 [BLOCK_T, BLOCK_V]."""
-    place = tl.arange(0, BLOCK_H)
-    # 152 k columns times 16 k dimensions are more than 32 bits.
-    hidden_at = hidden + row.to(tl.int64)[:, None] * hidden_stride + place[None, :]
-    weight_at = weight + column.to(tl.int64)[None, :] * weight_stride + place[:, None]
-    here = (row < tokens)[:, None]
-    held = (column < columns)[None, :]
-    total = tl.zeros((BLOCK_T, BLOCK_V), dtype=tl.float32)
-    for start in range(0, width, BLOCK_H):
-        inside = place < width - start
-        a = tl.load(hidden_at + start, mask=here & inside[None, :], other=0.0)
-        b = tl.load(weight_at + start, mask=held & inside[:, None], other=0.0)
-        if WIDENED:
-            a, b = a.to(tl.float32), b.to(tl.float32)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
-    if ROUNDED:
-        total = total.to(hidden.dtype.element_ty).to(tl.float32)
-    return total / temperature
-
-
-@triton.jit
-def partials_kernel(
-    hidden,
-    weight,
+def add_kernel(
+    logits,
     target,
-    peak_out,
-    total_out,
-    weighted_out,
-    chosen_out,
-    tokens,
+    peak,
+    total,
+    weighted,
+    chosen,
+    first,
     columns,
-    width,
-    hidden_stride,
-    weight_stride,
+    stride,
     temperature,
-    BLOCK_T: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
     ENTROPY: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDENED: tl.constexpr,
 ):
-    """Write the partials of BLOCK_T tokens over SPLIT columns."""
-    row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    split = tl.program_id(1)
-    here = row < tokens
-    wanted = tl.load(target + row, mask=here, other=-1)
-    # A finite floor, because the difference of two infinities is no number.
-    peak = tl.full((BLOCK_T,), -3.0e38, dtype=tl.float32)
-    total = tl.zeros((BLOCK_T,), dtype=tl.float32)
-    weighted = tl.zeros((BLOCK_T,), dtype=tl.float32)
-    chosen = tl.zeros((BLOCK_T,), dtype=tl.float32)
-    for tile in range(0, SPLIT, BLOCK_V):
-        column = split * SPLIT + tile + tl.arange(0, BLOCK_V)
-        x = _logits(
-            hidden,
-            weight,
-            row,
-            column,
-            tokens,
-            columns,
-            width,
-            hidden_stride,
-            weight_stride,
-            temperature,
-            BLOCK_T,
-            BLOCK_V,
-            BLOCK_H,
-            ROUNDED,
-            PRECISION,
-            WIDENED,
-        )
-        held = (column < columns)[None, :]
-        chosen += tl.sum(tl.where((column[None, :] == wanted[:, None]) & held, x, 0.0), axis=1)
-        x = tl.where(held, x, -3.0e38)
-        higher = tl.maximum(peak, tl.max(x, axis=1))
-        fallen = peak - higher
-        shrink = tl.exp(fallen)
-        distance = x - higher[:, None]
-        exp = tl.where(held, tl.exp(distance), 0.0)
+    """Add the block's columns of one token to its sums."""
+    row = tl.program_id(0).to(tl.int64)  # 16 k tokens times 152 k columns are more than 32 bits
+    place = tl.arange(0, BLOCK)
+    highest, summed = tl.load(peak + row), tl.load(total + row)
+    spread = tl.load(weighted + row) if ENTROPY else 0.0
+    for start in range(0, columns, BLOCK):
+        inside = start + place < columns
+        x = tl.load(logits + row * stride + start + place, mask=inside, other=0.0).to(tl.float32)
+        # A finite floor, because the difference of two infinities is no number.
+        x = tl.where(inside, x / temperature, -3.0e38)
+        higher = tl.maximum(highest, tl.max(x, axis=0))
+        fallen = tl.maximum(highest - higher, -1.0e3)
+        distance = tl.maximum(x - higher, -1.0e3)
+        exp = tl.exp(distance)
         if ENTROPY:
-            weighted = (weighted + tl.maximum(fallen, -1.0e3) * total) * shrink
-            weighted += tl.sum(exp * tl.maximum(distance, -1.0e3), axis=1)
-        total = total * shrink + tl.sum(exp, axis=1)
-        peak = higher
-    place = split.to(tl.int64) * tokens + row
-    tl.store(peak_out + place, peak, mask=here)
-    tl.store(total_out + place, total, mask=here)
-    tl.store(chosen_out + place, chosen, mask=here)
+            spread = (spread + fallen * summed) * tl.exp(fallen) + tl.sum(exp * distance, axis=0)
+        summed = summed * tl.exp(fallen) + tl.sum(exp, axis=0)
+        highest = higher
+    tl.store(peak + row, highest)
+    tl.store(total + row, summed)
     if ENTROPY:
-        tl.store(weighted_out + place, weighted, mask=here)
+        tl.store(weighted + row, spread)
+    column = tl.load(target + row) - first
+    is_here = (column >= 0) & (column < columns)
+    x = tl.load(logits + row * stride + column, mask=is_here, other=0.0).to(tl.float32) / temperature
+    tl.store(chosen + row, tl.load(chosen + row) + x)
 
 
 @triton.jit
 def gradient_kernel(
-    hidden,
-    weight,
+    logits,
     target,
     peak,
     log_total,
     entropy,
     grad,
+    target_grad,
     entropy_grad,
-    out,
-    tokens,
     first,
-    stop,
-    width,
-    hidden_stride,
-    weight_stride,
+    columns,
+    stride,
     temperature,
-    BLOCK_T: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    BLOCK: tl.constexpr,
     ENTROPY: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDENED: tl.constexpr,
 ):
-    """Write a tile of the gradient with respect to the logits of the columns ``first`` to ``stop``.
+    """Overwrite logits of one token by their gradient.
 
-    d logp / dx = onehot(target) - p        d entropy / dx = -p (log p + entropy)
+    grad: factor of -p. target_grad: factor of onehot(target).
     """
-    row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    column = first + tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    here = row < tokens
-    x = _logits(
-        hidden,
-        weight,
-        row,
-        column,
-        tokens,
-        stop,
-        width,
-        hidden_stride,
-        weight_stride,
-        temperature,
-        BLOCK_T,
-        BLOCK_V,
-        BLOCK_H,
-        ROUNDED,
-        PRECISION,
-        WIDENED,
-    )
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < columns
+    x = tl.load(logits + row * stride + place, mask=inside, other=0.0).to(tl.float32) / temperature
     # One after the other: their sum would lose the smaller of the two.
-    x -= tl.load(peak + row, mask=here, other=0.0)[:, None]
-    log_p = x - tl.load(log_total + row, mask=here, other=0.0)[:, None]
-    p = tl.exp(log_p)
-    scale = tl.load(grad + row, mask=here, other=0.0)[:, None]
-    d = tl.where(column[None, :] == tl.load(target + row, mask=here, other=-1)[:, None], scale, 0.0)
+    log_p = tl.maximum(x - tl.load(peak + row) - tl.load(log_total + row), -1.0e3)
+    scale = tl.load(grad + row)
     if ENTROPY:
-        surprise = tl.maximum(log_p, -1.0e3) + tl.load(entropy + row, mask=here, other=0.0)[:, None]
-        scale += tl.load(entropy_grad + row, mask=here, other=0.0)[:, None] * surprise
-    d -= p * scale
-    place = row.to(tl.int64)[:, None] * (stop - first) + (column - first)[None, :]
-    inside = here[:, None] & (column < stop)[None, :]
-    tl.store(out + place, (d / temperature).to(out.dtype.element_ty), mask=inside)
+        scale += tl.load(entropy_grad + row) * (log_p + tl.load(entropy + row))
+    d = tl.where(place == tl.load(target + row) - first, tl.load(target_grad + row), 0.0)
+    d = (d - tl.exp(log_p) * scale) / temperature
+    tl.store(logits + row * stride + place, d.to(logits.dtype.element_ty), mask=inside)
 
 
-class HeadKernels:
-    """Both kernels on one head's operands.
+class KernelSoftmax(Softmax):
+    """A softmax whose blocks go through the kernels, without scratch memory."""
 
-    weight_VH: rows of the head whose first ``columns`` are tokens of the vocabulary, the others padding.
-    local_T: the targets as columns of this rank; outside 0 to ``columns`` for a target of another rank.
-    rounded: round the logits to the dtype of the operands.
-    """
-
-    def __init__(
-        self,
-        hidden_TH: Tensor,
-        weight_VH: Tensor,
-        local_T: Tensor,
-        *,
-        columns: int,
-        temperature: float,
-        rounded: bool,
-        tiles: Tiles | None = None,
-    ) -> None:
-        if hidden_TH.dtype is not weight_VH.dtype or hidden_TH.itemsize not in TILES:
-            raise ValueError(
-                f"the kernels of the LM head take hidden states and a weight of one dtype of 2 or 4 bytes; "
-                f"they are {hidden_TH.dtype} and {weight_VH.dtype}: set actor.lm_head to chunked"
-            )
-        self._hidden_TH, self._weight_VH = hidden_TH.contiguous(), weight_VH.contiguous()
-        self._local_T = local_T
-        self._columns, self._temperature, self._rounded = columns, temperature, rounded
-        self._tiles = tiles or TILES[hidden_TH.itemsize]
-
-    def partials(self, *, entropy: bool) -> Partials:
-        """Return the partials of all splits; none if there are no tokens or no columns."""
-        tokens, tiles = len(self._hidden_TH), self._tiles
-        splits = -(-self._columns // tiles.split) if tokens else 0
-        sums = self._hidden_TH.new_zeros(4, splits, tokens, dtype=torch.float32)
-        partials = Partials(*sums)
-        if splits:
-            grid = -(-tokens // tiles.tokens), splits
-            partials_kernel[grid](  # pyright: ignore[reportIndexIssue]
-                self._hidden_TH,
-                self._weight_VH,
-                self._local_T,
-                *partials,
-                tokens,
-                self._columns,
-                *self._sizes(),
-                SPLIT=tiles.split,
-                ENTROPY=entropy,
-                **self._options(),
-            )
-        return partials
+    def add(self, logits_Tv: Tensor, scratch: Scratch, first: int) -> None:
+        """Add a block; ``first`` is its first column among this rank's."""
+        tokens, columns = logits_Tv.shape
+        if not tokens or not columns:
+            return
+        total_T, chosen_T = self._sums_kT[:2]
+        block = _block(columns)
+        add_kernel[(tokens,)](  # pyright: ignore[reportIndexIssue]
+            logits_Tv,
+            self.local_T,
+            self._peak_T,
+            total_T,
+            self._sums_kT[-1],  # read and written for entropies alone
+            chosen_T,
+            first,
+            columns,
+            logits_Tv.stride(0),
+            self._temperature,
+            BLOCK=block,
+            ENTROPY=self.has_entropy,
+            num_warps=WARPS,
+        )
+        self._add_also(logits_Tv, first)
 
     def gradient(
         self,
-        columns: slice,
-        peak_T: Tensor,
-        log_total_T: Tensor,
+        logits_Tv: Tensor,
+        scratch: Scratch,
+        first: int,
         grad_T: Tensor,
-        entropy: tuple[Tensor, Tensor] | None,
+        entropy_grad_T: Tensor | None,
+        also_grad_TK: Tensor | None = None,
     ) -> Tensor:
-        """Return the gradient with respect to the logits of a slice, [T, v], in the dtype of the operands.
-
-        peak_T, log_total_T: the largest of the logits / temperature over the whole vocabulary, and the
-        logarithm of the sum of exp of the distances to it. entropy: entropies, and the gradients of them.
-        """
-        entropy_T, entropy_grad_T = entropy or (grad_T, grad_T)  # the kernel reads neither without entropy
-        tokens, tiles = len(self._hidden_TH), self._tiles
-        d_Tv = self._hidden_TH.new_empty(tokens, columns.stop - columns.start)
-        grid = -(-tokens // tiles.tokens), -(-d_Tv.shape[1] // tiles.columns)
-        gradient_kernel[grid](  # pyright: ignore[reportIndexIssue]
-            self._hidden_TH,
-            self._weight_VH,
-            self._local_T,
-            peak_T,
-            log_total_T,
-            entropy_T,
-            grad_T.contiguous(),
-            entropy_grad_T.contiguous(),
-            d_Tv,
-            tokens,
-            columns.start,
-            columns.stop,
-            *self._sizes(),
-            ENTROPY=entropy is not None,
-            **self._options(),
+        """Return the gradient with respect to the logits of a block, which it replaces."""
+        tokens, columns = logits_Tv.shape
+        if not tokens or not columns:
+            return logits_Tv
+        target_grad_T = grad_T.contiguous()
+        # Each log-prob has its own -p.
+        grad_T = target_grad_T if also_grad_TK is None else target_grad_T + also_grad_TK.sum(-1)
+        block = _block(columns)
+        gradient_kernel[tokens, -(-columns // block)](  # pyright: ignore[reportIndexIssue]
+            logits_Tv,
+            self.local_T,
+            self._peak_T,
+            self._log_total_T,
+            self._entropy_T if entropy_grad_T is not None else grad_T,  # without entropies neither is read
+            grad_T,
+            target_grad_T,
+            entropy_grad_T.contiguous() if entropy_grad_T is not None else grad_T,
+            first,
+            columns,
+            logits_Tv.stride(0),
+            self._temperature,
+            BLOCK=block,
+            ENTROPY=entropy_grad_T is not None,
+            num_warps=WARPS,
         )
-        return d_Tv
+        return (
+            logits_Tv if also_grad_TK is None else self._add_chosen_gradient(logits_Tv, first, also_grad_TK)
+        )
 
-    def _sizes(self) -> tuple[int, int, int, float]:
-        hidden_TH, weight_VH = self._hidden_TH, self._weight_VH
-        return hidden_TH.shape[1], hidden_TH.stride(0), weight_VH.stride(0), self._temperature
 
-    def _options(self) -> dict[str, object]:
-        tiles = self._tiles
-        return {
-            "BLOCK_T": tiles.tokens,
-            "BLOCK_V": tiles.columns,
-            "BLOCK_H": tiles.width,
-            "ROUNDED": self._rounded,
-            # Without effect on 16 bits; float32 must not be cut to TF32.
-            "PRECISION": "ieee",
-            # The interpreter multiplies the bits of bfloat16 as integers.
-            "WIDENED": self._hidden_TH.device.type == "cpu",
-            "num_warps": tiles.warps,
-            "num_stages": tiles.stages,
-        }
+def _block(columns: int) -> int:
+    return min(BLOCK, triton.next_power_of_2(columns))

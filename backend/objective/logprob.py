@@ -26,14 +26,16 @@ from torch import Tensor
 from slipstream.backend.objective.softmax import Scratch, Softmax
 
 Implementation = Literal["chunked", "triton"]
-"""``chunked``: PyTorch's products and element-wise operations, a slice at a time. ``triton``: kernels that
-keep logits in registers (``head_kernels``); only their gradient is written, in the operands' dtype."""
+"""What goes through the logits of a slice. ``chunked``: PyTorch's element-wise operations, in scratch memory.
+``triton``: one kernel forward and one backward, in place (``head_kernels``)."""
 
-SLICE_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
+SLICE_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
 """Logits per slice; they are held in float32 and twice over. On a CPU they fit its caches (8 MB), on a GPU
 they keep it busy (256 MB)."""
 MIN_COLUMNS = 512
 """Fewest columns of a slice, however many tokens there are: products of narrower matrices are slow."""
+ALIGNMENT = 128
+"""Slices of more columns have a multiple of it: tensor cores want rows of multiples of 16 bytes."""
 KEPT_BYTES = 192 * 2**20
 """Most bytes of logits that wait for the backward pass: two thirds of the logits of 1,024 tokens in bfloat16
 with a vocabulary of 152 k."""
@@ -120,19 +122,27 @@ def _apply(
     also_TK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     held = columns_of_rank(weight_VH.shape[0], options.vocab, options.group)
-    softmax = Softmax(target_T, held, options.temperature, entropy=entropy != "none", also_TK=also_TK)
-    if options.implementation == "triton":
-        head: _Head = _TritonHead(hidden_TH.detach(), weight_VH.detach(), softmax, len(held), options)
-    else:
-        waits = torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad)
-        head = _ChunkedHead(
-            softmax,
-            columns=len(held),
-            logits_dtype=torch.float32 if options.float32_logits else hidden_TH.dtype,
-            blocks=1 if entropy == "none" else 2,
-            kept_bytes=KEPT_BYTES if waits else 0,
-        )
+    softmax = _softmax_class(options)(
+        target_T, held, options.temperature, entropy=entropy != "none", also_TK=also_TK
+    )
+    waits = torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad)
+    head = _Head(
+        softmax,
+        columns=len(held),
+        logits_dtype=torch.float32 if options.float32_logits else hidden_TH.dtype,
+        blocks=0 if options.implementation == "triton" else 1 if entropy == "none" else 2,
+        kept_bytes=KEPT_BYTES if waits else 0,
+    )
     return _fused.apply(hidden_TH, weight_VH, _Call(softmax, head, options, entropy))
+
+
+def _softmax_class(options: HeadOptions) -> type[Softmax]:
+    if options.implementation == "chunked":
+        return Softmax
+    # Triton is only installed where it can be used.
+    from slipstream.backend.objective.head_kernels import KernelSoftmax
+
+    return KernelSoftmax
 
 
 def columns_of_rank(columns: int, vocab: int, group: dist.ProcessGroup | None) -> range:
@@ -141,43 +151,25 @@ def columns_of_rank(columns: int, vocab: int, group: dist.ProcessGroup | None) -
     return range(first, max(first, min(first + columns, vocab)))
 
 
-class _Head(Protocol):
-    """The logits of hidden states, in slices of the vocabulary."""
-
-    def accumulate(self, hidden_TH: Tensor, weight_VH: Tensor) -> None:
-        """Add all logits to the softmax."""
-        ...
-
-    def gradient(
-        self,
-        hidden_TH: Tensor,
-        weight_VH: Tensor,
-        columns: slice,
-        grad_T: Tensor,
-        entropy_grad_T: Tensor | None,
-        also_grad_TK: Tensor | None,
-    ) -> Tensor:
-        """Return the gradient with respect to the logits of a slice, [T, v], in the dtype of the operands."""
-        ...
-
-    def slices(self, hidden_TH: Tensor) -> list[slice]: ...
-
-
 def _slices(hidden_TH: Tensor, columns: int) -> list[slice]:
     tokens = len(hidden_TH)
     if not tokens:
         return []
     width = max(MIN_COLUMNS, SLICE_ELEMENTS[hidden_TH.device.type] // tokens)
+    if width > ALIGNMENT:
+        width -= width % ALIGNMENT
     return [slice(first, min(first + width, columns)) for first in range(0, columns, width)]
 
 
 @dataclass
-class _ChunkedHead:
+class _Head:
+    """The logits of hidden states, in slices of the vocabulary."""
+
     softmax: Softmax
     columns: int
     logits_dtype: torch.dtype
     blocks: int
-    """Blocks of scratch memory of the forward pass."""
+    """Blocks of scratch memory of the forward pass; none for kernels."""
     kept_bytes: int
     """Room for logits that wait for the backward pass."""
     _kept: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -187,6 +179,7 @@ class _ChunkedHead:
         return _slices(hidden_TH, self.columns)
 
     def accumulate(self, hidden_TH: Tensor, weight_VH: Tensor) -> None:
+        """Add all logits to the softmax."""
         slices = self.slices(hidden_TH)
         scratch = _scratch_for(slices, hidden_TH, self.blocks)
         for columns in slices:
@@ -201,10 +194,13 @@ class _ChunkedHead:
         entropy_grad_T: Tensor | None,
         also_grad_TK: Tensor | None,
     ) -> Tensor:
+        """Return the gradient with respect to the logits of a slice, [T, v], in the dtype of the operands."""
         logits_Tv = self._logits(hidden_TH, weight_VH, columns)
         slices = self.slices(hidden_TH)
         if self._scratch is None:
-            self._scratch = _scratch_for(slices, hidden_TH, 1 if entropy_grad_T is None else 2)
+            self._scratch = _scratch_for(
+                slices, hidden_TH, min(self.blocks, 1 if entropy_grad_T is None else 2)
+            )
         d_Tv = self.softmax.gradient(
             logits_Tv, self._scratch, columns.start, grad_T, entropy_grad_T, also_grad_TK
         )
@@ -224,66 +220,6 @@ class _ChunkedHead:
             self.kept_bytes -= logits_Tv.nbytes
             self._kept[columns.start] = logits_Tv
         return logits_Tv
-
-
-class _TritonHead:
-    def __init__(
-        self, hidden_TH: Tensor, weight_VH: Tensor, softmax: Softmax, columns: int, options: HeadOptions
-    ) -> None:
-        # Triton is only installed where it can be used.
-        from slipstream.backend.objective.head_kernels import HeadKernels
-
-        self._softmax, self._columns, self._options = softmax, columns, options
-        self._kernels = HeadKernels(
-            hidden_TH,
-            weight_VH,
-            softmax.local_T,
-            columns=columns,
-            temperature=options.temperature,
-            rounded=not options.float32_logits,
-        )
-
-    def slices(self, hidden_TH: Tensor) -> list[slice]:
-        return _slices(hidden_TH, self._columns)
-
-    def accumulate(self, hidden_TH: Tensor, weight_VH: Tensor) -> None:
-        self._softmax.add_partials(*self._kernels.partials(entropy=self._softmax.has_entropy))
-        if self._softmax.also_local_TK is not None:
-            self._softmax.add_also(self._chosen(hidden_TH, weight_VH, self._softmax.also_local_TK))
-
-    def _chosen(self, hidden_TH: Tensor, weight_VH: Tensor, local_TK: Tensor) -> Tensor:
-        """Return logits / temperature of the further tokens that this rank holds, 0 for the others.
-
-        One choice at a time: the rows of all would take K times the memory of the hidden states.
-        """
-        is_held_TK = self._softmax.is_held(local_TK)
-        chosen_TK = torch.zeros(local_TK.shape, dtype=torch.float32, device=local_TK.device)
-        for k, (column_T, is_held_T) in enumerate(zip(local_TK.T, is_held_TK.T, strict=True)):
-            rows_TH = weight_VH.index_select(0, torch.where(is_held_T, column_T, 0))
-            logit_T = (hidden_TH.float() * rows_TH.float()).sum(-1)
-            if not self._options.float32_logits:
-                logit_T = logit_T.to(hidden_TH.dtype).float()
-            chosen_TK[:, k] = torch.where(is_held_T, logit_T / self._options.temperature, 0.0)
-        return chosen_TK
-
-    def gradient(
-        self,
-        hidden_TH: Tensor,
-        weight_VH: Tensor,
-        columns: slice,
-        grad_T: Tensor,
-        entropy_grad_T: Tensor | None,
-        also_grad_TK: Tensor | None,
-    ) -> Tensor:
-        peak_T, log_total_T = self._softmax.normalizer()
-        entropy = None if entropy_grad_T is None else (self._softmax.entropy(), entropy_grad_T)
-        if also_grad_TK is None:
-            return self._kernels.gradient(columns, peak_T, log_total_T, grad_T, entropy)
-        # The kernel gives the target all of the gradient whose -p it computes.
-        also_T = also_grad_TK.sum(-1)
-        d_Tv = self._kernels.gradient(columns, peak_T, log_total_T, grad_T + also_T, entropy)
-        self._softmax.without_target_gradient(d_Tv, columns.start, also_T)
-        return self._softmax.add_chosen_gradient(d_Tv, columns.start, also_grad_TK)
 
 
 @dataclass(frozen=True)
@@ -375,6 +311,6 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if total.dtype is a.dtype:
         total.addmm_(a, b)
     elif a.device.type == "cuda":
-        total += torch.mm(a, b, out_dtype=total.dtype)
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b

@@ -54,9 +54,7 @@ class Softmax:
         total_T, chosen_T = self._sums_kT[:2]
         column_T, here_T = self._places(first, x_Tv.shape[-1])
         chosen_T += torch.where(here_T, x_Tv.gather(-1, column_T[:, None])[:, 0], 0.0)
-        if self.also_local_TK is not None:
-            column_TK, here_TK = self._also_places(self.also_local_TK, first, x_Tv.shape[-1])
-            self.add_also(torch.where(here_TK, x_Tv.gather(-1, column_TK), 0.0))
+        self._add_also(x_Tv, first, scaled=True)
         peak_T = torch.maximum(self._peak_T, x_Tv.amax(-1))
         self._move_peak(peak_T)
         x_Tv.sub_(peak_T[:, None]).clamp_(min=FLOOR)
@@ -67,30 +65,14 @@ class Softmax:
         total_T += exp_Tv.sum(-1)
         self._sums_kT[2] += exp_Tv.mul_(x_Tv).sum(-1)
 
-    def add_partials(self, peak_ST: Tensor, total_ST: Tensor, weighted_ST: Tensor, chosen_ST: Tensor) -> None:
-        """Add S blocks at once, of which each row has the sums over one block.
-
-        weighted_ST: sums of exp * distance to the block's peak; they are read for entropies alone.
-        """
-        if not len(peak_ST):
+    def _add_also(self, logits_Tv: Tensor, first: int, *, scaled: bool = False) -> None:
+        """Add x of the further tokens in a block. scaled: the block is x already."""
+        if self.also_local_TK is None:
             return
-        peak_T = torch.maximum(self._peak_T, peak_ST.amax(0))
-        self._move_peak(peak_T)
-        lower_ST = (peak_ST - peak_T).clamp_(min=FLOOR)
-        shrink_ST = lower_ST.exp()
-        self._sums_kT[0] += (total_ST * shrink_ST).sum(0)
-        self._sums_kT[1] += chosen_ST.sum(0)
-        if self.has_entropy:
-            self._sums_kT[2] += ((weighted_ST + lower_ST * total_ST) * shrink_ST).sum(0)
-
-    def add_also(self, x_TK: Tensor) -> None:
-        """Add x of the further tokens that this rank holds; 0 for the others."""
         assert self._also_TK is not None
-        self._also_TK += x_TK
-
-    def is_held(self, local_TK: Tensor) -> Tensor:
-        """Return True for columns that this rank holds."""
-        return (local_TK >= 0) & (local_TK < self._columns)
+        column_TK, here_TK = self._also_places(self.also_local_TK, first, logits_Tv.shape[-1])
+        x_TK = logits_Tv.gather(-1, column_TK).float()
+        self._also_TK += torch.where(here_TK, x_TK if scaled else x_TK / self._temperature, 0.0)
 
     def _move_peak(self, peak_T: Tensor) -> None:
         total_T = self._sums_kT[0]
@@ -124,14 +106,6 @@ class Softmax:
         self._entropy_T = self._log_total_T - self._sums_kT[2] / total_T
         return logp_T, self._entropy_T.clone(), also_TK
 
-    def normalizer(self) -> tuple[Tensor, Tensor]:
-        """Return the largest x of each token, and the logarithm of the sum of exp of the distances to it."""
-        return self._peak_T, self._log_total_T
-
-    def entropy(self) -> Tensor:
-        """Return the entropies, which ``reduce`` has computed."""
-        return self._entropy_T
-
     def gradient(
         self,
         logits_Tv: Tensor,
@@ -141,7 +115,7 @@ class Softmax:
         entropy_grad_T: Tensor | None,
         also_grad_TK: Tensor | None = None,
     ) -> Tensor:
-        """Return the gradient with respect to the logits of a block, in float32 and in scratch memory.
+        """Return the gradient with respect to the logits of a block, in scratch memory and float32.
 
         d logp / dx = onehot(target) - p        d entropy / dx = -p (log p + entropy)
         """
@@ -161,19 +135,13 @@ class Softmax:
             )
         column_T, here_T = self._places(first, d_Tv.shape[-1])
         d_Tv.scatter_add_(-1, column_T[:, None], (chosen_T * here_T)[:, None])
-        return d_Tv if also_grad_TK is None else self.add_chosen_gradient(d_Tv, first, also_grad_TK)
+        return d_Tv if also_grad_TK is None else self._add_chosen_gradient(d_Tv, first, also_grad_TK)
 
-    def add_chosen_gradient(self, d_Tv: Tensor, first: int, also_grad_TK: Tensor) -> Tensor:
+    def _add_chosen_gradient(self, d_Tv: Tensor, first: int, also_grad_TK: Tensor) -> Tensor:
         """Add the gradient of x of the further tokens to that of a block, in place."""
         assert self.also_local_TK is not None
         column_TK, here_TK = self._also_places(self.also_local_TK, first, d_Tv.shape[-1])
         return d_Tv.scatter_add_(-1, column_TK, (also_grad_TK / self._temperature * here_TK).to(d_Tv.dtype))
-
-    def without_target_gradient(self, d_Tv: Tensor, first: int, excess_T: Tensor) -> Tensor:
-        """Take ``excess_T``, of x of the targets, out of the gradient of a block, in place."""
-        column_T, here_T = self._places(first, d_Tv.shape[-1])
-        excess_T1 = (excess_T / self._temperature * here_T)[:, None]
-        return d_Tv.scatter_add_(-1, column_T[:, None], -excess_T1.to(d_Tv.dtype))
 
     def _scaled(self, logits_Tv: Tensor, scratch: "Scratch") -> Tensor:
         x_Tv = scratch.first(logits_Tv.shape).copy_(logits_Tv)
@@ -181,7 +149,8 @@ class Softmax:
 
     def _also_places(self, local_TK: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
         column_TK = local_TK - first
-        is_here_TK = self.is_held(local_TK) & (column_TK >= 0) & (column_TK < columns)
+        is_held_TK = (local_TK >= 0) & (local_TK < self._columns)
+        is_here_TK = is_held_TK & (column_TK >= 0) & (column_TK < columns)
         return column_TK.clamp(0, columns - 1), is_here_TK
 
     def _places(self, first: int, columns: int) -> tuple[Tensor, Tensor]:

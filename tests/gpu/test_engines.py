@@ -88,7 +88,7 @@ def test_published_weights_are_bit_for_bit_those_of_the_exported_checkpoint(
         {},
         dtype="bfloat16",
         optimizer={"lr": 1e-2},
-        weights={"transport": {"type": "distributed", "bucket_mb": 1}},
+        weights={"transport": {"type": "shards"}},
     )
     args = {"disable_cuda_graph": not cuda_graphs}
     with engine(checkpoint, tmp_path / "engine.log", gpu=1, args=args) as server:

@@ -172,9 +172,9 @@ def test_extreme_logits_give_finite_values_and_gradients(columns, scale):
 
 def test_without_gradients_no_logits_are_kept(columns, monkeypatch):
     made = []
-    init = logprob._ChunkedHead.__init__
+    init = logprob._Head.__init__
     monkeypatch.setattr(
-        logprob._ChunkedHead,
+        logprob._Head,
         "__init__",
         lambda self, *args, **options: made.append(self) or init(self, *args, **options),
     )
