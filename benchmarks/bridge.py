@@ -8,18 +8,14 @@ sends of the same bytes in the same buckets by the same processes. Load: every r
 checkpoint's files, against every rank reading as many bytes, both from the page cache. Plan: a mixture of
 experts with 10^12 parameters on 1,024 ranks. Delta: a version after one step of Adam (its first step, with
 learning rate 1e-6, which moves every weight by 1e-6) goes to a replica beside an engine over HTTP, against
-the whole version sent in the same way. Stall: the time for which an update stops engines, in a short
-quickstart.
+the whole version sent in the same way.
 """
 
 import asyncio
 import json
 import multiprocessing
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -28,10 +24,9 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from safetensors.torch import save_file
 
-from benchmarks.harness import parser, peak_mb, reset_peak
+from benchmarks.harness import parser, peak_mb, reset_peak, seconds_of_all_ranks
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 from slipstream.bridge.families import spec_of
@@ -121,15 +116,6 @@ def write_checkpoint(folder: Path, hf: dict[str, object]) -> None:
 # ---- on the ranks
 
 
-def timed(work: Callable[[], None]) -> float:
-    """Return the seconds until the last rank is done."""
-    dist.barrier()
-    began = time.perf_counter()
-    work()
-    dist.barrier()
-    return time.perf_counter() - began
-
-
 @dataclass
 class Measured:
     """Seconds of each repetition on one rank."""
@@ -158,13 +144,13 @@ def on_rank(rank: RankSpec, folder: Path, hf: dict[str, object], layout: Layout)
     n_bytes = sum(tensor.nbytes for part in parameters for tensor in part.values())
     room = torch.zeros(n_bytes, dtype=torch.uint8)
     for _ in range(REPEATS):
-        measured.read_s.append(timed(lambda: read_bytes(folder, rank, room)))
-        measured.load_s.append(timed(lambda: load_hf(spec, layout, rank.rank, parameters)))
+        measured.read_s.append(seconds_of_all_ranks(lambda: read_bytes(folder, rank, room)))
+        measured.load_s.append(seconds_of_all_ranks(lambda: load_hf(spec, layout, rank.rank, parameters)))
     for _ in range(REPEATS):
-        measured.gather_s.append(timed(lambda: bare_gather(plan, rank)))
-        measured.send_s.append(timed(lambda: bare_sends(plan, rank)))
+        measured.gather_s.append(seconds_of_all_ranks(lambda: bare_gather(plan, rank)))
+        measured.send_s.append(seconds_of_all_ranks(lambda: bare_sends(plan, rank)))
         before = reset_peak()
-        measured.export_s.append(timed(lambda: drain(plan, parameters, rank)))
+        measured.export_s.append(seconds_of_all_ranks(lambda: drain(plan, parameters, rank)))
         measured.peak_extra_mb = max(measured.peak_extra_mb, peak_mb() - before)
     dist.destroy_process_group()
     return measured
@@ -306,28 +292,6 @@ def plan_s() -> float:
     return time.perf_counter() - began
 
 
-STALL = ("pause", "begin", "send", "end", "resume")
-
-
-def stall(console: Console) -> float:
-    """Print and return the median seconds from pause to resume in a short quickstart."""
-    with tempfile.TemporaryDirectory() as root:
-        command = [sys.executable, "-m", "slipstream.backend.cli", "train", "quickstart", f"run.root={root}"]
-        settings = ["run.steps=15", "eval.every=0", "eval.max_prompts=10", "checkpoint.every=0"]
-        done = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=600)
-        if done.returncode:
-            sys.exit(f"the quickstart failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-        lines = [json.loads(line) for line in (Path(root) / "quickstart/trace.jsonl").open()]
-    reports = [line for line in lines if line["kind"] == "publish"][1:]  # the first one joins the group
-    whole = median(report["stall_s"] for report in reports)
-    parts = ", ".join(
-        f"{part} {median(report['parts_s'].get(part, 0.0) for report in reports) * 1e3:.1f}" for part in STALL
-    )
-    size = reports[0]["bytes_sent"] / 1e6
-    console.print(f"stall of an update, {size:.1f} MB into one engine, ms: {whole * 1e3:.1f} ({parts})")
-    return whole
-
-
 @dataclass(frozen=True)
 class Row:
     """Rates of one layout, in GB/s, and the sender's extra memory."""
@@ -390,7 +354,6 @@ def main() -> None:
     planning = plan_s()
     whole, changed = changes(make_plan(spec, Layout(), BUCKET_MB * 2**20, DTYPE.itemsize))
     console.print(rows_table("weights", rows, TABLE))
-    stalled = stall(console)
     console.print(f"{size / 1e9:.2f} GB; buckets of {BUCKET_MB} MB, the embedding has a bucket of its own")
     console.print(
         f"a version to a replica: {whole.bytes / 1e6:.0f} MB in {whole.seconds:.1f} s; after a step of Adam "
@@ -400,7 +363,6 @@ def main() -> None:
     layouts = {row.layout: row.document for row in rows}
     document = {
         **{key: min(row[key] for row in layouts.values()) for key in ("export_ratio", "load_ratio")},
-        "stall_s": round(stalled, 4),
         "plan_s": round(planning, 3),
         "peak_extra_mb": max(row["peak_extra_mb"] for row in layouts.values()),
         "delta_ratio": round(changed.bytes / whole.bytes, 4),

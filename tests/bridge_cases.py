@@ -1,5 +1,6 @@
 """Small random models of every family, and layouts that can split them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -7,8 +8,10 @@ from hypothesis import strategies as st
 
 from slipstream.bridge.families import FAMILIES
 from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.model.mapping import copy_in
 from slipstream.bridge.model.spec import ModelSpec
-from slipstream.bridge.shards.plan import entries, entries_of
+from slipstream.bridge.shards.plan import entries, entries_of, pieces_of
+from slipstream.bridge.shards.sends import tensor_name
 
 CONFIG = {
     "vocab_size": 101,
@@ -33,7 +36,16 @@ DEEPSEEK = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }
-"""Further settings of DeepSeek-V3."""
+"""Further settings of DeepSeek-V3 and of families with its attention and experts."""
+
+LINEAR_ATTENTION = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_conv_kernel_dim": 3,
+}
+"""Further settings of families with linear attention."""
 
 LAYOUTS = {
     "one rank": Layout(),
@@ -52,7 +64,41 @@ LAYOUTS = {
 }
 """Layouts for models of four layers."""
 
-MIXTURES = ("deepseek_v3", "glm4_moe", "qwen3_moe")
+MIXTURES = (
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "gpt_oss",
+    "kimi_k2",
+    "kimi_k25",
+    "minimax_m2",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_moe",
+    "qwen3_next",
+)
+HYBRIDS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Families with linear attention."""
+_SPARSE = ("deepseek_v32", "glm_moe_dsa")
+_LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_k2", *_SPARSE)
+TEXT_PARTS = {
+    "kimi_k25": ("kimi_k2", "kimi_k2"),
+    "mistral3": ("mistral", "mistral"),
+    "qwen3_5": ("qwen3_5_text", "qwen3_5_text"),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "qwen3_5_moe_text"),
+    "qwen3_vl": ("qwen3", "qwen3_vl_text"),
+}
+"""The family of the language model in a larger model, and its ``model_type`` there."""
+_EXPERT_COUNTS = {
+    "gpt_oss": "num_local_experts",
+    "minimax_m2": "num_local_experts",
+    "qwen3_5_moe_text": "num_experts",
+    "qwen3_moe": "num_experts",
+    "qwen3_next": "num_experts",
+}
+"""The setting with the number of experts, of families that do not call it ``n_routed_experts``."""
 
 
 @st.composite
@@ -61,6 +107,9 @@ def hf_configs(draw, family: str | None = None) -> dict[str, Any]:
     even = st.integers(1, 4).map(lambda n: 2 * n)
     some = st.integers(1, 9)
     family = family or draw(st.sampled_from(sorted(FAMILIES)))
+    if family in TEXT_PARTS:
+        text, kind = TEXT_PARTS[family]
+        return {"model_type": family, "text_config": draw(hf_configs(text)) | {"model_type": kind}}
     groups = draw(even)
     hf = {
         "model_type": family,
@@ -77,22 +126,45 @@ def hf_configs(draw, family: str | None = None) -> dict[str, Any]:
     if family in MIXTURES:
         experts = draw(even)
         hf |= {
-            "num_experts" if family == "qwen3_moe" else "n_routed_experts": experts,
+            _EXPERT_COUNTS.get(family, "n_routed_experts"): experts,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": draw(even),
         }
     if family == "qwen3_moe":
         hf |= {"mlp_only_layers": draw(st.lists(st.integers(0, 3), max_size=3))}
-    if family in ("deepseek_v3", "glm4_moe"):
+    if family in HYBRIDS and family in MIXTURES:
+        hf |= {"shared_expert_intermediate_size": draw(even)}
+    if family in HYBRIDS:
+        key_heads = draw(even)
+        hf |= {
+            "linear_num_key_heads": key_heads,
+            "linear_num_value_heads": key_heads * draw(st.integers(1, 3)),
+            "linear_key_head_dim": draw(some),
+            "linear_value_head_dim": draw(some),
+            "linear_conv_kernel_dim": draw(st.integers(1, 4)),
+            "layer_types": draw(
+                st.lists(st.sampled_from(["linear_attention", "full_attention"]), min_size=4, max_size=4)
+            ),
+        }
+    if family in (*_LATENT, "glm4_moe"):
         hf |= {
             "first_k_dense_replace": draw(st.integers(0, 4)),
             "n_shared_experts": draw(st.integers(0, 2)),
         }
+    if family in ("gemma3_text", "gpt_oss"):
+        hf |= {"sliding_window": 4}
     if family == "glm4_moe":
         hf |= {"attention_bias": draw(st.booleans()), "use_qk_norm": draw(st.booleans())}
-    if family == "deepseek_v3":
+    if family == "seed_oss":
+        hf |= {"attention_bias": draw(st.booleans())}
+    if family == "glm4_moe_lite":
+        dense = hf.pop("first_k_dense_replace")
+        hf |= {"mlp_layer_types": ["dense"] * dense + ["sparse"] * (4 - dense)}
+    if family in _SPARSE:
+        hf |= {"index_n_heads": draw(some), "index_head_dim": draw(even), "index_topk": draw(some)}
+    if family in _LATENT:
         hf |= {
-            "q_lora_rank": draw(st.none() | even),
+            "q_lora_rank": draw(even if family in _SPARSE else st.none() | even),
             "kv_lora_rank": draw(even),
             "qk_nope_head_dim": draw(some),
             "qk_rope_head_dim": draw(even),
@@ -115,7 +187,10 @@ def empty_parameters(
 
 
 def random_tensors(spec: ModelSpec, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
-    """Return tensors of random bits by HF name. Some are NaN or infinite, which copying must preserve."""
+    """Return tensors of random bits by HF name. Some are NaN or infinite, which copying must preserve.
+
+    Tensors that are passed through are among them, in a dtype that the model does not have.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for entry in entries(spec, Layout()):
@@ -123,7 +198,30 @@ def random_tensors(spec: ModelSpec, dtype: torch.dtype, seed: int) -> dict[str, 
         for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
             bits = torch.randint(-(2**15), 2**15, (*shape, kind.itemsize // 2), generator=generator)
             tensors[name] = bits.to(torch.int16).view(kind).view(shape)
+    for prefix in spec.mappings.passed_through:
+        tensors[f"{prefix}weight"] = torch.randn(3, 5, generator=generator).half()
     return tensors
+
+
+def trained_tensors(spec: ModelSpec, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+    """Return ``random_tensors`` without those that are passed through."""
+    tensors = random_tensors(spec, dtype, seed)
+    names = {name for entry in entries(spec, Layout()) for name in entry.hf_names}
+    return {name: tensor for name, tensor in tensors.items() if name in names}
+
+
+def trainer_shards(
+    spec: ModelSpec, layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a trainer's rank by their names in messages, filled as a checkpoint is loaded."""
+    shards: dict[str, torch.Tensor] = {}
+    for entry, shard in entries_of(spec, layout, rank):
+        dtype = tensors[entry.hf_names[0]].dtype
+        parameter = torch.full(entry.split.shard_shape(shard.size), 7, dtype=dtype)
+        sources = [entry.own_part(tensors[name]) for name in entry.hf_names]
+        copy_in(parameter, sources, pieces_of(entry.split, shard))
+        shards[tensor_name(entry.chunk, entry.parameter)] = parameter
+    return shards
 
 
 def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -9,7 +9,6 @@ Legend: T tokens of a trajectory, M tokens with loss of a micro-batch.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +28,7 @@ from slipstream.rollout.episode_log.rows import (
     is_chosen,
 )
 from slipstream.rollout.episode_log.thread import LogThread, to_stderr
-from slipstream.rollout.episode_log.token_text import Decoder, TokenText, load_decoder
+from slipstream.rollout.episode_log.token_text import Decoder, load_decoder, text_when_needed
 
 MOST_STEPS = 2
 """Steps whose rows may wait for the thread."""
@@ -64,7 +63,7 @@ class EpisodeLog:
         """``decoder`` is called in the thread, once."""
         self._settings, self._files = settings, files
         self._thread = LogThread(MOST_STEPS, "steps", note)
-        self._text = cache(lambda: TokenText(decoder()))
+        self._text = text_when_needed(decoder)
 
     def step_ends(
         self,

@@ -41,7 +41,7 @@ def microbatches_of(
     for minibatch in plan:
         members = [index for packs in minibatch for pack in packs for index in pack]
         units = tokens_N[members], batch.group_N[members], batch.episode_N[members]
-        share_N[members] = token_shares(actor.averaging, *units)
+        share_N[members] = token_shares(actor.averaging, *units, length=actor.averaging_length)
         scales.append(mean_scale(actor.averaging, *units))
 
     def assembled(pack: list[int], scale: float) -> MicroBatch:

@@ -1,70 +1,226 @@
-"""From the sender's buckets to the engines, over the transport that the recipe names."""
+"""From the trainer's ranks to the engines, over the transport that the recipe names.
 
+Every rank calls ``WayOut.publish`` at the same time. Rank 0, the head, talks to the engines; the others
+contribute their shards.
+"""
+
+import asyncio
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
-from uuid import uuid4
+from typing import TYPE_CHECKING, Protocol, cast
 
+import torch
+import torch.distributed as dist
+
+from slipstream.backend.trainer.engine_checkpoint import engine_model_of
+from slipstream.bridge.engine import orders
+from slipstream.bridge.group.store import serve_store
 from slipstream.bridge.hf.bucket import FlatBucket
+from slipstream.bridge.hf.index import stored_tensors
+from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.publish.endpoint import EngineEndpoint
 from slipstream.bridge.publish.publication import Timeouts
 from slipstream.bridge.publish.publisher import Publisher, Transport
 from slipstream.bridge.publish.report import PublishReport
-from slipstream.bridge.shards.plan import ExportPlan
+from slipstream.bridge.shards.export import Parameters, export
+from slipstream.bridge.shards.fp8 import engine_fp8
+from slipstream.bridge.shards.plan import SENDER, ExportPlan, entries
+from slipstream.bridge.shards.quantize import engine_buckets
+from slipstream.bridge.shards.sends import Sends
+from slipstream.bridge.transport.adapter import AdapterTransport
 from slipstream.bridge.transport.delta import DeltaTransport
 from slipstream.bridge.transport.disk import DiskTransport
-from slipstream.bridge.transport.distributed import DistributedTransport
+from slipstream.bridge.transport.sender import ShardSender
+from slipstream.bridge.transport.shards import ShardTransport
 from slipstream.bridge.transport.tensor import TensorTransport
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import RunConfig, ShardsTransportConfig
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
+
+if TYPE_CHECKING:
+    from slipstream.backend.megatron.adapter_export import AdapterExport
 
 VERSIONS = "weights"
 """Folder of the disk transport's versions within the run folder."""
 
+DIRECT_BYTES = 1 << 20
+"""Runs of this length travel from place to place. Shorter ones are packed: a message has a fixed cost."""
 
-def make_publisher(
-    config: RunConfig,
-    plan: ExportPlan,
-    *,
-    address: str,
-    backend: str,
-    written: Callable[[Path], object] | None = None,
-) -> Publisher:
-    """Make the publisher of the recipe. address: of this process, for the engines. backend: nccl or gloo.
 
-    written: as in ``DiskTransport``; other transports write no files.
+@dataclass(frozen=True)
+class RankWeights:
+    """The weights of one rank of the trainer."""
+
+    plan: ExportPlan
+    parameters: Parameters
+    adapter: "AdapterExport | None"
+    """The adapter, which is published in place of weights if the engines serve it alone."""
+    address: str
+    """Address of the head, for the engines and the other ranks."""
+    device: torch.device
+
+
+class WayOut(Protocol):
+    """One rank's part of publishing. Lives as long as the trainer."""
+
+    def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport | None:
+        """Bring the engines to the present weights as ``version``. Returns the report on the head."""
+        ...
+
+
+def way_out(config: RunConfig, source: RankWeights, written: Callable[[Path], object] | None) -> WayOut:
+    """Return this rank's way out. Collective: all ranks call it at the same time.
+
+    ``written``: as in ``DiskTransport``; other transports write no files.
     """
-    weights = config.weights
-    answer_s = min(weights.answer_timeout_s, weights.timeout_s)
-    timeouts = Timeouts(transfer_s=weights.timeout_s, answer_s=answer_s)
-    return Publisher(
-        _transport(config, plan, address, backend, timeouts, written),
-        # Colocated engines are stopped during the training step already.
-        interrupt=None if config.rollout.engine.colocated else weights.interrupt,
-        timeouts=timeouts,
+    transport = config.weights.transport
+    if (adapter := source.adapter) is not None:
+        # Requests that outlast the draining are cut off, too: each is bound to the adapter it began with.
+        publisher = Publisher(
+            AdapterTransport(adapter.adapter, source.plan.spec.path),
+            interrupt="abort",
+            timeouts=_timeouts(config),
+        )
+        return BucketsOut(publisher, adapter.buckets)
+    if transport.type == "shards":
+        return ShardsOut(config, transport, source)
+    publisher = _publisher(config, _bucket_transport(config, source.plan, written))
+    fp8 = engine_fp8(config.rollout.engine.quantization, source.plan.spec)
+    return BucketsOut(
+        publisher,
+        lambda: engine_buckets(export(source.plan, source.parameters, dist.get_rank()), fp8),
     )
 
 
-def _transport(
-    config: RunConfig,
-    plan: ExportPlan,
-    address: str,
-    backend: str,
-    timeouts: Timeouts,
-    written: Callable[[Path], object] | None,
+class BucketsOut:
+    """Whole tensors, gathered on the head."""
+
+    def __init__(self, publisher: Publisher, export: Callable[[], Iterator[FlatBucket | None]]) -> None:
+        """``export``: collective; yields the tensors on the head, and None on other ranks."""
+        self._publisher = publisher
+        self._export = export
+
+    def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport | None:
+        buckets = self._export()
+        if dist.get_rank() != SENDER:
+            for _ in buckets:  # iterating sends this rank's parts
+                pass
+            return None
+        return asyncio.run(publish_to(self._publisher, version, engines, buckets))
+
+
+class ShardsOut:
+    """The shards of every rank, straight into the engines' parameters."""
+
+    def __init__(self, config: RunConfig, transport: ShardsTransportConfig, source: RankWeights) -> None:
+        rank, timeouts = dist.get_rank(), _timeouts(config)
+        backend = "nccl" if source.device.type == "cuda" else "gloo"
+        # Between two commands lie a transfer and some answers of the engines.
+        patience_s = 2 * timeouts.transfer_s + 6 * timeouts.answer_s
+        store = serve_store(source.address, 0, 1, patience_s, wait=False) if rank == SENDER else None
+        port = torch.tensor([store.port if store else 0], device=source.device)
+        dist.broadcast(port, SENDER)
+        meeting = orders.Meeting(source.address, int(port), patience_s)
+        spec, layout = source.plan.spec, source.plan.layout
+        dtype = getattr(torch, config.model.dtype)
+        sends = Sends(
+            spec,
+            layout,
+            rank,
+            packed=transport.packed_mb * 2**20 // dtype.itemsize,
+            direct=DIRECT_BYTES // dtype.itemsize,
+        )
+        self._sender = ShardSender(
+            sends, source.parameters, rank, meeting, backend=backend, timeout_s=timeouts.transfer_s
+        )
+        self._transport: ShardTransport | None = None
+        if store is not None:
+            self._transport = ShardTransport(
+                store,
+                meeting,
+                published_tensors(spec, config.model.dtype),
+                trainer_ranks=layout.world_size,
+                backend=backend,
+                timeouts=timeouts,
+                engines=config.rollout.engine.count,
+                digests=config.weights.verify.type == "digests",
+            )
+            self._publisher = _publisher(config, self._transport)
+
+    def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport | None:
+        if self._transport is None:
+            self._sender.follow()
+            return None
+        sending = threading.Thread(target=self._sender.follow, name="shards", daemon=True)
+        sending.start()
+        try:
+            return asyncio.run(publish_to(self._publisher, version, engines, iter(())))
+        finally:
+            self._transport.finish()
+            sending.join()
+
+
+def published_tensors(spec: ModelSpec, dtype: str) -> list[orders.Tensor]:
+    """Return all HF tensors of a model, those included that are not trained: engines keep them as they have
+    loaded them. ``dtype``: that of the model, by torch's name.
+    """
+    # By name, because the entries of stacked experts share their tensors.
+    tensors = {
+        name: orders.Tensor(name, shape, "float32" if entry.mapping.float32 else dtype)
+        for entry in entries(spec, Layout())
+        for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True)
+    }
+    if prefixes := spec.mappings.passed_through:
+        stored = stored_tensors(spec.path)
+        tensors |= {
+            name: orders.Tensor(name, tensor.shape, dtype)
+            for name, tensor in stored.items()
+            if name.startswith(prefixes)
+        }
+    return list(tensors.values())
+
+
+def _timeouts(config: RunConfig) -> Timeouts:
+    weights = config.weights
+    return Timeouts(transfer_s=weights.timeout_s, answer_s=min(weights.answer_timeout_s, weights.timeout_s))
+
+
+def _publisher(config: RunConfig, transport: Transport) -> Publisher:
+    return Publisher(
+        transport,
+        # Colocated engines are stopped during the training step already.
+        interrupt=None if config.rollout.engine.colocated else config.weights.interrupt,
+        timeouts=_timeouts(config),
+    )
+
+
+def _bucket_transport(
+    config: RunConfig, plan: ExportPlan, written: Callable[[Path], object] | None
 ) -> Transport:
-    transport = config.weights.transport
+    transport, fp8 = config.weights.transport, engine_fp8(config.rollout.engine.quantization, plan.spec)
     match transport.type:
-        case "distributed":
-            label = f"weights-{uuid4().hex}"
-            return DistributedTransport(address=address, backend=backend, timeouts=timeouts, label=label)
         case "tensor":
             return TensorTransport()
         case "disk":
             folder = transport.path or config.run.folder / VERSIONS
-            return DiskTransport(folder, plan.spec.path, written)
+            dtype: torch.dtype = getattr(torch, config.model.dtype)
+            names = [name for bucket in plan.buckets for name in bucket.hf_names]
+            quantization = None if fp8 is None else fp8.config(names)
+            return DiskTransport(
+                folder,
+                plan.spec.path,
+                written,
+                dtype=dtype,
+                quantization=quantization,
+                passed_through=plan.spec.mappings.passed_through,
+            )
         case "delta":
-            return DeltaTransport(plan, config.model.dtype)
+            engines_start_from = engine_model_of(config, plan.spec).path
+            return DeltaTransport(plan, engines_start_from, config.model.dtype, fp8)
+        case "shards":
+            raise AssertionError("it sends no buckets")
 
 
 async def publish_to(
@@ -73,7 +229,7 @@ async def publish_to(
     engines: Sequence[EngineAddress],
     buckets: Iterator[FlatBucket | None],
 ) -> PublishReport:
-    """Publish ``buckets`` to the engines at these addresses as ``version``."""
+    """Publish to the engines at these addresses as ``version``."""
     clients = [EngineClient(address) for address in engines]
     try:
         # The protocol has mutable attributes, for which a client's narrower types are no match.

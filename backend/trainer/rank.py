@@ -16,8 +16,7 @@ Targets
 metrics
 """
 
-import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -42,13 +41,12 @@ from slipstream.backend.trainer.minibatches import is_recomputed, microbatches_o
 from slipstream.backend.trainer.plugins import RankPlugins
 from slipstream.backend.trainer.policy_update import update_policy
 from slipstream.backend.trainer.prepared import PreparedMicroBatch, Scores, Targets, prepared
-from slipstream.backend.trainer.publishing import make_publisher, publish_to
+from slipstream.backend.trainer.publishing import RankWeights, WayOut, way_out
 from slipstream.backend.trainer.skipping import SkippedUpdates
 from slipstream.backend.trainer.targets import find_targets
 from slipstream.bridge.families import model_spec
-from slipstream.bridge.hf.bucket import FlatBucket
 from slipstream.bridge.hf.files import write_hf
-from slipstream.bridge.publish.publisher import Publisher
+from slipstream.bridge.hf.peft_config import peft_folder
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.bridge.shards.export import export
 from slipstream.bridge.shards.plan import SENDER
@@ -104,7 +102,8 @@ class TrainerRank(CheckpointedRank):
             implementation=fusions.head_implementation(actor, fusions.KernelSupport.present()),
         )
         self._parameters = [model.named_shards(part) for part in parts]
-        self._learning_rate = partial(learning_rate, actor.optimizer, run_steps=config.run.steps)
+        self._adapter = None if actor.lora is None else model.adapter_export(parts, self._spec, actor)
+        self._learning_rate = partial(learning_rate, actor.optimizer, run_steps=config.run.total_steps)
         before = None if self._hooks is None else self._hooks.log_probs_begin
         self._scorers = Scorers(config, dtype, self._device, before)
         trained = {checkpoint.POLICY: self._trained}
@@ -121,7 +120,7 @@ class TrainerRank(CheckpointedRank):
         )
         self._resting = Resting(self._device)
         self._plan = export_plan(config, self._spec)
-        self._publisher: Publisher | None = None
+        self._way_out: WayOut | None = None
         self._episodes = None
         if groups.holds_results():
             self._episodes = open_episode_log(
@@ -182,7 +181,7 @@ class TrainerRank(CheckpointedRank):
         if not self._groups.is_pipeline_last_stage():
             return [None] * len(microbatches)
         group = self._groups.get_data_parallel_group()
-        targets = find_targets(self._config, batch, microbatches, scores, group, self._plugins)
+        targets = find_targets(self._config, batch, microbatches, scores, group, self._plugins, self._device)
         # Before the first micro-batch: a copy in the middle of one makes the host wait.
         columns = [(target.advantage_M, *target.measured.values()) for target in targets]
         moved = iter(self._policy.moved_together(list(chain.from_iterable(columns))))
@@ -278,38 +277,33 @@ class TrainerRank(CheckpointedRank):
 
         Raises NotFinite on every rank, before anything is sent, unless all weights are finite.
         """
-        self._require_finite("the weights of the policy", self._parameters)
-        buckets = self._export()
-        if dist.get_rank() != SENDER:
-            for _ in buckets:  # iterating sends this rank's parts
-                pass
-            return None
-        if self._publisher is None:
-            backend = "nccl" if self._device.type == "cuda" else "gloo"
-            self._publisher = make_publisher(
-                self._config,
-                self._plan,
-                address=self._address,
-                backend=backend,
-                written=None if self._hooks is None else self._hooks.version_written,
-            )
-        if self._hooks is not None:
+        served = self._adapter if self._config.actor.serves_adapter else None
+        parameters = self._parameters if served is None else served.parameters
+        self._require_finite("the weights of the policy", parameters)
+        if self._way_out is None:
+            weights = RankWeights(self._plan, self._parameters, served, self._address, self._device)
+            written = None if self._hooks is None else self._hooks.version_written
+            self._way_out = way_out(self._config, weights, written)
+        if self._hooks is not None and dist.get_rank() == SENDER:
             self._hooks.publication_begins(engines)
-        return asyncio.run(publish_to(self._publisher, version, engines, buckets))
+        return self._way_out.publish(version, engines)
 
     def export_hf(self, folder: Path) -> None:
-        """Write the present weights as an HF checkpoint directory. Raises NotFinite as ``publish`` does."""
+        """Write the present weights as an HF checkpoint directory. Raises NotFinite as ``publish`` does.
+
+        An adapter is merged into the weights, and is in a folder of its own beside them.
+        """
         self._require_finite("the weights of the policy", self._parameters)
-        write_hf(self._export(), self._spec.path, folder)
+        buckets = export(self._plan, self._parameters, dist.get_rank())
+        write_hf(buckets, self._spec.path, folder, passed_through=self._spec.mappings.passed_through)
+        if self._adapter is not None:
+            self._adapter.write(peft_folder(folder))
         self.flush()  # nothing is trained behind the export
 
     def flush(self) -> None:
         """Write the rows of the episode log that wait."""
         if self._episodes is not None:
             self._episodes.flush()
-
-    def _export(self) -> Iterator[FlatBucket | None]:
-        return export(self._plan, self._parameters, dist.get_rank())
 
 
 def _rank_hooks(config: RunConfig, device: torch.device) -> "RankHooks | None":

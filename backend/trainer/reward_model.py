@@ -84,7 +84,7 @@ class RewardModelRank(CheckpointedRank):
         if self._groups.is_pipeline_last_stage():
             gradient_N, of_pairs = self._gradient(batch, microbatches, values)
         optimizer = self._config.actor.optimizer
-        lr = learning_rate(optimizer, self.step, run_steps=self._config.run.steps)
+        lr = learning_rate(optimizer, self.step, run_steps=self._config.run.total_steps)
         heads = [partial(self._loss, micro, gradient_N) for micro in microbatches]
         update = self._trained.update(self._model, microbatches, heads, lr)
         self._trained.gather()
@@ -109,7 +109,8 @@ class RewardModelRank(CheckpointedRank):
         """
         self._require_finite("the weights of the reward model", self._parameters)
         buckets = export(self._plan, self._parameters, dist.get_rank())
-        if write_hf(buckets, self._spec.path, folder):
+        passed_through = self._spec.mappings.passed_through
+        if write_hf(buckets, self._spec.path, folder, passed_through=passed_through):
             file = folder / "config.json"
             hf = json.loads(file.read_text())
             names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in hf["architectures"]]

@@ -45,7 +45,7 @@ class Scorers:
             self._teacher = FrozenModel(model_spec(actor.teacher_model.path, families), actor, dtype, device)
         if config.critic is not None:
             spec = model_spec(config.critic.path or policy_path, families)
-            self.critic = Critic(config.critic, actor, spec, dtype, device, run_steps=config.run.steps)
+            self.critic = Critic(config.critic, actor, spec, dtype, device, run_steps=config.run.total_steps)
 
     @property
     def average(self) -> FrozenModel | None:

@@ -28,7 +28,13 @@ from slipstream.backend.trainer.rewards import (
     turn_rewards,
 )
 from slipstream.configs.schema import ActorConfig, CriticConfig, RunConfig
-from slipstream.configs.schema.advantage import Estimator, ModelScores, RewardTerm, TeacherTerm
+from slipstream.configs.schema.advantage import (
+    AdvantageNorm,
+    Estimator,
+    ModelScores,
+    RewardTerm,
+    TeacherTerm,
+)
 
 
 def find_targets(
@@ -38,10 +44,12 @@ def find_targets(
     scores: Sequence[Scores],
     group: dist.ProcessGroup,
     plugins: RankPlugins | None = None,
+    device: torch.device | None = None,
 ) -> list[Targets]:
     """Return the targets of this rank's micro-batches. Collective over ``group``, the data-parallel ranks.
 
-    ``plugins``: what the recipe names by import path; None: nothing.
+    ``plugins``: what the recipe names by import path; None: nothing. ``device``: that of ``group``'s
+    tensors; None: the CPU.
     """
     actor = config.actor
     if actor.reward_term is None:
@@ -49,10 +57,13 @@ def find_targets(
     else:
         estimate = plugins and plugins.penalty
         targets = _reward_targets(config, actor.reward_term, batch, microbatches, scores, group, estimate)
-    return [
+    targets = [
         _summed(actor, target, micro, score, plugins and plugins.term(batch, micro, score))
         for target, micro, score in zip(targets, microbatches, scores, strict=True)
     ]
+    if actor.advantage_norm is None:
+        return targets
+    return _with_normalized(actor.advantage_norm, batch, microbatches, targets, group, device)
 
 
 def _reward_targets(
@@ -231,19 +242,62 @@ def _token_targets(
             reward_M, value_M, owner_M, discount=critic.discount, decay=critic.gae_lambda
         )
         targets.append(Targets(advantage_M, advantage_M + value_M))
-    whitened = _whitened([target.advantage_M for target in targets], group)
+    whitened = normalized_over_tokens([target.advantage_M for target in targets], group)
     return [
         Targets(advantage_M, target.return_M) for advantage_M, target in zip(whitened, targets, strict=True)
     ]
 
 
-def _whitened(values: Sequence[Tensor], group: dist.ProcessGroup, eps: float = 1e-8) -> list[Tensor]:
-    """Return (value - mean) / (standard deviation + eps) over all tokens of all ranks. Collective."""
+def _with_normalized(
+    norm: AdvantageNorm,
+    batch: TrainBatch,
+    microbatches: Sequence[MicroBatch],
+    targets: Sequence[Targets],
+    group: dist.ProcessGroup,
+    device: torch.device | None,
+) -> list[Targets]:
+    """Normalize the advantages of all tokens but those of live users, whose turns do not depend on which
+    others are trained with them. Collective over ``group``.
+    """
+    values = [target.advantage_M.to(device=device) for target in targets]
+    live = list(batch.turn_advantages)
+    counts = [
+        torch.from_numpy(~np.isin(micro.trajectory_M, live)).to(device=device) for micro in microbatches
+    ]
+    normalized = normalized_over_tokens(
+        [value_M[counts_M] for value_M, counts_M in zip(values, counts, strict=True)],
+        group,
+        mean=norm.mean,
+        deviation=norm.deviation,
+        eps=norm.eps,
+    )
+    return [
+        replace(target, advantage_M=value_M.masked_scatter(counts_M, normalized_m.to(value_M)))
+        for target, value_M, counts_M, normalized_m in zip(targets, values, counts, normalized, strict=True)
+    ]
+
+
+def normalized_over_tokens(
+    values: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    *,
+    mean: bool = True,
+    deviation: bool = True,
+    eps: float = 1e-8,
+) -> list[Tensor]:
+    """Return (value - mean) / (standard deviation + eps) over all tokens of all ranks, float32. Collective.
+
+    Without ``mean`` nothing is subtracted, and without ``deviation`` nothing is divided. The deviation is
+    about the mean in any case, and divides the sum of squares by the number of tokens.
+    """
     every = torch.cat([value_M.double() for value_M in values])
     sums = torch.stack([every.new_tensor(float(len(every))), every.sum()])
     dist.all_reduce(sums, group=group)
-    count, mean = sums[0].clamp(min=1), sums[1] / sums[0].clamp(min=1)
-    spread = ((every - mean) ** 2).sum()
-    dist.all_reduce(spread, group=group)
-    scale = (spread / count).sqrt() + eps
-    return [((value_M.double() - mean) / scale).float() for value_M in values]
+    count, centre = sums[0].clamp(min=1), sums[1] / sums[0].clamp(min=1)
+    scale = torch.ones_like(count)
+    if deviation:
+        spread = ((every - centre) ** 2).sum()
+        dist.all_reduce(spread, group=group)
+        scale = (spread / count).sqrt() + eps
+    shift = centre if mean else torch.zeros_like(centre)
+    return [((value_M.double() - shift) / scale).float() for value_M in values]

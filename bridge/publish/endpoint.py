@@ -3,7 +3,7 @@
 ``rollout`` implements it; the bridge depends on no particular engine.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -54,29 +54,29 @@ class EngineEndpoint(Protocol):
     async def begin_update(self) -> None: ...
     async def end_update(self) -> None: ...
 
-    # Over a process group:
-    async def join_group(
-        self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
-    ) -> None: ...
-    async def leave_group(self, group: str) -> None: ...
-    async def receive(
-        self,
-        *,
-        names: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        dtype: str,
-        group: str,
-        flush_cache: bool,
-        version: int | None,
-    ) -> None: ...
-
-    # From memory that the sender and the engine share:
-    async def take(self, handles: Sequence[bytes], *, flush_cache: bool, version: int | None) -> None:
-        """``handles``: one for each rank of the engine."""
+    # From memory that the sender and the engine share, or as an order to the engine's weight loader:
+    async def take(
+        self, handles: Sequence[bytes], *, load_format: str, flush_cache: bool, version: int | None
+    ) -> None:
+        """``handles``: one for each rank of the engine. ``load_format``: SGLang's name of the format, or the
+        import path of the loader.
+        """
         ...
 
     # From files:
     async def load_files(self, folder: Path, *, flush_cache: bool, version: int) -> None: ...
+
+    # An adapter beside weights that stay as they are:
+    async def load_adapter(self, version: int, config: Mapping[str, object], tensors: bytes) -> None:
+        """Load the adapter of ``version``, which no request uses yet, and unload others that none uses.
+
+        ``config``: PEFT's. ``tensors``: by PEFT's names, as the engine reads them.
+        """
+        ...
+
+    async def serve_adapter(self, version: int) -> None:
+        """Let requests that start from now on use the adapter of ``version``. No request may run."""
+        ...
 
     # No weights at all:
     async def rename_version(self, version: int) -> None:

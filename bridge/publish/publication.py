@@ -14,6 +14,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class NoRoom(Exception):
+    """There is no room for a version that is being prepared. Nothing of it has reached an engine."""
+
+
 @dataclass(frozen=True)
 class Timeouts:
     """Limits on one step of a publication, in seconds."""
@@ -62,13 +66,6 @@ class Publication:
 
     def fail(self, engine: EngineEndpoint, step: str, reason: str) -> None:
         """Drop an engine that may hold a mixture of two versions. It must be rebuilt."""
-        self._drop(engine, self.report.failed, step, reason)
-
-    def interrupt(self, engine: EngineEndpoint, step: str, reason: str) -> None:
-        """Drop a healthy engine whose transfer was cut short. It stays paused until it gets all weights."""
-        self._drop(engine, self.report.interrupted, step, reason)
-
-    def _drop(self, engine: EngineEndpoint, reasons: dict[str, str], step: str, reason: str) -> None:
-        reasons[engine.name] = f"{step} for version {self.version}: {reason}"
-        log.warning("engine %s dropped out: %s", engine.name, reasons[engine.name])
+        self.report.failed[engine.name] = f"{step} for version {self.version}: {reason}"
+        log.warning("engine %s dropped out: %s", engine.name, self.report.failed[engine.name])
         self.engines = [other for other in self.engines if other is not engine]

@@ -17,7 +17,7 @@ from typing import Protocol
 from slipstream.bridge.hf.bucket import FlatBucket
 from slipstream.bridge.publish.bucket_stream import BucketStream
 from slipstream.bridge.publish.endpoint import PAUSE, EngineEndpoint, Interrupt
-from slipstream.bridge.publish.publication import Publication, Timeouts
+from slipstream.bridge.publish.publication import NoRoom, Publication, Timeouts
 from slipstream.bridge.publish.report import PublishReport
 
 
@@ -29,7 +29,7 @@ class Transport(Protocol):
     """
 
     async def prepare(self, publication: Publication, buckets: BucketStream) -> None:
-        """Do everything that can be done while the engines generate."""
+        """Do everything that can be done while the engines generate. Raises NoRoom."""
         ...
 
     async def update(self, publication: Publication, buckets: BucketStream, *, flush_cache: bool) -> None:
@@ -56,6 +56,8 @@ class Publisher:
         start = time.monotonic()
         try:
             await self._publish(publication, stream)
+        except NoRoom as error:
+            publication.report.no_room = str(error)
         finally:
             await stream.exhaust()
             publication.report.total_s = time.monotonic() - start

@@ -15,11 +15,12 @@ class PublishReport:
     """Engines that hold the version."""
     failed: dict[str, str] = field(default_factory=dict[str, str])
     """Engines that may hold wrong weights, each with the reason."""
-    interrupted: dict[str, str] = field(default_factory=dict[str, str])
-    """Engines whose transfer was cut short by another engine's failure, each with the reason. They stay
-    paused until they get the whole version."""
+    no_room: str | None = None
+    """Why the version has reached no engine yet: there is no room for it. The engines go on as they are."""
+    unservable: str | None = None
+    """Why no engine of this run can get weights by this transport. Starting it again changes nothing."""
     bytes_sent: int = 0
-    """Bytes sent to one engine, or broadcast to all; the maximum if engines needed different amounts."""
+    """Bytes sent to one engine; the maximum if engines needed different amounts."""
     stall_s: float = 0.0
     """Time from the first pause to the last resume."""
     total_s: float = 0.0
@@ -35,22 +36,3 @@ class PublishReport:
             yield
         finally:
             self.parts_s[part] = self.parts_s.get(part, 0.0) + time.monotonic() - began
-
-    def merged(self, repeat: "PublishReport") -> "PublishReport":
-        """Return the sum of this report and that of the repeat to the interrupted engines.
-
-        An engine that the repeat interrupts as well counts as failed.
-        """
-        parts_s = dict(self.parts_s)
-        for part, seconds in repeat.parts_s.items():
-            parts_s[part] = parts_s.get(part, 0.0) + seconds
-        return PublishReport(
-            self.version,
-            [*self.updated, *repeat.updated],
-            self.failed | repeat.failed | repeat.interrupted,
-            {},
-            self.bytes_sent + repeat.bytes_sent,
-            self.stall_s + repeat.stall_s,
-            self.total_s + repeat.total_s,
-            parts_s,
-        )

@@ -1,6 +1,7 @@
 """Compare an HF checkpoint with its config, by names and shapes. Imports no torch."""
 
 from slipstream.bridge.hf.index import HfCheckpointError, StoredTensor, stored_tensors
+from slipstream.bridge.hf.quantization import QuantizedTensor, join_parts
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.plan import entries
@@ -9,24 +10,36 @@ from slipstream.bridge.shards.plan import entries
 def check_tensors(spec: ModelSpec) -> dict[str, StoredTensor]:
     """Return the checkpoint's tensors by name: each is mapped once and has the expected shape.
 
-    Raises HfCheckpointError with all tensors that are missing, not mapped or of another shape.
+    A quantized weight is one QuantizedTensor. Raises HfCheckpointError with all tensors that are missing, not
+    mapped, of another shape or dtype, or quantized in another way than config.json says.
     """
     expected: dict[str, tuple[int, ...]] = {}
     optional: set[str] = set()
     problems: list[str] = []
     for entry in entries(spec, Layout()):
+        if entry.stacked and entry.stacked[0] > 0:
+            continue  # the tensors are those of the first expert
         problems += [f"mapped twice: {name}" for name in entry.hf_names if name in expected]
         expected.update(zip(entry.hf_names, entry.hf_shapes, strict=True))
         if entry.mapping.optional:
             optional.update(entry.hf_names)
-    stored = stored_tensors(spec.path)
+    stored, unreadable = join_parts(stored_tensors(spec.path), spec.quantization)
+    problems += [problem for name, problem in unreadable.items() if name in expected]
+    problems += [
+        f"{name} is quantized, and not of the language model: an export holds such tensors as they are, and "
+        "is not quantized"
+        for name, tensor in stored.items()
+        if isinstance(tensor, QuantizedTensor) and name.startswith(spec.mappings.passed_through)
+    ]
     present = {name for name in stored if not _is_unused(name, spec)}
-    problems += [f"missing: {name}" for name in sorted(expected.keys() - present - optional)]
+    problems += [
+        f"missing: {name}" for name in sorted(expected.keys() - present - optional - unreadable.keys())
+    ]
     problems += [f"not mapped: {name}" for name in sorted(present - expected.keys())]
     problems += [
         f"{name} has shape {stored[name].shape}, config.json implies {shape}"
         for name, shape in expected.items()
-        if name in present and stored[name].shape != shape
+        if name in present and name not in unreadable and stored[name].shape != shape
     ]
     if problems:
         raise HfCheckpointError(f"{spec.path} does not fit its config.json:\n  " + "\n  ".join(problems))
@@ -34,10 +47,13 @@ def check_tensors(spec: ModelSpec) -> dict[str, StoredTensor]:
 
 
 def _is_unused(name: str, spec: ModelSpec) -> bool:
-    """True for the head of tied embeddings or under a value head, and for multi-token prediction layers."""
-    geometry = spec.geometry
+    """True for the head of tied embeddings or under a value head, for multi-token prediction layers, and for
+    the parts that are not of the language model.
+    """
+    geometry, mappings = spec.geometry, spec.mappings
+    layers, _, _ = mappings.layers[0][0].hf[0].partition("{layer}")
     extra = range(geometry.n_layers, geometry.n_layers + geometry.extra_layers)
     no_head = geometry.tied_embeddings or spec.gives_values
-    return (no_head and name == "lm_head.weight") or any(
-        name.startswith(f"model.layers.{layer}.") for layer in extra
-    )
+    apart = (geometry.extra_prefix,) if geometry.extra_prefix else ()
+    unused = (*mappings.passed_through, *apart, *(f"{layers}{layer}." for layer in extra))
+    return (no_head and name.split(".")[-2:] == ["lm_head", "weight"]) or name.startswith(unused)

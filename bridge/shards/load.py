@@ -39,6 +39,8 @@ def load_hf(spec: ModelSpec, layout: Layout, rank: int, parameters: Sequence[Map
                 )
             if entry.mapping.optional and not stored.keys() >= set(entry.hf_names):
                 continue
-            copy_in(target, [checkpoint.tensor(name) for name in entry.hf_names], pieces)
+            expert = None if entry.stacked is None else entry.stacked[0]
+            sources = [checkpoint.tensor(name, expert) for name in entry.hf_names]
+            copy_in(target, sources, pieces)
     if unmapped := sorted(name for chunk in unfilled for name in chunk):
         raise HfCheckpointError(f"no HF tensor is mapped to: {', '.join(unmapped)}")

@@ -7,16 +7,20 @@ travels straight from the ranks that hold its shards to the sender. A rank that 
 nothing for it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import prod
+from typing import TYPE_CHECKING
 
 from slipstream.bridge.model.layout import Coordinates, Layout, Place, Shard, UnevenSplit
 from slipstream.bridge.model.mapping import Mapping, Piece, Shape, Split, Whole
 from slipstream.bridge.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SENDER = 0
 """The rank that collects the exported tensors."""
@@ -37,6 +41,8 @@ class Entry:
     hf_names: tuple[str, ...]
     expert: int | None
     """Expert-parallel rank that holds the parameter; None: it belongs to no expert."""
+    stacked: tuple[int, int] | None = None
+    """Number of the expert, and of all experts, if each HF tensor stacks their parameters."""
 
     @property
     def split(self) -> Split:
@@ -44,11 +50,17 @@ class Entry:
 
     @property
     def hf_shapes(self) -> tuple[Shape, ...]:
-        return self.split.hf_shapes
+        shapes = self.split.hf_shapes
+        return shapes if self.stacked is None else tuple((self.stacked[1], *shape) for shape in shapes)
 
     @property
     def numel(self) -> int:
+        """Elements of the parameter, and of its share of HF tensors that stack experts."""
         return _numel(self.split)
+
+    def own_part(self, tensor: "Tensor") -> "Tensor":
+        """Return the view of an HF tensor that the parameter's pieces are about."""
+        return tensor if self.stacked is None else tensor.select(0, self.stacked[0])
 
 
 @lru_cache
@@ -71,12 +83,21 @@ class Bucket:
     """The bucket is in single precision although the model is not."""
 
     @cached_property
+    def _shapes(self) -> dict[str, Shape]:
+        """The shapes of the bucket's HF tensors by name. The entries of stacked experts share theirs."""
+        return {
+            name: shape
+            for entry in self.entries
+            for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True)
+        }
+
+    @cached_property
     def hf_names(self) -> tuple[str, ...]:
-        return tuple(name for entry in self.entries for name in entry.hf_names)
+        return tuple(self._shapes)
 
     @cached_property
     def hf_shapes(self) -> tuple[Shape, ...]:
-        return tuple(shape for entry in self.entries for shape in entry.hf_shapes)
+        return tuple(self._shapes.values())
 
     @cached_property
     def numel(self) -> int:
@@ -91,18 +112,18 @@ class TensorPart:
     owner: int
     piece: Piece
     shape: Shape
-    """Shape of the HF tensor."""
+    """Shape of the HF tensor, or of one expert's share of it."""
     offset: int
-    """First element of that tensor in the flat bucket."""
+    """First element of that tensor, or share, in the flat bucket."""
 
     @property
     def numel(self) -> int:
-        return (self.piece.stop - self.piece.start) * (prod(self.shape) // self.shape[self.piece.dim])
+        return self.piece.length * (prod(self.shape) // self.shape[self.piece.hf_dim])
 
     @property
     def in_place(self) -> bool:
         """True if the part is one contiguous run of the HF tensor, which can be received where it belongs."""
-        return self.piece.dim == 0
+        return self.piece.is_contiguous
 
 
 @dataclass(frozen=True)
@@ -115,14 +136,15 @@ class ExportPlan:
 
     def parts(self, bucket: Bucket) -> Iterator[TensorPart]:
         """Yield the parts in the order in which both sides process them."""
-        offset = 0
+        starts = accumulate(map(prod, bucket.hf_shapes), initial=0)
+        start_of = dict(zip(bucket.hf_names, starts, strict=False))
         for entry in bucket.entries:
-            shapes = entry.hf_shapes
-            offsets = list(accumulate(map(prod, shapes), initial=offset))
+            number = entry.stacked[0] if entry.stacked else 0
             for owner, pieces in self._owners(entry):
                 for piece in pieces:
-                    yield TensorPart(entry, owner, piece, shapes[piece.hf], offsets[piece.hf])
-            offset = offsets[-1]
+                    shape = entry.split.hf_shapes[piece.hf]
+                    offset = start_of[entry.hf_names[piece.hf]] + number * prod(shape)
+                    yield TensorPart(entry, owner, piece, shape, offset)
 
     def rounds(self, bucket: Bucket) -> Iterator[list[TensorPart]]:
         """Yield the parts in groups whose staged parts fit into the staging memory."""
@@ -167,7 +189,12 @@ def entries(spec: ModelSpec, layout: Layout) -> Iterator[Entry]:
 
 
 def _of_layer(
-    mapping: Mapping, layout: Layout, layer: int, place: Place, expert: tuple[int, int, int] | None = None
+    mapping: Mapping,
+    layout: Layout,
+    layer: int,
+    place: Place,
+    expert: tuple[int, int, int] | None = None,
+    stacked: tuple[int, int] | None = None,
 ) -> Entry:
     """``expert``: its number, its number on its rank, and its expert-parallel rank."""
     number, local, rank = expert or ("", "", None)
@@ -178,6 +205,7 @@ def _of_layer(
         mapping.name(layout.layer_spec).format(layer=place.layer, expert=local),
         tuple(hf.format(layer=layer, expert=number) for hf in mapping.hf),
         rank,
+        stacked,
     )
 
 
@@ -192,7 +220,8 @@ def _experts(mapping: Mapping, spec: ModelSpec, layout: Layout, layer: int, plac
         )
     for number in range(experts.count):
         rank, local = divmod(number, per_rank)
-        yield _of_layer(mapping, layout, layer, place, (number, local, rank))
+        stacked = (number, experts.count) if mapping.stacked else None
+        yield _of_layer(mapping, layout, layer, place, (number, local, rank), stacked)
 
 
 def entries_of(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[tuple[Entry, Shard]]:
@@ -212,43 +241,53 @@ def entries_of(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[tuple[Ent
         yield Entry(words, last, chunk, "output_layer.weight", words.hf, None), dense
 
 
-def _in_turns(forward: Sequence[Entry], stages: int) -> Iterator[Entry]:
+def _units(forward: Iterable[Entry]) -> Iterator[tuple[Entry, ...]]:
+    """Yield the entries that share HF tensors, which are in the same bucket: one, or those of all experts."""
+    for _, unit in groupby(forward, key=lambda entry: entry.hf_names):
+        yield tuple(unit)
+
+
+def _size(unit: Sequence[Entry]) -> int:
+    return sum(entry.numel for entry in unit)
+
+
+def _in_turns(forward: Sequence[tuple[Entry, ...]], stages: int) -> Iterator[tuple[Entry, ...]]:
     """Keep the order within each stage; the next stage is the one with the smallest share yielded so far."""
     if stages == 1:
         yield from forward
         return
-    queues = [[entry for entry in forward if entry.stage == stage] for stage in range(stages)]
-    totals = [max(sum(entry.numel for entry in queue), 1) for queue in queues]
+    queues = [[unit for unit in forward if unit[0].stage == stage] for stage in range(stages)]
+    totals = [max(sum(map(_size, queue)), 1) for queue in queues]
     turns = [(0.0, stage, 0) for stage in range(stages) if queues[stage]]
     while turns:
         share, stage, number = heappop(turns)
-        entry = queues[stage][number]
-        yield entry
+        unit = queues[stage][number]
+        yield unit
         if number + 1 < len(queues[stage]):
-            heappush(turns, (share + entry.numel / totals[stage], stage, number + 1))
+            heappush(turns, (share + _size(unit) / totals[stage], stage, number + 1))
 
 
 def make_plan(spec: ModelSpec, layout: Layout, bucket_bytes: int, itemsize: int) -> ExportPlan:
     """Divide the model into buckets. Raises UnevenSplit.
 
     Two buckets and the staging memory together take at most twice ``bucket_bytes``, unless a single parameter
-    is larger, which has a bucket to itself. Pipeline stages take turns, so that several ranks send at a time
-    while the sender copies its own shards.
+    or tensor is larger, which has a bucket to itself. Pipeline stages take turns, so that several ranks send
+    at a time while the sender copies its own shards.
     """
     buckets: list[Bucket] = []
     pending: list[Entry] = []
     single_precision: list[Entry] = []
     size, room = 0, bucket_bytes - bucket_bytes // (2 * STAGING_DIVISOR)
-    for entry in _in_turns(list(entries(spec, layout)), layout.pipeline):
-        if entry.mapping.float32 and itemsize != 4:
-            single_precision.append(entry)
+    for unit in _in_turns(list(_units(entries(spec, layout))), layout.pipeline):
+        if unit[0].mapping.float32 and itemsize != 4:
+            single_precision += unit
             continue
-        entry_bytes = entry.numel * itemsize
-        if pending and size + entry_bytes > room:
+        unit_bytes = _size(unit) * itemsize
+        if pending and size + unit_bytes > room:
             buckets.append(Bucket(tuple(pending), float32=False))
             pending, size = [], 0
-        pending.append(entry)
-        size += entry_bytes
+        pending += unit
+        size += unit_bytes
     if pending:
         buckets.append(Bucket(tuple(pending), float32=False))
     if single_precision:

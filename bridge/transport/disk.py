@@ -1,33 +1,51 @@
 """Write each version as a checkpoint to a directory that the sender and the engines share.
 
 This serves engines that no process group can reach. The sender writes while the engines generate; in the
-pause every engine reads the checkpoint.
+pause every engine reads the checkpoint. There is room for one version at a time: the last one goes before the
+next one is written, when every engine has read it.
 """
 
 import asyncio
+import errno
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
 
 from slipstream.bridge.hf.bucket import FlatBucket
 from slipstream.bridge.hf.files import write_hf
 from slipstream.bridge.publish.bucket_stream import BucketStream
-from slipstream.bridge.publish.publication import Publication
+from slipstream.bridge.publish.publication import NoRoom, Publication
 
-KEPT = 2
-"""Versions that stay on disk: an engine that was given up may notice it late and still read the older one."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskTransport:
     """Keeps one directory per version. A directory is complete once it has its final name."""
 
-    def __init__(self, folder: Path, source: Path, written: Callable[[Path], object] | None = None) -> None:
-        """``source``: the checkpoint whose config and tokenizer belong to the weights. ``written``: called in
-        a thread with the directory of each version that is complete, before any engine reads it.
+    def __init__(
+        self,
+        folder: Path,
+        source: Path,
+        written: Callable[[Path], object] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        quantization: Mapping[str, object] | None = None,
+        passed_through: tuple[str, ...] = (),
+    ) -> None:
+        """``folder``: of the versions of this run alone. ``source``: the checkpoint whose config and
+        tokenizer belong to the weights. ``written``: called in a thread with the directory of each version
+        that is complete, before any engine reads it. ``dtype``, ``quantization`` and ``passed_through``: as
+        in ``write_hf``.
         """
         self._folder = folder
         self._source = source
+        self._passed_through = passed_through
         self._written = written
+        self._dtype = dtype
+        self._quantization = quantization
 
     async def prepare(self, publication: Publication, buckets: BucketStream) -> None:
         with publication.report.timed("write"):
@@ -48,9 +66,37 @@ class DiskTransport:
         return self._folder / f"version-{version:08d}"
 
     def _write(self, buckets: Iterator[FlatBucket | None], version: int) -> int:
-        obsolete = sorted(self._folder.glob("version-*"))[: -(KEPT - 1) or None]
-        size = write_hf(buckets, self._source, self._folder_of(version))
-        for folder in obsolete:
-            if folder != self._folder_of(version):
-                shutil.rmtree(folder, ignore_errors=True)
-        return size
+        self._remove()
+        try:
+            return write_hf(
+                buckets,
+                self._source,
+                self._folder_of(version),
+                dtype=self._dtype,
+                quantization=self._quantization,
+                passed_through=self._passed_through,
+            )
+        except (OSError, SafetensorError) as error:
+            if not _is_full(error):
+                raise
+            self._remove()
+            free = f"{shutil.disk_usage(self._folder).free / 2**30:.2f} GiB are free"
+            raise NoRoom(
+                f"make room in {self._folder} (weights.transport.path), where {free}: {error}"
+            ) from error
+
+    def _remove(self) -> None:
+        """Remove every version, whole or begun."""
+        for folder in (
+            *self._folder.glob("version-????????"),
+            *self._folder.glob(".version-????????.partial"),
+        ):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_full(error: OSError | SafetensorError) -> bool:
+    # safetensors passes an error of the system on as text.
+    return any(
+        error.errno == code if isinstance(error, OSError) else f"(os error {code})" in str(error)
+        for code in FULL
+    )

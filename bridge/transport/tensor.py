@@ -68,6 +68,7 @@ class TensorTransport:
             "send",
             lambda engine: engine.take(
                 [shared.handle() for _ in range(engine.ranks)],
+                load_format="flattened_bucket",
                 flush_cache=flush_cache and last,
                 version=publication.version if last else None,
             ),

@@ -1,8 +1,8 @@
-"""Put on the PYTHONPATH of a run, this does harm to weight buckets of its trainer: ``SLIPSTREAM_FAULT``.
+"""Put on the PYTHONPATH of a run, this does harm to what its trainer sends: ``SLIPSTREAM_FAULT``.
 
-    corrupt:5     the fifth bucket that is broadcast arrives with noise in it
-    hold:5:PATH   it is sent once there is no file PATH any more, which is made when its turn comes; a bucket
-                  that goes to a single engine is passed over
+    corrupt:5     the fifth version after the start arrives with noise in it, in every engine of that time
+    hold:5:PATH   the fifth or a later version is sent to engine-0 once there is no file PATH any more;
+                  the file is made when its turn comes
 
 Several, separated by commas.
 
@@ -11,12 +11,11 @@ Python imports a module of this name in every process, before anything else.
 
 import importlib.abc
 import importlib.util
-import itertools
 import os
 import sys
 import time
 
-TARGET = "slipstream.bridge.transport.rendezvous"
+TARGET = "slipstream.bridge.transport.sender"
 
 
 def harmful(send):
@@ -27,19 +26,33 @@ def harmful(send):
             corrupt.add(int(number))
         else:
             hold[int(number)] = path[0]
-    numbers = itertools.count(1)
+    versions = {}
 
-    def replacement(self, flat):
-        number = next(numbers)
-        if number in corrupt:
-            flat = flat.clone()
-            flat[: len(flat) // 50] *= -1
-        if self._rendezvous.world_size > 2:
-            for path in [hold.pop(due) for due in sorted(hold) if due <= number]:
+    def replacement(self, engine, command):
+        name = command.engine
+        versions[name] = number = versions.get(name, 0) + 1
+        is_first = list(versions).index(name) < 2
+        if number in corrupt and is_first:
+            give = engine.peers.send
+
+            def spoiled(messages):
+                give([(member, flat * -1) for member, flat in messages[:1]] + list(messages[1:]))
+
+            engine.peers.send = spoiled
+        # A restarted engine counts anew.
+        total = max(versions.values()) if is_first else sum(versions.values()) // 2
+        if name.startswith("engine-0/"):
+            for path in [hold.pop(due) for due in sorted(hold) if due <= total]:
+                if os.path.exists(f"{path}.once"):
+                    continue  # a trainer that was started again
+                open(f"{path}.once", "w").close()
                 open(path, "w").close()
                 while os.path.exists(path):
                     time.sleep(0.01)
-        send(self, flat)
+        try:
+            return send(self, engine, command)
+        finally:
+            vars(engine.peers).pop("send", None)
 
     return replacement
 
@@ -53,7 +66,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module) -> None:
         self._loader.exec_module(module)
-        module.BroadcastGroup.send = harmful(module.BroadcastGroup.send)
+        module.ShardSender._send = harmful(module.ShardSender._send)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import slipstream.bridge.shards.export
@@ -18,9 +19,11 @@ from slipstream.bridge.hf.bucket import FlatBucket
 from slipstream.bridge.hf.files import write_hf
 from slipstream.bridge.hf.index import HfCheckpointError
 from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.publish.publication import NoRoom
 from slipstream.bridge.shards.export import export
 from slipstream.bridge.shards.load import load_hf
 from slipstream.bridge.shards.plan import make_plan
+from slipstream.bridge.transport.disk import DiskTransport
 from tests.bridge_cases import LAYOUTS, empty_parameters, hf_configs, random_tensors, same_bits
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
@@ -108,6 +111,17 @@ def test_buffers_and_the_head_of_a_tied_checkpoint_are_ignored(tmp_path):
     assert torch.equal(
         parameters["embedding.word_embeddings.weight"], tensors_of(folder)["model.embed_tokens.weight"]
     )
+
+
+def test_layers_for_multi_token_prediction_beside_the_decoder_are_ignored(tmp_path):
+    folder = make_checkpoint(tmp_path, "qwen3_next", tied=False)
+    change(
+        folder, **{"mtp.fc.weight": torch.zeros(64, 128), "mtp.layers.0.mlp.gate.weight": torch.zeros(8, 64)}
+    )
+    assert "decoder.final_layernorm.weight" in load(folder)
+    change(folder, **{"mtq.fc.weight": torch.zeros(64, 128)})
+    with pytest.raises(HfCheckpointError, match=r"not mapped: mtq\.fc\.weight"):
+        load(folder)
 
 
 def test_an_untied_checkpoint_without_a_head_is_refused(tmp_path):
@@ -200,7 +214,8 @@ def export_and_write(rank, jobs: list[Job]) -> int:
         load_hf(spec, layout, rank.rank, parameters)
         buckets = export(make_plan(spec, layout, bucket_bytes, dtype.itemsize), parameters, rank.rank)
         seen = []
-        write_hf((seen.append(bucket and bucket.last) or bucket for bucket in buckets), source, target)
+        noted = (seen.append(bucket and bucket.last) or bucket for bucket in buckets)
+        write_hf(noted, source, target, passed_through=spec.mappings.passed_through)
         count += sum(last is not None for last in seen)
         if seen[-1] is not None:
             assert seen == [False] * (len(seen) - 1) + [True]
@@ -216,26 +231,25 @@ def write_source(folder: Path, hf: dict, dtype: torch.dtype, seed: int) -> Path:
     return folder
 
 
-EVERY = [
+Case = tuple[str, str, torch.dtype]
+"""Family, layout, dtype."""
+EVERY: list[Case] = [
     (family, layout, dtype)
     for family in sorted(FAMILIES)
     for layout in sorted(LAYOUTS)
     for dtype in (torch.float32, torch.bfloat16)
 ]
+FEW = EVERY[:: 2 * len(LAYOUTS) // 4 + 1]
+"""Some of them: each family in three or four layouts, in both dtypes, and each layout."""
 
 
-@settings(max_examples=1, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-@given(
-    st.tuples(*(hf_configs(family) for family, _, _ in EVERY)),
-    st.lists(st.integers(100, 20_000), min_size=len(EVERY), max_size=len(EVERY)),
-)
-def test_the_export_of_four_ranks_equals_what_they_loaded_bit_for_bit(tmp_path_factory, configs, sizes):
-    """Each family in each layout has a random config; a single example, because starting ranks is slow."""
-    folder = tmp_path_factory.mktemp("round-trips")
+def check_round_trips(folder: Path, cases: list[Case], data: st.DataObject) -> None:
+    """Each case has a random config."""
     jobs: list[Job] = []
-    for i, ((_, layout, dtype), hf, size) in enumerate(zip(EVERY, configs, sizes, strict=True)):
-        source = write_source(folder / f"source-{i}", hf, dtype, seed=i)
-        jobs.append((source, folder / f"target-{i}", LAYOUTS[layout], size, dtype))
+    for number, (family, layout, dtype) in enumerate(cases):
+        hf, size = data.draw(hf_configs(family)), data.draw(st.integers(100, 20_000))
+        source = write_source(folder / f"source-{number}", hf, dtype, seed=number)
+        jobs.append((source, folder / f"target-{number}", LAYOUTS[layout], size, dtype))
     counts = run_ranks(4, export_and_write, jobs)
     assert counts[0] > len(jobs)
     assert counts[1:] == [0, 0, 0]
@@ -246,6 +260,32 @@ def test_the_export_of_four_ranks_equals_what_they_loaded_bit_for_bit(tmp_path_f
         index = json.loads((target / "model.safetensors.index.json").read_text())
         assert index["weight_map"].keys() == expected.keys()
         assert index["metadata"]["total_size"] == sum(t.nbytes for t in expected.values())
+
+
+def test_the_few_cases_have_every_family_and_every_layout():
+    families, layouts, dtypes = (set(column) for column in zip(*FEW, strict=True))
+    assert (families, layouts, len(dtypes)) == (set(FAMILIES), set(LAYOUTS), 2)
+
+
+# A single example of many cases, because starting ranks is slow.
+ONCE = settings(
+    max_examples=1, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
+
+
+@ONCE
+@given(st.data())
+def test_the_export_of_four_ranks_equals_what_they_loaded_bit_for_bit(tmp_path_factory, data):
+    check_round_trips(tmp_path_factory.mktemp("round-trips"), FEW, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@ONCE
+@given(data=st.data())
+def test_every_layout_of_a_family_exports_what_it_has_loaded(tmp_path_factory, family, data):
+    cases = [case for case in EVERY if case[0] == family]
+    check_round_trips(tmp_path_factory.mktemp("round-trips"), cases, data)
 
 
 def small_bucket(dtype=torch.float32) -> FlatBucket:
@@ -289,6 +329,65 @@ def test_the_written_config_states_the_dtype_of_the_written_weights(tmp_path, sp
     source, folder = source_folder(tmp_path, **{spelling: "float32"}), tmp_path / "out"
     write_hf(iter([small_bucket(torch.bfloat16)]), source, folder)
     assert json.loads((folder / "config.json").read_text()) == {"model_type": "qwen3", spelling: "bfloat16"}
+
+
+def test_a_published_version_has_the_tensors_that_are_passed_through_and_the_dtype_of_the_weights(tmp_path):
+    source, written = source_folder(tmp_path, text_config={"dtype": "float32"}), []
+    tower = {"visual.a": torch.arange(4).half(), "visual.b": torch.tensor(1.5)}
+    save_file(tower | {"b": torch.zeros(4)}, source / "model.safetensors")
+    transport = DiskTransport(tmp_path / "versions", source, written.append, passed_through=("visual.",))
+    transport._write(iter([small_bucket(torch.bfloat16)]), version=3)
+    [folder] = (tmp_path / "versions").iterdir()
+    tensors = tensors_of(folder)
+    assert tensors.keys() == {"a", "b", *tower}
+    assert all(same_bits(tensors[name].view(-1), tower[name].view(-1)) for name in tower)
+    assert tensors["b"].tolist() == [6, 7, 8, 9]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert json.loads((folder / "config.json").read_text())["text_config"] == {"dtype": "bfloat16"}
+
+
+def test_there_is_one_version_at_a_time_and_none_of_an_older_run(tmp_path):
+    versions = tmp_path / "versions"
+    for old in ("version-00000002", ".version-00000007.partial", "notes"):
+        (versions / old).mkdir(parents=True)
+    transport = DiskTransport(versions, source_folder(tmp_path))
+    for version in (3, 4):
+        transport._write(iter([small_bucket()]), version)
+        assert {path.name for path in versions.iterdir()} == {"notes", f"version-{version:08d}"}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: Disk quota exceeded (os error 122)"),
+    ],
+)
+def test_a_full_disk_is_told_with_folder_and_setting_and_leaves_nothing(tmp_path, monkeypatch, error):
+    def full(tensors, file, metadata):
+        file.write_bytes(b"the beginning")
+        raise error
+
+    versions = tmp_path / "versions"
+    transport = DiskTransport(versions, source_folder(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr("slipstream.bridge.hf.files.save_file", full)
+        with pytest.raises(NoRoom, match=rf"make room in {versions} \(weights.transport.path\)"):
+            transport._write(iter([small_bucket()]), 3)
+    assert list(versions.iterdir()) == []
+    transport._write(iter([small_bucket()]), 3)
+    assert [path.name for path in versions.iterdir()] == ["version-00000003"]
+
+
+def test_another_error_of_a_write_is_no_lack_of_room(tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("slipstream.bridge.hf.files.save_file", refused)
+    with pytest.raises(PermissionError):
+        DiskTransport(tmp_path / "versions", source_folder(tmp_path))._write(iter([small_bucket()]), 3)
 
 
 def test_an_export_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):

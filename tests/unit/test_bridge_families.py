@@ -2,18 +2,32 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors import safe_open
 
+from slipstream.backend.driver.sft import reward_model_problems
 from slipstream.bridge.families import FAMILIES, model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
-from slipstream.bridge.model.geometry import Experts
+from slipstream.bridge.model.geometry import Experts, GroupedAttention, Window
 from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.model.rope import Rope
 from slipstream.bridge.shards.plan import entries
-from tests.bridge_cases import CONFIG, DEEPSEEK
+from tests.bridge_cases import CONFIG, DEEPSEEK, LINEAR_ATTENTION
 from tests.models import ROPES, make_checkpoint
 
+MINIMAX = {"num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN3_NEXT = {
+    **LINEAR_ATTENTION,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+GEMMA = {"sliding_window": 8}
+GPT_OSS = {"sliding_window": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+SPARSE = {**DEEPSEEK, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
 QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
@@ -26,14 +40,18 @@ def tensors_in(folder: Path) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_mapped_tensors_are_those_that_transformers_writes(tmp_path, family, tied):
     folder = make_checkpoint(tmp_path, family, tied=tied)
+    spec = model_spec(folder)
     mapped = [
         pair
-        for entry in entries(model_spec(folder), Layout())
+        for entry in entries(spec, Layout())
+        if not entry.stacked or entry.stacked[0] == 0
         for pair in zip(entry.hf_names, entry.hf_shapes, strict=True)
     ]
-    expected = tensors_in(folder)
+    written, others = tensors_in(folder), spec.mappings.passed_through
+    expected = {name: shape for name, shape in written.items() if not name.startswith(others or "-")}
     assert len(mapped) == len(expected)
     assert dict(mapped) == expected
+    assert (len(written) > len(expected)) == bool(others)
 
 
 @pytest.mark.parametrize(
@@ -42,8 +60,14 @@ def test_the_mapped_tensors_are_those_that_transformers_writes(tmp_path, family,
         ("deepseek_v3", {"q_lora_rank": None}),
         ("deepseek_v3", {"n_shared_experts": 2, "first_k_dense_replace": 0}),
         ("glm4_moe", {"attention_bias": False, "use_qk_norm": False}),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2, "first_k_dense_replace": 2}),
+        ("seed_oss", {"attention_bias": False}),
         ("qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 2}),
         ("qwen3", {"num_key_value_heads": 4}),
+        ("qwen3_next", {"full_attention_interval": 2, "mlp_only_layers": [], "decoder_sparse_step": 2}),
+        ("qwen3_next", {"linear_num_key_heads": 3, "layer_types": ["linear_attention"] * 4}),
+        ("gemma3_text", {"layer_types": ["full_attention"] * 4}),
+        ("gpt_oss", {"num_local_experts": 4, "layer_types": ["sliding_attention"] * 4}),
     ],
 )
 def test_the_mapped_tensors_of_a_variant_are_those_that_transformers_writes(tmp_path, family, changes):
@@ -124,6 +148,147 @@ def test_deepseek_v3_s_published_config_is_read():
     assert (geometry.rope.magnitude, geometry.rope.magnitude_all) == (1.0, 1.0)
 
 
+def test_gemma_3_s_published_config_is_read():
+    geometry = FAMILIES["gemma3_text"].geometry(
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attn_logit_softcapping": None,
+            "cache_implementation": "hybrid",
+            "final_logit_softcapping": None,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "initializer_range": 0.02,
+            "intermediate_size": 6912,
+            "max_position_embeddings": 32768,
+            "model_type": "gemma3_text",
+            "num_attention_heads": 4,
+            "num_hidden_layers": 26,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-06,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "vocab_size": 262144,
+        }
+    )
+    assert geometry.tied_embeddings and geometry.centered_norms and geometry.post_norms
+    assert geometry.window is not None and geometry.window.tokens == 512
+    assert [layer for layer in range(26) if geometry.window_of(layer) is None] == [5, 11, 17, 23]
+    assert (geometry.rope.theta, geometry.window.rope) == (1e6, Rope(theta=1e4, original_positions=32768))
+    assert geometry.embedding_scale == 1152**0.5
+    assert isinstance(geometry.attention, GroupedAttention) and geometry.attention.scale == 1 / 16
+
+
+def test_gpt_oss_s_published_config_is_read():
+    geometry = FAMILIES["gpt_oss"].geometry(
+        {
+            "architectures": ["GptOssForCausalLM"],
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "experts_per_token": 4,
+            "head_dim": 64,
+            "hidden_act": "silu",
+            "hidden_size": 2880,
+            "initial_context_length": 4096,
+            "initializer_range": 0.02,
+            "intermediate_size": 2880,
+            "layer_types": ["sliding_attention", "full_attention"] * 12,
+            "max_position_embeddings": 131072,
+            "model_type": "gpt_oss",
+            "num_attention_heads": 64,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 8,
+            "num_local_experts": 32,
+            "output_router_logits": False,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+            "rope_theta": 150000,
+            "router_aux_loss_coef": 0.9,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+            "tie_word_embeddings": False,
+            "vocab_size": 201088,
+        }
+    )
+    assert geometry.window == Window(128, tuple(range(0, 24, 2)))
+    assert geometry.experts == Experts(32, 4, 2880, dense_layers=())
+    assert geometry.linear_biases and geometry.activation == "clamped_swiglu"
+    assert (geometry.rope.theta, geometry.rope.truncate) == (150000.0, False)
+
+
+def test_qwen3_next_s_published_config_is_read():
+    geometry = FAMILIES["qwen3_next"].geometry(
+        {
+            "model_type": "qwen3_next",
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "full_attention_interval": 4,
+            "head_dim": 256,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "intermediate_size": 5120,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_value_head_dim": 128,
+            "max_position_embeddings": 262144,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "num_attention_heads": 16,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.25,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 10000000,
+            "shared_expert_intermediate_size": 512,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        }
+    )
+    assert geometry.delta_layers == tuple(layer for layer in range(48) if layer % 4 != 3)
+    assert (geometry.delta.keys, geometry.delta.values) == (2048, 4096)
+    assert geometry.attention.gate and geometry.rotated_dim == 64
+    assert (geometry.experts.shared_ffn_hidden, geometry.experts.shared_gate) == (512, True)
+
+
+def test_the_rotary_embedding_of_qwen3_5_is_that_of_text():
+    """The positions in time, height and width that its sections have are alike in text."""
+    rope = {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    }
+    hf = {"model_type": "qwen3_5_text", **CONFIG, **LINEAR_ATTENTION, "rope_parameters": rope}
+    assert FAMILIES["qwen3_5_text"].geometry(hf).rope == Rope(
+        theta=1e7, fraction=0.25, original_positions=256
+    )
+    hf["rope_parameters"] = rope | {"unknown": 1}
+    with pytest.raises(UnsupportedModel, match="with unknown is not mapped"):
+        FAMILIES["qwen3_5_text"].geometry(hf)
+
+
 # ---- what is refused
 
 
@@ -164,6 +329,81 @@ def test_deepseek_v3_s_published_config_is_read():
             "truncate=false",
         ),
         ("glm4_moe", {**DEEPSEEK, "num_experts_per_tok": 1}, "not normalized"),
+        ("kimi_k2", {**DEEPSEEK, "moe_layer_freq": 2}, "kimi_k2: not mapped: moe_layer_freq=2"),
+        ("kimi_k2", {**DEEPSEEK, "partial_rotary_factor": 0.5}, "kimi_k2: .* a part of the rotated"),
+        (
+            "glm4_moe_lite",
+            {**DEEPSEEK, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
+            "mlp_layer_types is .* expected 4 kinds, first 'dense' and then 'sparse'",
+        ),
+        (
+            "glm4_moe_lite",
+            {**DEEPSEEK, "mlp_layer_types": ["dense", "sparse"]},
+            "expected 4 kinds",
+        ),
+        (
+            "glm4_moe_lite",
+            {**DEEPSEEK, "first_k_dense_replace": 2, "mlp_layer_types": ["dense"] + ["sparse"] * 3},
+            "has 1 dense layers, and first_k_dense_replace is 2",
+        ),
+        ("seed_oss", {"attention_out_bias": True}, "attention_out_bias=True"),
+        ("qwen3_vl", {}, "text_config is None in config.json, expected a JSON object"),
+        (
+            "mistral3",
+            {"text_config": {"model_type": "ministral3", **CONFIG}},
+            "a language model of model_type 'ministral3'.*expected mistral",
+        ),
+        (
+            "qwen3_vl",
+            {
+                "text_config": {"model_type": "qwen3_vl_text", **CONFIG},
+                "quantization_config": {"quant_method": "awq"},
+            },
+            "quantization_config",
+        ),
+        ("minimax_m2", {**MINIMAX, "scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ("minimax_m2", {**MINIMAX, "use_qk_norm": False}, "use_qk_norm=False"),
+        ("minimax_m2", {**MINIMAX, "attn_type_list": [1, 0, 1, 1]}, r"attn_type_list .* has \[0\]"),
+        (
+            "minimax_m2",
+            {**MINIMAX, "rotary_dim": 8, "partial_rotary_factor": 1.0},
+            "rotary_dim is 8 .* 16 of 16",
+        ),
+        ("qwen3_next", {**QWEN3_NEXT, "attention_bias": True}, "attention_bias=True"),
+        ("qwen3_next", {**QWEN3_NEXT, "attn_output_gate": False}, "attn_output_gate=False"),
+        ("qwen3_next", QWEN3_MOE, "shared_expert_intermediate_size"),
+        ("qwen3_next", {**QWEN3_NEXT, "linear_num_value_heads": 5}, "5 is no multiple of .*=2"),
+        ("qwen3_next", {**QWEN3_NEXT, "layer_types": ["full_attention"] * 3}, "for each of 4 layers"),
+        ("qwen3_next", {**QWEN3_NEXT, "layer_types": ["mamba"] * 4}, "layer_types=.'mamba'"),
+        ("qwen3_5_moe_text", {**QWEN3_NEXT, "norm_topk_prob": False}, "norm_topk_prob=False"),
+        ("qwen3_5_moe_text", {**QWEN3_NEXT, "mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
+        ("gemma3_text", {**GEMMA, "hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+        ("gemma3_text", {**GEMMA, "attention_bias": True}, "attention_bias=True"),
+        ("gemma3_text", {**GEMMA, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("gemma3_text", {**GEMMA, "final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("gemma3_text", {**GEMMA, "use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma3_text", {**GEMMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("gemma3_text", {"layer_types": ["sliding_attention"] * 4}, "no number for: sliding_window"),
+        ("gemma3_text", {**GEMMA, "layer_types": ["full_attention"]}, "expected 4 times 'full_attention' or"),
+        ("gemma3_text", {**GEMMA, "layer_types": ["chunked_attention"] * 4}, "layer_types is .*chunked"),
+        (
+            "gemma3_text",
+            {**GEMMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope type 'yarn' is not mapped for layers of two kinds",
+        ),
+        ("gpt_oss", {**GPT_OSS, "attention_bias": False}, "attention_bias=False"),
+        ("gpt_oss", {**GPT_OSS, "swiglu_limit": 5.0}, "swiglu_limit=5.0"),
+        ("gpt_oss", {"sliding_window": 8}, "no number for: num_local_experts"),
+        ("deepseek_v32", {**DEEPSEEK}, "no number for: index_n_heads, index_head_dim, index_topk"),
+        ("deepseek_v32", {**SPARSE, "q_lora_rank": None}, "no number for: q_lora_rank"),
+        ("deepseek_v32", {**SPARSE, "layer_types": ["full_attention"] * 4}, "not mapped: layer_types"),
+        ("glm_moe_dsa", {**SPARSE, "index_topk_freq": 4}, "index_topk_freq=4"),
+        ("glm_moe_dsa", {**SPARSE, "index_topk_pattern": "FSSS"}, "index_topk_pattern='FSSS'"),
+        (
+            "glm_moe_dsa",
+            {**SPARSE, "indexer_types": ["full", "shared", "full", "full"]},
+            "expected 4 times 'full': layers that share the choice",
+        ),
     ],
 )
 def test_a_config_that_is_not_mapped_is_refused_by_name(tmp_path, family, change, named):
@@ -183,7 +423,7 @@ def test_several_unmapped_settings_are_reported_together():
         (None, "does not exist"),
         ("{", "is not JSON"),
         ("[]", "holds no JSON object"),
-        ('{"model_type": "mamba"}', "model_type 'mamba' is not mapped; supported: .*qwen3, qwen3_moe"),
+        ('{"model_type": "mamba"}', "model_type 'mamba' is not mapped; supported: .*qwen3, .*qwen3_moe"),
     ],
 )
 def test_an_unreadable_or_unknown_config_is_refused(tmp_path, text, message):
@@ -191,3 +431,13 @@ def test_an_unreadable_or_unknown_config_is_refused(tmp_path, text, message):
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(UnsupportedModel, match=message):
         model_spec(tmp_path)
+
+
+@pytest.mark.parametrize(("learn", "count"), [("responses", 0), ("preferences", 1)])
+def test_there_is_no_reward_model_of_a_model_that_reads_more_than_text(tmp_path, learn, count):
+    spec = model_spec(make_checkpoint(tmp_path, "qwen3_vl"))
+    problems = reward_model_problems(SimpleNamespace(learn=learn), spec)
+    assert len(problems) == count
+    assert all("a qwen3_vl reads more than text" in problem for problem in problems)
+    text = model_spec(make_checkpoint(tmp_path, "qwen3"))
+    assert not reward_model_problems(SimpleNamespace(learn=learn), text)

@@ -6,7 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.bridge.model.layout import Shard, UnevenSplit
-from slipstream.bridge.model.mapping import Columns, Rows, Split, Vocabulary, Whole, copy_in
+from slipstream.bridge.model.mapping import (
+    Columns,
+    RowRun,
+    Rows,
+    Runs,
+    Split,
+    Transposed,
+    Vocabulary,
+    Whole,
+    copy_in,
+)
 from tests.bridge_cases import same_bits
 
 
@@ -53,6 +63,65 @@ def test_padding_rows_of_the_vocabulary_are_zero_even_in_a_shard_of_padding():
     assert [shard.sum(1).tolist() for shard in shards] == [[3, 3], [3, 3], [3, 0], [0, 0]]
 
 
+def test_queries_and_gates_that_hf_interleaves_by_head_are_apart_in_each_group():
+    """Two groups of two heads: HF has q0 g0 q1 g1 for a group, Megatron q0 q1 g0 g1 k v."""
+    query, key, value = torch.arange(8)[:, None], *numbered(10, 20, rows=2)
+    runs = [RowRun(0, first, 1, stride=4) for first in (0, 2, 1, 3)]
+    split = Runs(
+        ((8, 1), (2, 1), (2, 1)),
+        2,
+        (*runs, RowRun(1, 0, 1, 1), RowRun(2, 0, 1, 1)),
+        by_unit=True,
+        label="groups",
+    )
+    halves = shards_of(split, [query, key, value], 2)
+    assert [half.flatten().tolist() for half in halves] == [[0, 2, 1, 3, 10, 20], [4, 6, 5, 7, 11, 21]]
+    [whole] = shards_of(split, [query, key, value], 1)
+    assert whole.flatten().tolist() == [0, 2, 1, 3, 10, 20, 4, 6, 5, 7, 11, 21]
+
+
+def test_every_rank_of_linear_attention_holds_all_its_queries_and_then_all_its_keys():
+    """Two heads with a query row, two key rows: interleaved by head in HF, or one block after the other."""
+    interleaved = Runs(((6, 1),), 2, (RowRun(0, 0, 1, 3), RowRun(0, 1, 2, 3)), by_unit=False, label="heads")
+    blocks = Runs(((6, 1),), 2, (RowRun(0, 0, 1, 1), RowRun(0, 2, 2, 2)), by_unit=False, label="heads")
+    rows = [torch.arange(6)[:, None]]
+    assert [shard.flatten().tolist() for shard in shards_of(interleaved, rows, 1)] == [[0, 3, 1, 2, 4, 5]]
+    assert [shard.flatten().tolist() for shard in shards_of(interleaved, rows, 2)] == [[0, 1, 2], [3, 4, 5]]
+    assert [shard.flatten().tolist() for shard in shards_of(blocks, rows, 1)] == [[0, 1, 2, 3, 4, 5]]
+    assert [shard.flatten().tolist() for shard in shards_of(blocks, rows, 2)] == [[0, 2, 3], [1, 4, 5]]
+
+
+def test_alternating_rows_of_gate_and_up_are_parted():
+    runs = Runs(
+        ((8, 1),), 4, (RowRun(0, 0, 1, stride=2), RowRun(0, 1, 1, stride=2)), by_unit=False, label="rows"
+    )
+    halves = shards_of(runs, [torch.arange(8)[:, None]], 2)
+    assert [half.flatten().tolist() for half in halves] == [[0, 2, 1, 3], [4, 6, 5, 7]]
+
+
+def test_a_transposed_matrix_is_split_as_megatron_has_it():
+    halves = shards_of(Transposed(Columns(2, 4)), [torch.arange(8).view(4, 2)], 2)
+    assert [half.tolist() for half in halves] == [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]
+    halves = shards_of(Transposed(Rows((4,), 2)), [torch.arange(8).view(2, 4)], 2)
+    assert [half.tolist() for half in halves] == [[[0, 4], [1, 5]], [[2, 6], [3, 7]]]
+
+
+@st.composite
+def composed(draw, units: int, columns: tuple[int, ...]) -> Runs:
+    """Return a split whose runs hold every row of two HF tensors, in any order: one is interleaved by unit,
+    the other consists of blocks."""
+    sizes = [draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)) for _ in range(2)]
+    runs = []
+    for hf, rows in enumerate(sizes):
+        for number, size in enumerate(rows):
+            before = sum(rows[:number])
+            runs.append(
+                RowRun(hf, before, size, sum(rows)) if hf == 0 else RowRun(hf, units * before, size, size)
+            )
+    shapes = tuple((units * sum(rows), *columns) for rows in sizes)
+    return Runs(shapes, units, tuple(draw(st.permutations(runs))), by_unit=draw(st.booleans()), label="units")
+
+
 @st.composite
 def splits(draw) -> tuple[Split, int]:
     size = draw(st.sampled_from([1, 2, 4]))
@@ -69,6 +138,11 @@ def splits(draw) -> tuple[Split, int]:
                 Rows(tuple(size * r for r in rows), m),
                 Vocabulary(draw(st.integers(1, 30)), m),
                 Columns(m, n),
+                draw(composed(units, (m,))),
+                draw(composed(units, (1, m))),
+                Transposed(Columns(m, n)),
+                Transposed(Rows(rows, m, units)),
+                Transposed(draw(composed(units, (m,)))),
             ]
         )
     ), size

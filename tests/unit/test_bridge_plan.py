@@ -14,7 +14,7 @@ from slipstream.bridge.model.layout import Coordinates, Layout, UnevenSplit
 from slipstream.bridge.model.mapping import copy_in
 from slipstream.bridge.shards.plan import entries, entries_of, make_plan, pieces_of
 from slipstream.configs.schema import ParallelConfig
-from tests.bridge_cases import CONFIG, DEEPSEEK, LAYOUTS, hf_configs, random_tensors, same_bits
+from tests.bridge_cases import CONFIG, DEEPSEEK, LAYOUTS, hf_configs, same_bits, trained_tensors
 
 QWEN3 = spec_of({"model_type": "qwen3", **CONFIG}, Path())
 MOE_CONFIG = {"model_type": "deepseek_v3", **CONFIG, **DEEPSEEK}
@@ -127,7 +127,7 @@ def test_the_owners_shards_make_up_every_tensor_bit_for_bit(hf, name, layer_spec
     """Load and export along a plan with all ranks in one process."""
     spec = spec_of(hf, Path())
     layout = Layout(**{**LAYOUTS[name].__dict__, "layer_spec": layer_spec})
-    tensors = random_tensors(spec, dtype, seed)
+    tensors = trained_tensors(spec, dtype, seed)
     ranks = []
     for rank in range(layout.world_size):
         held = {}
@@ -136,7 +136,8 @@ def test_the_owners_shards_make_up_every_tensor_bit_for_bit(hf, name, layer_spec
             target = held[entry.chunk, entry.parameter] = torch.empty(
                 entry.split.shard_shape(shard.size), dtype=kind
             )
-            copy_in(target, [tensors[hf] for hf in entry.hf_names], pieces_of(entry.split, shard))
+            sources = [entry.own_part(tensors[hf]) for hf in entry.hf_names]
+            copy_in(target, sources, pieces_of(entry.split, shard))
         ranks.append(held)
     plan = make_plan(spec, layout, size, dtype.itemsize)
     exported: dict[str, torch.Tensor] = {}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from slipstream.bridge.hf.bucket import FlatBucket
 from slipstream.bridge.hf.index import stored_tensors
@@ -20,7 +20,8 @@ from slipstream.bridge.publish.bucket_stream import BucketStream
 from slipstream.bridge.publish.publication import Publication, Timeouts
 from slipstream.bridge.transport import patches
 from slipstream.bridge.transport.delta import DeltaTransport
-from slipstream.bridge.transport.replica import ROUTE, Replica, ReplicaFile, mount
+from slipstream.bridge.transport.initial import StartingWeights
+from slipstream.bridge.transport.replica import ROUTE, Opening, Replica, ReplicaFile, mount
 
 FILES = [
     ReplicaFile(("a", "b"), ((3, 5), (7,)), "bfloat16"),
@@ -41,8 +42,23 @@ def raw(flat: torch.Tensor) -> np.ndarray:
     return flat.view(torch.uint8).numpy()
 
 
+GO_ON, AFRESH = (Opening(tuple(FILES), afresh) for afresh in (False, True))
+
+
+def new_replica(folder: Path, model: Path = Path("/nowhere")) -> Replica:
+    return Replica(folder, StartingWeights(model))
+
+
+def checkpoint(folder: Path, seed: int) -> Path:
+    """Write a checkpoint with these weights, and return its folder."""
+    folder.mkdir()
+    a, bias = weights(seed)
+    save_file({"a": a[:15].view(3, 5), "b": a[15:], "bias": bias}, folder / "model.safetensors")
+    return folder
+
+
 def fill(replica: Replica, version: int) -> None:
-    replica.begin(FILES)
+    replica.begin(GO_ON)
     for number, flat in enumerate(weights(version)):
         replica.patch(number, patches.whole(raw(flat), flat.itemsize))
     replica.commit(version)
@@ -59,7 +75,7 @@ def holds(folder: Path, seed: int) -> bool:
 
 
 def test_a_replica_is_a_checkpoint_of_the_committed_version(tmp_path):
-    replica = Replica(tmp_path / "copy")
+    replica = new_replica(tmp_path / "copy")
     assert replica.version() is None
     fill(replica, 3)
     assert replica.version() == 3
@@ -67,9 +83,9 @@ def test_a_replica_is_a_checkpoint_of_the_committed_version(tmp_path):
 
 
 def test_patches_bring_a_replica_to_the_next_version(tmp_path):
-    replica = Replica(tmp_path)
+    replica = new_replica(tmp_path)
     fill(replica, 3)
-    replica.begin(FILES)
+    replica.begin(GO_ON)
     assert replica.version() is None, "neither version"
     for number, (old, new) in enumerate(zip(weights(3), weights(4), strict=True)):
         replica.patch(number, patches.difference(raw(old), raw(new), new.itemsize))
@@ -79,10 +95,9 @@ def test_patches_bring_a_replica_to_the_next_version(tmp_path):
 
 
 def test_new_files_replace_the_old_ones(tmp_path):
-    replica = Replica(tmp_path)
+    replica = new_replica(tmp_path)
     fill(replica, 3)
-    files = [ReplicaFile(("c",), ((2, 2),), "float32")]
-    replica.begin(files)
+    replica.begin(Opening((ReplicaFile(("c",), ((2, 2),), "float32"),), afresh=False))
     replica.patch(0, patches.whole(np.arange(16, dtype=np.uint8), 4))
     replica.commit(4)
     assert set(stored_tensors(tmp_path)) == {"c"}
@@ -90,10 +105,10 @@ def test_new_files_replace_the_old_ones(tmp_path):
 
 
 def test_a_file_that_was_not_announced_is_refused(tmp_path):
-    replica = Replica(tmp_path)
+    replica = new_replica(tmp_path)
     with pytest.raises(patches.PatchError, match="file 0 was not announced"):
         replica.patch(0, patches.whole(np.zeros(4, np.uint8), 4))
-    replica.begin(FILES)
+    replica.begin(GO_ON)
     for number in (-1, 2):
         with pytest.raises(patches.PatchError, match="there are 2 files"):
             replica.patch(number, patches.whole(np.zeros(4, np.uint8), 4))
@@ -104,27 +119,78 @@ def test_missing_room_is_reported_before_anything_is_written(tmp_path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(OSError, match="No space left"):
-        Replica(tmp_path).begin(FILES)
+    with pytest.raises(OSError, match=rf"No space left .* in {tmp_path} \(weights.transport.memory\)"):
+        new_replica(tmp_path / "copy").begin(GO_ON)
+
+
+def test_patches_can_start_from_the_weights_that_the_engine_has_started_with(tmp_path):
+    replica = new_replica(tmp_path / "copy", checkpoint(tmp_path / "model", 0))
+    fill(replica, 3)
+    replica.begin(AFRESH)
+    for number, (old, new) in enumerate(zip(weights(0), weights(4), strict=True)):
+        replica.patch(number, patches.difference(raw(old), raw(new), new.itemsize))
+    replica.commit(4)
+    assert holds(tmp_path / "copy", 4)
+
+
+def test_what_the_checkpoint_lacks_or_has_in_another_shape_begins_as_zeros_and_another_dtype_is_converted(
+    tmp_path,
+):
+    a, bias = weights(0)
+    save_file({"a": a[:15].view(5, 3), "b": a[15:].float()}, tmp_path / "model.safetensors")
+    initial = StartingWeights(tmp_path)
+    for file, expected in zip(
+        FILES, (torch.cat([torch.zeros(15).bfloat16(), a[15:]]), torch.zeros_like(bias)), strict=True
+    ):
+        target = np.full(file.size, 7, np.uint8)
+        initial.copy_into(target, file)
+        assert np.array_equal(target, raw(expected))
+
+
+def test_a_version_of_which_a_file_has_not_come_is_not_committed(tmp_path):
+    replica = new_replica(tmp_path)
+    fill(replica, 3)
+    replica.begin(GO_ON)
+    replica.patch(0, patches.whole(raw(weights(4)[0]), 2))
+    with pytest.raises(patches.PatchError, match="no patch has come for file 1 of 2"):
+        replica.commit(4)
+    assert replica.version() is None
+
+
+def test_a_replica_that_is_damaged_is_neither_committed_nor_loaded(tmp_path):
+    replica = new_replica(tmp_path)
+    fill(replica, 3)
+    replica.check(3)
+    with pytest.raises(patches.PatchError, match="version 4 is to be loaded, and the replica holds 3"):
+        replica.check(4)
+    file = tmp_path / "model-00002.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    for refused in (replica.commit, replica.check):
+        with pytest.raises(patches.PatchError, match=f"{file} was changed since its patch"):
+            refused(3)
 
 
 @pytest.fixture
 def server(tmp_path) -> TestClient:
     app = FastAPI()
-    mount(app, str(tmp_path / "copy"))
+    mount(app, str(tmp_path / "copy"), str(tmp_path / "model"))
     return TestClient(app)
 
 
 def test_over_http_a_replica_reports_its_version_and_refuses_with_the_reason(server, tmp_path):
     assert server.get(ROUTE).json() == {"folder": str(tmp_path / "copy"), "version": None}
-    assert server.post(f"{ROUTE}/begin", content=msgspec.msgpack.encode(FILES)).status_code == 200
+    assert server.post(f"{ROUTE}/begin", content=msgspec.msgpack.encode(GO_ON)).status_code == 200
     for number, flat in enumerate(weights(1)):
         body = patches.encoded(patches.whole(raw(flat), flat.itemsize))
         assert server.post(f"{ROUTE}/patch/{number}", content=body).status_code == 200
     assert server.post(f"{ROUTE}/commit/1").status_code == 200
     assert server.get(ROUTE).json()["version"] == 1
     assert holds(tmp_path / "copy", 1)
+    assert server.post(f"{ROUTE}/check/1").json()["folder"] == str(tmp_path / "copy")
     for path, body, reason in (
+        ("check/2", b"", "version 2 is to be loaded, and the replica holds 1"),
         ("begin", b"\xff", "Expected `array`"),
         ("patch/0", b"\xff", "not a patch"),
         ("patch/9", patches.encoded(patches.whole(np.zeros(4, np.uint8), 4)), "not announced"),
@@ -146,7 +212,7 @@ class Engine:
 
     def __init__(self, name: str, folder: Path, corrupts: set[int] | None = None, lost_at: int = -1) -> None:
         self.name = self.address = name
-        self.replica = Replica(folder / name)
+        self.replica = new_replica(folder / name, folder / "model")
         self.folder = folder / name
         self.corrupts = corrupts or set()
         self.lost_at = lost_at
@@ -157,7 +223,7 @@ class Engine:
         return self.replica.version()
 
     async def replica_begin(self, files):
-        self.replica.begin(msgspec.msgpack.decode(files, type=list[ReplicaFile]))
+        self.replica.begin(msgspec.msgpack.decode(files, type=Opening))
 
     async def replica_patch(self, number, patch):
         count = len(self.received)
@@ -176,7 +242,7 @@ class Engine:
         self.replica.commit(version)
 
     async def load_replica(self, *, flush_cache, version):
-        assert self.replica.version() == version
+        self.replica.check(version)
         self.loaded.append((version, flush_cache))
 
 
@@ -212,8 +278,34 @@ def publish(transport: DeltaTransport, version: int, engines: list[Engine]) -> P
 
 
 @pytest.fixture
-def transport() -> DeltaTransport:
-    return DeltaTransport(PLAN, "bfloat16")
+def transport(tmp_path) -> DeltaTransport:
+    return DeltaTransport(PLAN, tmp_path / "model", "bfloat16")
+
+
+def test_a_first_version_costs_what_differs_from_the_initial_weights(tmp_path):
+    model = checkpoint(tmp_path / "model", 1)
+    engine = Engine("engine", tmp_path)
+    transport = DeltaTransport(PLAN, model, "bfloat16")
+    publish(transport, 1, [engine])
+    nothing = [len(patches.encoded(patches.difference(raw(w), raw(w), w.itemsize))) for w in weights(1)]
+    assert engine.received == nothing
+    assert holds(engine.folder, 1)
+    publish(transport, 2, [engine])
+    late = Engine("late", tmp_path)
+    publish(transport, 3, [engine, late])
+    assert holds(late.folder, 3)
+    assert holds(engine.folder, 3)
+
+
+def test_an_engine_whose_initial_weights_are_others_gets_whole_buckets(tmp_path):
+    """A checkpoint of the same name on its node may not be the trainer's."""
+    checkpoint(tmp_path / "model", 5)
+    engine = Engine("engine", tmp_path)
+    transport = DeltaTransport(PLAN, checkpoint(tmp_path / "trainers", 1), "bfloat16")
+    assert publish(transport, 1, [engine]).report.failed == {}
+    refused, whole, _ = engine.received  # the last patch was no shorter than its bucket
+    assert refused < whole
+    assert holds(engine.folder, 1)
 
 
 def test_engines_follow_from_version_to_version_and_a_new_engine_gets_whole_buckets(transport, tmp_path):

@@ -258,9 +258,7 @@ def version_0(server: Server, checkpoint: Path) -> Iterator[None]:
 
 
 def publishing(checkpoint: Path, interrupt: str) -> RunConfig:
-    return config_for(
-        checkpoint, {}, weights={"interrupt": interrupt, "transport": {"type": "distributed", "bucket_mb": 1}}
-    )
+    return config_for(checkpoint, {}, weights={"interrupt": interrupt, "transport": {"type": "shards"}})
 
 
 def assert_logprobs_are_those_of_their_version(
@@ -411,7 +409,7 @@ def test_published_weights_are_bit_for_bit_those_of_the_exported_checkpoint(
         checkpoint,
         parallel,
         optimizer={"lr": 1e-2},
-        weights={"transport": {"type": "distributed", "bucket_mb": 1}},
+        weights={"transport": {"type": "shards"}},
     )
     folder = tmp_path / "exported"
     before = server.probe(probes)
@@ -432,14 +430,7 @@ def test_token_ids_outside_the_vocabulary_never_reach_the_server(server: Server)
 def test_a_refused_update_names_the_reason(server: Server):
     with pytest.raises(EngineError, match="begin_weight_update"):
         server.ask(
-            lambda client: client.receive(
-                names=["model.norm.weight"],
-                shapes=[[64]],
-                dtype="float32",
-                group="none",
-                flush_cache=False,
-                version=9,
-            )
+            lambda client: client.take([b""], load_format="flattened_bucket", flush_cache=False, version=9)
         )
 
 

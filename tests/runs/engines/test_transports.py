@@ -42,11 +42,11 @@ def train_and_publish(
     return reports, trainer.logprobs(text)
 
 
-@pytest.mark.parametrize("transport", ["distributed", "tensor", "disk", "delta"])
+@pytest.mark.parametrize("transport", ["shards", "tensor", "disk", "delta"])
 def test_engines_hold_the_trainers_weights_to_the_last_bit(
     servers: list[Server], checkpoint: Path, tmp_path: Path, transport: str
 ):
-    settings = {"type": transport, "bucket_mb": 1}
+    settings = {"type": transport} if transport == "shards" else {"type": transport, "bucket_mb": 1}
     if transport == "disk":
         settings["path"] = str(tmp_path / "versions")
     weights = {"transport": settings, "interrupt": "retract"}
@@ -56,7 +56,7 @@ def test_engines_hold_the_trainers_weights_to_the_last_bit(
         1, train_and_publish, config, [server.address for server in servers], tmp_path / "exported", text
     )
     for version, report in enumerate(reports, start=1):
-        assert (report.version, report.failed, report.interrupted) == (version, {}, {})
+        assert (report.version, report.failed) == (version, {})
         assert report.updated == ["engine", "of-2"]
         assert report.bytes_sent > 0
         assert report.stall_s < report.total_s
@@ -76,9 +76,9 @@ def test_engines_hold_the_trainers_weights_to_the_last_bit(
 
     for server in servers:
         asyncio.run(examine(server.address))
-    if transport == "delta":
-        whole, *patches = [report.bytes_sent for report in reports]
-        assert max(patches) < 0.9 * whole
+    if transport == "delta":  # the first version as well: its patch starts from the initial weights
+        weights_bytes = sum(file.stat().st_size for file in (tmp_path / "exported").glob("*.safetensors"))
+        assert max(report.bytes_sent for report in reports) < 0.9 * weights_bytes
     if transport == "disk":
         kept = sorted(path.name for path in (tmp_path / "versions").iterdir())
-        assert kept == ["version-00000002", "version-00000003"]
+        assert kept == ["version-00000003"]

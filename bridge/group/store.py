@@ -2,10 +2,14 @@
 
 import socket
 from datetime import timedelta
+from typing import Any, TypeVar, cast
 
+import msgspec
 from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]  # public, but not declared so
 )
+
+T = TypeVar("T")
 
 
 def serve_store(address: str, port: int, world_size: int, timeout_s: float, *, wait: bool) -> TCPStore:
@@ -31,3 +35,21 @@ def join_store(address: str, port: int, world_size: int, timeout_s: float, *, wa
     """Return a connection to a store, which does not keep the store open. The arguments are the server's."""
     timeout = timedelta(seconds=timeout_s)
     return TCPStore(address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=wait)
+
+
+def put(store: TCPStore, key: str, value: object) -> None:
+    """Store a value, in MessagePack, under ``key``."""
+    # torch declares text alone, and takes bytes as well.
+    store.set(key, cast(Any, msgspec.msgpack.encode(value)))
+
+
+def fetch(store: TCPStore, key: str, kind: type[T]) -> T:
+    """Return the value under ``key``. Waits for it, at most as long as the store's time-out."""
+    return msgspec.msgpack.decode(store.get(key), type=kind)
+
+
+def take_out(store: TCPStore, key: str, kind: type[T]) -> T:
+    """Return the value under ``key`` as ``fetch`` does, and remove it: it has a single reader."""
+    value = fetch(store, key, kind)
+    store.delete_key(key)
+    return value

@@ -1,0 +1,6 @@
+"""The meeting of trainer ranks and engine ranks. Both sides use these modules.
+
+store    a key-value store on one address of the machine, by which processes find each other
+peers    the process group of one engine and the trainer's ranks that send to it
+windows  the order in which both sides work through their messages
+"""

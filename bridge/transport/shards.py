@@ -1,0 +1,286 @@
+"""From the shards of the trainer's ranks into the parameters of the engines' ranks, in place.
+
+    begin ─► connect (new engines only) ─► receive ─► end ─► stamp
+               describe  where the engine has its weights: a trace of its own loader
+               compile   every trainer rank: what it sends to whom
+               join      one process group for each engine
+
+The head, which is rank 0 of the trainer, orders engines by request and commands the trainer's ranks through
+its store. No weights pass through the store. An engine costs six small requests for a version, whatever the
+size of the model: pause, begin, receive, end, stamp and resume. A failure of an engine ends the transfer to
+this engine only; its request is the death watch, because its connection breaks with the server.
+"""
+
+import asyncio
+import itertools
+import pickle
+import time
+from collections.abc import Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from slipstream.bridge.engine import orders
+from slipstream.bridge.engine.orders import TAKE, Described, Meeting, Order, RankAnswer
+from slipstream.bridge.engine.take import ORDER, encoded_order
+from slipstream.bridge.group.store import join_store, put, take_out
+from slipstream.bridge.publish.bucket_stream import BucketStream
+from slipstream.bridge.publish.endpoint import EngineEndpoint
+from slipstream.bridge.publish.publication import Publication, Timeouts
+from slipstream.bridge.shards.sends import EngineSeat
+from slipstream.bridge.transport import commands
+from slipstream.bridge.transport.commands import Command, command_key, done_key
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+
+SLACK = 10
+"""An engine may take so many times as long for a version as it ever did."""
+
+
+class TransferFailed(RuntimeError):
+    """A rank of the trainer or of an engine did not carry out its part of a step."""
+
+
+class Unservable(RuntimeError):
+    """The engines' parameters cannot be filled by moving the published elements.
+
+    This is the same for every engine and every version.
+    """
+
+
+@dataclass
+class _Connection:
+    """An engine that has joined its group."""
+
+    name: str
+    """Its name in commands and orders, which no other engine of this head has."""
+    seat: int
+    engine: str
+    """Name of the engine, which a rebuilt engine keeps."""
+    thread: ThreadPoolExecutor
+    """Waits in the store for this engine."""
+    store: "TCPStore"
+    longest_s: float | None = None
+    """Seconds that the longest transfer to this engine took; None: it has got no version yet."""
+
+
+class ShardTransport:
+    """The head's part. Lives as long as the trainer. Single caller."""
+
+    def __init__(
+        self,
+        store: "TCPStore",
+        meeting: Meeting,
+        wanted: Sequence[orders.Tensor],
+        *,
+        trainer_ranks: int,
+        backend: str,
+        timeouts: Timeouts,
+        engines: int,
+        digests: bool,
+    ) -> None:
+        """``store``: the one of ``meeting``. ``engines``: number of engines that the run is planned for.
+        ``digests``: compare every version by digests; else the first one of each engine.
+        """
+        self._store, self._meeting = store, meeting
+        self._trainer_ranks, self._backend, self._timeouts = trainer_ranks, backend, timeouts
+        self._engines, self._digests = engines, digests
+        self._connections: dict[Hashable, _Connection] = {}
+        self._unservable: str | None = None
+        self._names = itertools.count()
+        self._commands = itertools.count()
+        put(store, orders.WANTED, list(wanted))
+
+    async def prepare(self, publication: Publication, buckets: BucketStream) -> None:
+        """Do nothing: a transfer reads the shards when it needs them."""
+
+    async def update(self, publication: Publication, buckets: BucketStream, *, flush_cache: bool) -> None:
+        await publication.each("begin", lambda engine: engine.begin_update())
+        await publication.each("connect", self._connect, moves_weights=True)
+        publication.report.unservable = self._unservable
+        sent = await publication.each(
+            "receive", lambda engine: self._transfer(engine, flush_cache), moves_weights=True
+        )
+        publication.report.bytes_sent += max(sent.values(), default=0)
+        await publication.each("end", lambda engine: engine.end_update())
+        await publication.each("stamp", lambda engine: engine.rename_version(publication.version))
+
+    def finish(self) -> None:
+        """Let the trainer's ranks go. Must be called behind every publication, successful or not."""
+        self._command(commands.End())
+
+    # ---- steps of one engine
+
+    async def _connect(self, engine: EngineEndpoint) -> None:
+        """Make the engine's group, unless it is in one."""
+        if engine.address in self._connections:
+            return
+        for address, old in list(self._connections.items()):
+            if old.engine == engine.name:
+                self._drop(address)
+        connection = self._new_connection(engine)
+        self._connections[engine.address] = connection
+        try:
+            tables = await self._described(engine, connection)
+            seat = EngineSeat(connection.seat, max(self._engines, connection.seat + 1))
+            answers = await self._commanded(connection, commands.Compile(connection.name, tables, seat))
+            senders = tuple(rank for rank, answer in enumerate(answers) if answer.serves)
+            order = orders.Join(
+                self._meeting,
+                connection.name,
+                senders,
+                engine.ranks,
+                self._backend,
+                self._timeouts.transfer_s,
+            )
+            await self._together(
+                engine, connection, order, commands.Connect(connection.name, senders, engine.ranks)
+            )
+        except BaseException as error:
+            if isinstance(error, Unservable):
+                self._unservable = str(error)
+            self._drop(engine.address)
+            raise
+
+    async def _described(self, engine: EngineEndpoint, connection: _Connection) -> tuple[str, ...]:
+        """Return the digests of the tables of the engine's ranks. Raises Unservable."""
+        order = orders.Describe(self._meeting, connection.name)
+        await self._ordered(engine, order)
+        answers = await self._answers(connection, engine, order)
+        for answer in answers:
+            if answer.untraceable is not None:
+                raise Unservable(
+                    f"{engine.name} cannot get its weights shard by shard: {answer.untraceable}. Set "
+                    "weights.transport to 'disk' or 'delta', which send whole HF tensors"
+                )
+        described = [answer.described for answer in answers if answer.described is not None]
+        _require_filled(engine, described)
+        return tuple(each.table for each in described)
+
+    async def _transfer(self, engine: EngineEndpoint, flush_cache: bool) -> int:
+        """Send the present weights to the engine. Return the number of bytes."""
+        connection = self._connections[engine.address]
+        longest_s = connection.longest_s
+        digests = self._digests or longest_s is None
+        number = next(self._names)
+        order = orders.Receive(self._meeting, connection.name, number, digests)
+        command = commands.Send(connection.name, number, digests)
+        timeouts, began = self._timeouts, time.monotonic()
+        # The first transfer opens connections. All other engines stand still while one is waited for.
+        limit_s = timeouts.transfer_s if longest_s is None else max(timeouts.answer_s, SLACK * longest_s)
+        try:
+            async with asyncio.timeout(limit_s):
+                answers = await self._together(engine, connection, order, command, flush_cache=flush_cache)
+        except TimeoutError:
+            self._drop(engine.address)
+            raise TransferFailed(f"no answer in {limit_s:g} s") from None
+        except BaseException:
+            self._drop(engine.address)
+            raise
+        connection.longest_s = max(longest_s or 0.0, time.monotonic() - began)
+        return sum(answer.sent_bytes for answer in answers)
+
+    async def _together(
+        self,
+        engine: EngineEndpoint,
+        connection: _Connection,
+        order: Order,
+        command: Command,
+        *,
+        flush_cache: bool = False,
+    ) -> list[RankAnswer]:
+        """Let the engine and the trainer's ranks work at the same time. Return the answers of the latter.
+
+        The first failure of either side ends the step.
+        """
+        request = asyncio.ensure_future(self._ordered(engine, order, flush_cache=flush_cache))
+        commanded = asyncio.ensure_future(self._commanded(connection, command))
+        try:
+            done, _ = await asyncio.wait({request, commanded}, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            await self._answers(connection, engine, order)
+            return commanded.result()
+        finally:
+            request.cancel()
+            commanded.cancel()
+
+    # ---- messages
+
+    async def _ordered(self, engine: EngineEndpoint, order: Order, *, flush_cache: bool = False) -> None:
+        """Send the order to every rank of the engine, and return when all have carried it out or failed."""
+        handle = pickle.dumps([(ORDER, encoded_order(order))])  # the format of SGLang's route
+        await engine.take([handle] * engine.ranks, load_format=TAKE, flush_cache=flush_cache, version=None)
+
+    async def _answers(
+        self, connection: _Connection, engine: EngineEndpoint, order: Order
+    ) -> list[RankAnswer]:
+        """Return the answers of the engine's ranks. Raises TransferFailed if one is an error."""
+        keys = [orders.answer_key(order, rank) for rank in range(engine.ranks)]
+        return await self._read(connection, keys, self._timeouts.answer_s)
+
+    async def _commanded(self, connection: _Connection, command: Command) -> list[RankAnswer]:
+        """Return the answers of the trainer's ranks. Raises TransferFailed if one is an error."""
+        number = self._command(command)
+        keys = [done_key(number, rank) for rank in range(self._trainer_ranks)]
+        answers = await self._read(connection, keys, self._timeouts.transfer_s)
+        self._store.delete_key(command_key(number))  # all ranks have read it
+        return answers
+
+    def _command(self, command: Command) -> int:
+        number = next(self._commands)
+        put(self._store, command_key(number), command)
+        return number
+
+    async def _read(self, connection: _Connection, keys: Sequence[str], timeout_s: float) -> list[RankAnswer]:
+        def read() -> list[RankAnswer]:
+            connection.store.wait(list(keys), timedelta(seconds=timeout_s))
+            return [take_out(connection.store, key, RankAnswer) for key in keys]
+
+        answers = await asyncio.get_running_loop().run_in_executor(connection.thread, read)
+        errors = [answer.error for answer in answers if answer.error is not None]
+        if errors:
+            raise TransferFailed("; ".join(errors[:3]))
+        return answers
+
+    # ---- connections
+
+    def _new_connection(self, engine: EngineEndpoint) -> _Connection:
+        taken = {connection.seat for connection in self._connections.values()}
+        seat = next(number for number in itertools.count() if number not in taken)
+        name = f"{engine.name}/{next(self._names)}"
+        meeting = self._meeting
+        return _Connection(
+            name,
+            seat,
+            engine.name,
+            ThreadPoolExecutor(1, thread_name_prefix=f"answers-{engine.name}"),
+            join_store(meeting.address, meeting.port, 1, meeting.timeout_s, wait=False),
+        )
+
+    def _drop(self, address: Hashable) -> None:
+        """Forget an engine, and let the trainer's ranks leave its group."""
+        connection = self._connections.pop(address)
+        connection.thread.shutdown(wait=False)
+        self._command(commands.Drop(connection.name))
+
+
+def _require_filled(engine: EngineEndpoint, described: Sequence[Described]) -> None:
+    unfilled = sorted({name for each in described for name in each.unfilled})
+    partly = sorted({name for each in described for name in each.partly})
+    if unfilled or partly:
+        lists = [
+            f"{len(names)} {what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+            for names, what in (
+                (unfilled, "parameters that nothing fills"),
+                (partly, "parameters that are filled in part"),
+            )
+            if names
+        ]
+        raise Unservable(
+            f"SGLang's model does not match the checkpoint: {engine.name} has {'; '.join(lists)}. It would "
+            "generate from values that are never published. Use a model that this SGLang supports in full"
+        )

@@ -1,0 +1,66 @@
+"""Shard-to-shard publishing between real processes: what arrives, and whom a failure costs."""
+
+import numpy as np
+
+from slipstream.bridge.publish.publication import Timeouts
+from tests.ranks import run_ranks
+from tests.shard_publishing import TIMEOUT_S, publish_thrice, tensors_of
+
+
+def assert_holds(weights: dict[str, list[dict[str, np.ndarray]]], version: int) -> None:
+    tensors = tensors_of(version)
+    for ranks in weights.values():
+        for name, tensor in tensors.items():
+            whole = np.concatenate([rank[name] for rank in ranks]) if tensor.dim() > 1 else ranks[0][name]
+            assert np.array_equal(whole, tensor.numpy()), name
+
+
+def test_every_version_arrives_bit_for_bit_in_engines_of_one_and_two_ranks():
+    (reports, _, versions, weights), _ = run_ranks(2, publish_thrice, {}, 1)
+    assert [report.updated for report in reports] == [["one", "doomed", "two"]] * 3
+    assert set(versions.values()) == {3}
+    assert_holds(weights, 3)
+    steps = ["ask", "pause", "begin", "connect", "receive", "end", "stamp", "resume"]
+    assert list(reports[1].parts_s) == steps
+    size = sum(tensor.nbytes for tensor in tensors_of(1).values())
+    assert reports[1].bytes_sent > 0.9 * size
+
+
+def test_an_engine_that_dies_in_a_transfer_costs_itself_alone():
+    (reports, seconds, versions, weights), _ = run_ranks(2, publish_thrice, {"doomed": "dies"}, 1)
+    assert reports[0].updated == ["one", "doomed", "two"]
+    assert reports[1].updated == reports[2].updated == ["one", "two"]
+    assert "receive for version 2: " in reports[1].failed["doomed"]
+    assert seconds[1] < TIMEOUT_S / 2, "its death was noticed by its request, not by a time-out"
+    assert versions == {"one": 3, "doomed": 1, "two": 3}
+    assert_holds(weights, 3)
+
+
+def test_a_rank_that_dies_takes_its_engine_with_it_and_no_other():
+    (reports, _, versions, weights), _ = run_ranks(2, publish_thrice, {"doomed": "dies"}, 2)
+    assert reports[1].updated == reports[2].updated == ["one", "two"]
+    assert versions == {"one": 3, "doomed": 1, "two": 3}
+    assert_holds(weights, 3)
+
+
+def test_weights_that_are_changed_on_their_way_are_never_stamped():
+    (reports, _, versions, weights), _ = run_ranks(2, publish_thrice, {"doomed": "spoils"}, 1)
+    assert reports[1].updated == ["one", "two"]
+    assert (
+        "WrongDigest: rank 0 holds other values than were sent in 1 parameters: "
+        in (reports[1].failed["doomed"])
+    )
+    assert versions == {"one": 3, "doomed": 1, "two": 3}
+    assert_holds(weights, 3)
+
+
+def test_an_engine_that_stands_still_in_a_transfer_holds_the_others_up_for_its_answer_time_out_alone():
+    (reports, seconds, versions, weights), _ = run_ranks(
+        2, publish_thrice, {"doomed": "stops"}, 2, Timeouts(10, 4)
+    )
+    assert reports[1].updated == reports[2].updated == ["one", "two"]
+    assert reports[1].failed == {"doomed": "receive for version 2: TransferFailed: no answer in 4 s"}
+    assert 4 < seconds[1] < 9, "its ranks give up after 10 s"
+    assert seconds[2] < 4
+    assert versions == {"one": 3, "doomed": 1, "two": 3}
+    assert_holds(weights, 3)
