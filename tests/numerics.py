@@ -20,6 +20,7 @@ import numpy as np
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import RunConfig
+from tests.exported import buckets_of
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import make_checkpoint
 from tests.ranks import Job, run_jobs
@@ -84,7 +85,7 @@ def train(rank: RankSpec, config: RunConfig) -> tuple[list[float], list[float], 
             norms.append(metrics["train/grad_norm"])
     weights = {
         name: tensor.float().numpy().copy()
-        for bucket in trainer._export()
+        for bucket in buckets_of(trainer)
         if bucket is not None
         for name, tensor in bucket.tensors()
     }

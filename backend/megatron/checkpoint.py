@@ -64,7 +64,8 @@ class RankCheckpoints:
         self._finish_timeout_s = finish_timeout_s
         self._running: BackgroundSave | None = None
         weight = next(trained[POLICY].parts[0].parameters())
-        lora = actor.lora and actor.lora.model_dump()
+        # Where it began and how it is served change nothing that a checkpoint holds.
+        lora = actor.lora and actor.lora.model_dump(include={"rank", "alpha", "targets"})
         self._content: dict[str, object] = {
             **content_of(geometry, weight.dtype),
             ADAPTERS: lora,

@@ -10,11 +10,20 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import quick_gelu
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor
 
 from slipstream.backend.megatron.fusions import KernelSupport, chosen_fusions
-from slipstream.bridge.model.geometry import Experts, Geometry, GroupedAttention, LatentAttention
+from slipstream.bridge.model.geometry import (
+    CLAMP,
+    Activation,
+    Experts,
+    Geometry,
+    GroupedAttention,
+    LatentAttention,
+)
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.rope import Rope
 from slipstream.configs.schema import ActorConfig
@@ -53,9 +62,9 @@ def transformer_config(
         "layernorm_epsilon": geometry.norm_eps,
         "init_method_std": geometry.init_std,
         "normalization": "RMSNorm",
-        "activation_func": F.silu,
+        "layernorm_zero_centered_gamma": geometry.centered_norms,
         "gated_linear_unit": True,
-        "add_bias_linear": False,
+        "add_bias_linear": geometry.linear_biases,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": layout.tensor,
@@ -75,6 +84,14 @@ def transformer_config(
         "persist_layer_norm": False,
         "gradient_accumulation_fusion": False,  # needs Apex
     } | RECOMPUTE[actor.recompute]
+    settings |= _activation(geometry.activation)
+    if geometry.window is not None:
+        within = set(geometry.window.layers)
+        settings |= {
+            # Megatron counts the tokens before and after the token itself.
+            "window_size": (geometry.window.tokens - 1, 0),
+            "window_attn_skip_freq": [int(layer in within) for layer in range(geometry.n_layers)],
+        }
     settings |= chosen_fusions(geometry, layout.layer_spec, KernelSupport.present(), actor.megatron)
     if layout.pipeline > 1:
         settings |= _pipeline(layout, geometry.n_layers)
@@ -86,6 +103,11 @@ def transformer_config(
         settings |= _latent_attention(geometry.attention, geometry.rope)
     else:
         settings |= _grouped_attention(geometry.attention)
+    if geometry.delta_layers:
+        # Megatron then stores every layer of a checkpoint under its own number, since layers are not alike.
+        settings["linear_attention_freq"] = [
+            int(geometry.delta_of(layer) is not None) for layer in range(geometry.n_layers)
+        ]
     config = kind(**settings | fields_of(kind, actor.megatron))
     if kind is TransformerConfig and geometry.rope.kind == "yarn":
         # Megatron's attention reads the factor of its cosines and sines from attributes that are no fields.
@@ -117,12 +139,33 @@ def _pipeline(layout: Layout, n_layers: int) -> Settings:
     return settings
 
 
+def gelu_tanh(gate: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh")
+
+
+def _activation(kind: Activation) -> Settings:
+    match kind:
+        case "swiglu":
+            return {"activation_func": F.silu}
+        case "geglu":
+            return {"activation_func": gelu_tanh}
+        case "clamped_swiglu":
+            return {
+                "activation_func": quick_gelu,
+                "glu_linear_offset": 1.0,
+                "activation_func_clamp_value": CLAMP,
+            }
+
+
 def _grouped_attention(attention: GroupedAttention) -> Settings:
     return {
         "num_query_groups": attention.kv_heads,
         "kv_channels": attention.head_dim,
         "add_qkv_bias": attention.qkv_bias,
         "qk_layernorm": attention.qk_norm,
+        "attention_output_gate": attention.gate,
+        "softmax_scale": attention.scale,
+        "softmax_type": "learnable" if attention.sinks else "vanilla",
     }
 
 
@@ -170,6 +213,7 @@ def _experts(experts: Experts, layout: Layout, n_layers: int) -> Settings:
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": layout.layer_spec == "transformer_engine",
         "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden or None,
+        "moe_shared_expert_gate": experts.shared_gate,
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.etp,
     }

@@ -78,16 +78,20 @@ def write_huggingface(
     parallel: ParallelConfig,
     folder: Path,
     families: Mapping[str, str],
+    *,
+    adapter_alone: bool = False,
 ) -> list[str]:
     """Read this rank's share of the weights in ``checkpoint``; the first rank writes them all to ``folder``.
 
-    Adapters are merged into the weights. Returns the reasons, the same on every rank, if ``checkpoint`` is
+    Adapters are merged into the weights; with ``adapter_alone`` they are all that is written, in PEFT's
+    format. Returns the reasons, the same on every rank, if ``checkpoint`` is
     not one of the model at ``model``. ``families``: as of ``write_megatron``.
     """
     with _joined(rank, parallel) as device:
         from megatron.core import dist_checkpointing
 
         from slipstream.backend.megatron import weights
+        from slipstream.backend.megatron.adapter_export import AdapterExport
         from slipstream.backend.megatron.lora import adapt
         from slipstream.backend.megatron.model import empty_model, named_shards
 
@@ -100,9 +104,12 @@ def write_huggingface(
         content = weights.content_of(spec.geometry, dtype)
         if problems := weights.differences(content, about.get("content", content)):
             return problems
-        parts = empty_model(spec, _settings(parallel), dtype, device)
+        parts, lora = empty_model(spec, _settings(parallel), dtype, device), None
         if adapters := about.get("content", {}).get(weights.ADAPTERS):
-            adapt(parts, spec, layout, rank.rank, LoraConfig.model_validate(adapters), seed=0)
+            lora = LoraConfig.model_validate(adapters)
+            adapt(parts, spec, layout, rank.rank, lora, seed=0)
+        elif adapter_alone:
+            return [f"{weights.ADAPTERS}: missing; expected a checkpoint of a run that trains an adapter"]
         sharded = weights.sharded_weights(parts)
         needed = weights.needed_tensors(sharded)
         if problems := _union_over_ranks(weights.mismatches(needed, stored, spec.geometry.vocab)):
@@ -110,8 +117,12 @@ def write_huggingface(
         if unknown := sorted(stored.keys() - set(_union_over_ranks(list(needed)))):
             return [f"{name}: not in this model" for name in unknown]
         weights.load_weights(parts, sharded, checkpoint)
+        if lora is not None and adapter_alone:
+            AdapterExport(parts, spec, layout, lora, rank.rank).write(folder)
+            return []
         plan = make_plan(spec, layout, FILE_BYTES, dtype.itemsize)
-        write_hf(export(plan, [named_shards(part) for part in parts], rank.rank), model, folder)
+        buckets = export(plan, [named_shards(part) for part in parts], rank.rank)
+        write_hf(buckets, model, folder, passed_through=spec.mappings.passed_through)
         return []
 
 

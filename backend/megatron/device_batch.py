@@ -8,7 +8,7 @@ one context-parallel rank.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -30,6 +30,14 @@ class Unpacked:
     gather: Tensor
     restore_T: Tensor
 
+    def padded(self, part_T: Tensor) -> list[Tensor]:
+        """Return the padded batches [N, L, ...] of [T, ...]."""
+        # index_select, because the backward pass of fancy indexing is serial on a CPU, and a selection by a
+        # mask makes the host wait for a GPU
+        sizes = [rows * width for rows, width in self.shapes]
+        parts = part_T.index_select(0, self.gather).split(sizes)
+        return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
 
 @dataclass
 class Pack(PackedSeqParams):
@@ -37,6 +45,8 @@ class Pack(PackedSeqParams):
 
     unpacked: Unpacked | None = None
     """None for the layers of Transformer Engine, which take packs as they are."""
+    chosen: dict[int, list[Tensor | None]] = field(default_factory=dict[int, list[Tensor | None]])
+    """The tokens that each layer attends to, by its number, from its indexer to its attention."""
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,28 @@
 """The order in which the weights of a recipe's layout leave the trainer."""
 
 from slipstream.backend.megatron.layer_spec import layer_spec
+from slipstream.backend.megatron.supported import require_supported
 from slipstream.bridge.hf.index import ITEMSIZE
 from slipstream.bridge.model.layout import LayerSpec, Layout
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.plan import ExportPlan, make_plan
 from slipstream.configs.schema import RunConfig
 
+EXPORT_BUCKET_MB = 256
+"""Size of a bucket where only files are written: the engines get their weights shard by shard."""
+
+
+def bucket_mb(config: RunConfig) -> int:
+    """Return the size of the buckets in which whole HF tensors leave the trainer, in MiB."""
+    transport = config.weights.transport
+    return EXPORT_BUCKET_MB if transport.type == "shards" else transport.bucket_mb
+
 
 def export_plan(config: RunConfig, spec: ModelSpec, *, layers: LayerSpec | None = None) -> ExportPlan:
-    """Return the export plan of the recipe's layout. Raises UnevenSplit.
+    """Return the export plan of the recipe's layout. Raises UnevenSplit and UnsupportedModel.
 
     layers: the layer spec of the ranks; None: the one that ``actor.layer_spec`` gives on this machine.
     """
-    bucket_bytes = config.weights.transport.bucket_mb * 2**20
     layout = Layout.of(config.actor.parallel, layers or layer_spec(config.actor, config.model.dtype))
-    return make_plan(spec, layout, bucket_bytes, ITEMSIZE[config.model.dtype])
+    require_supported(spec.geometry, layout)
+    return make_plan(spec, layout, bucket_mb(config) * 2**20, ITEMSIZE[config.model.dtype])

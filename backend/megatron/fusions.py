@@ -51,7 +51,7 @@ def fusions(geometry: Geometry, layer_spec: LayerSpec, machine: KernelSupport) -
     """Return the decision about each of Megatron's fusions, by the name of its setting."""
     return {
         "apply_rope_fusion": _rope(geometry, layer_spec, machine),
-        "bias_activation_fusion": _activation(machine),
+        "bias_activation_fusion": _activation(geometry, machine),
         "moe_permute_fusion": _permutation(geometry, layer_spec, machine),
     }
 
@@ -113,12 +113,14 @@ def _rope(geometry: Geometry, layer_spec: LayerSpec, machine: KernelSupport) -> 
     return Fusion(True, "Megatron has a kernel for latent attention with YaRN")
 
 
-def _activation(machine: KernelSupport) -> Fusion:
+def _activation(geometry: Geometry, machine: KernelSupport) -> Fusion:
+    if geometry.activation != "swiglu" or geometry.linear_biases:
+        return Fusion(False, "the kernel is for SwiGLU without biases")
     if not machine.has_gpu:
         return Fusion(False, "there is no GPU")
     if not machine.has_triton:
         return Fusion(False, "torch compiles the kernel with the package triton, which is not installed")
-    return Fusion(True, "every supported model has SwiGLU without biases")
+    return Fusion(True, "the model has SwiGLU without biases")
 
 
 def _permutation(geometry: Geometry, layer_spec: LayerSpec, machine: KernelSupport) -> Fusion:

@@ -1,27 +1,58 @@
 """Megatron's spec of every layer of a model, for either kind of layers."""
 
 import copy
+from functools import cache
 from typing import cast
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from slipstream.backend.megatron.local_layers import PackedAttention, RMSNorm
-from slipstream.bridge.model.geometry import Geometry, GroupedAttention, LatentAttention
+from slipstream.backend.megatron.delta_net import DeltaNetSubmodules, PackedDeltaNet
+from slipstream.backend.megatron.layer_variants import PostNormLayer, WindowRopeAttention
+from slipstream.backend.megatron.local_layers import JointHeadsNorm, PackedAttention, RMSNorm
+from slipstream.backend.megatron.sparse_attention import SparseAttention, SparseLatentAttention
+from slipstream.bridge.model.geometry import DeltaNet, Geometry, GroupedAttention, LatentAttention, Window
 from slipstream.bridge.model.layout import LayerSpec
 
 
 def layer_specs(geometry: Geometry, kind: LayerSpec) -> list[ModuleSpec]:
     """Return the spec of every layer of the model."""
     make = _transformer_engine if kind == "transformer_engine" else _local
-    dense = make(geometry, None)
-    mixed = make(geometry, geometry.experts.count) if geometry.experts else dense
-    return [mixed if geometry.has_experts(layer) else dense for layer in range(geometry.n_layers)]
+
+    @cache
+    def spec_of(experts: int | None, delta: DeltaNet | None, window: Window | None) -> ModuleSpec:
+        return _varied(make(geometry, experts, delta), geometry, window)
+
+    count = geometry.experts.count if geometry.experts else None
+    return [
+        spec_of(
+            count if geometry.has_experts(layer) else None,
+            geometry.delta_of(layer),
+            geometry.window_of(layer),
+        )
+        for layer in range(geometry.n_layers)
+    ]
+
+
+def _varied(spec: ModuleSpec, geometry: Geometry, window: Window | None) -> ModuleSpec:
+    """Put the classes into a layer's spec that Megatron's own functions do not know of."""
+    if geometry.post_norms:
+        spec.module = PostNormLayer
+    attention = cast("ModuleSpec", cast("TransformerLayerSubmodules", spec.submodules).self_attention)
+    if window is not None and window.rope is not None:
+        attention.module = WindowRopeAttention
+        attention.params["frequencies"] = tuple(window.rope.frequencies(geometry.rotated_dim))
+    if isinstance(geometry.attention, LatentAttention) and geometry.attention.indexer is not None:
+        attention.module = SparseLatentAttention
+        attention.params["indexer"] = geometry.attention.indexer
+        cast("SelfAttentionSubmodules", attention.submodules).core_attention = SparseAttention
+    return spec
 
 
 def final_norm(kind: LayerSpec) -> type:
@@ -37,7 +68,7 @@ def _has_qk_norm(geometry: Geometry) -> bool:
     return isinstance(geometry.attention, GroupedAttention) and geometry.attention.qk_norm
 
 
-def _local(geometry: Geometry, experts: int | None) -> ModuleSpec:
+def _local(geometry: Geometry, experts: int | None, delta: DeltaNet | None) -> ModuleSpec:
     """Megatron's local spec, with packed attention and norms that support sequence parallelism."""
     qk_norm = _has_qk_norm(geometry)
     spec = copy.deepcopy(
@@ -50,30 +81,50 @@ def _local(geometry: Geometry, experts: int | None) -> ModuleSpec:
     )
     layer = cast("TransformerLayerSubmodules", spec.submodules)
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    layer.sharded_state_dict_keys_map = _stored_names(geometry, experts)
+    layer.sharded_state_dict_keys_map = _stored_names(geometry, experts, delta)
+    if delta is not None:
+        layer.self_attention = _delta_net(delta, ColumnParallelLinear, RowParallelLinear)
+        return spec
     # Latent attention has more submodules; those that are set here have the same names.
     attention = cast("SelfAttentionSubmodules", cast("ModuleSpec", layer.self_attention).submodules)
     attention.core_attention = PackedAttention
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    _set_joint_norms(geometry, attention)
     return spec
 
 
-def _stored_names(geometry: Geometry, experts: int | None) -> dict[str, str]:
+def _set_joint_norms(geometry: Geometry, submodules: SelfAttentionSubmodules) -> None:
+    """Replace the norms of queries and keys by norms that span all heads, if the model has those."""
+    attention = geometry.attention
+    if isinstance(attention, GroupedAttention) and attention.joint_qk_norm:
+        submodules.q_layernorm = ModuleSpec(JointHeadsNorm, {"heads": attention.heads})
+        submodules.k_layernorm = ModuleSpec(JointHeadsNorm, {"heads": attention.kv_heads})
+
+
+def _delta_net(delta: DeltaNet, in_proj: type, out_proj: type) -> ModuleSpec:
+    return ModuleSpec(
+        module=PackedDeltaNet, params={"delta": delta}, submodules=DeltaNetSubmodules(in_proj, out_proj)
+    )
+
+
+def _stored_names(geometry: Geometry, experts: int | None, delta: DeltaNet | None) -> dict[str, str]:
     """Return the names of norms in checkpoints, by their names in the local spec.
 
     A norm that Transformer Engine's spec has inside of a linear layer is stored there, so that either spec
     reads what the other one wrote.
     """
     names: dict[str, str] = {}
-    if isinstance(geometry.attention, GroupedAttention):
+    if delta is not None:
+        names["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+    elif isinstance(geometry.attention, GroupedAttention):
         names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
     if experts is None:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return names
 
 
-def _transformer_engine(geometry: Geometry, experts: int | None) -> ModuleSpec:
+def _transformer_engine(geometry: Geometry, experts: int | None, delta: DeltaNet | None) -> ModuleSpec:
     """Megatron's spec for Transformer Engine: norms inside of linear layers, grouped experts.
 
     The norms of latent attention stay outside: like its down projections they are replaced in ``model``.
@@ -83,6 +134,18 @@ def _transformer_engine(geometry: Geometry, experts: int | None) -> ModuleSpec:
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=grouped, multi_latent_attention=True
         )
-    return get_gpt_layer_with_transformer_engine_spec(
+    spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=experts, moe_grouped_gemm=grouped, qk_layernorm=_has_qk_norm(geometry)
     )
+    layer = cast("TransformerLayerSubmodules", spec.submodules)
+    if delta is not None:
+        from megatron.core.extensions.transformer_engine import (
+            TELayerNormColumnParallelLinear,
+            TERowParallelLinear,
+        )
+
+        layer.self_attention = _delta_net(delta, TELayerNormColumnParallelLinear, TERowParallelLinear)
+        return spec
+    attention = cast("SelfAttentionSubmodules", cast("ModuleSpec", layer.self_attention).submodules)
+    _set_joint_norms(geometry, attention)
+    return spec

@@ -1,7 +1,7 @@
 """Modules that Megatron's local layer spec lacks. Plain PyTorch, so they run on CPUs and GPUs alike.
 
-They are packed attention, a norm that supports sequence parallelism, and the down projections of latent
-attention.
+They are packed attention, a norm that supports sequence parallelism, a norm over all heads, and the down
+projections of latent attention.
 """
 
 from typing import cast
@@ -10,13 +10,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from slipstream.backend.megatron.device_batch import Pack
+from slipstream.backend.megatron.device_batch import Pack, Unpacked
+from slipstream.backend.megatron.groups import ShardingMetadata, groups
 from slipstream.backend.megatron.marks import marks_of
 
 
@@ -28,11 +34,59 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__()
         self.eps = eps
+        self._is_centered = config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         marks_of(self.weight).sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if self._is_centered:  # in single precision, where adding 1 to a small weight loses nothing
+            weight = 1 + self.weight.float()
+            return F.rms_norm(hidden.float(), weight.shape, weight, self.eps).type_as(hidden)
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class JointHeadsNorm(torch.nn.Module):
+    """Root-mean-square norm over the queries, or keys, of all heads together.
+
+    A tensor-parallel rank holds some of the heads and their part of the weight, so the mean of the squares is
+    computed over the ranks. Megatron makes queries and keys for all tokens on every rank, whatever
+    sequence parallelism does outside of attention.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, *, heads: int, **_: object
+    ) -> None:
+        """``hidden_size``: dimensions of a head. ``heads``: number of heads of all ranks."""
+        super().__init__()
+        self.eps, self.size = eps, heads * hidden_size
+        of_rank = self.size // config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.ones(of_rank, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, heads_: Tensor) -> Tensor:
+        """[..., heads of the rank, d] -> the same."""
+        flat = heads_.flatten(-2).float()
+        squares = cast("Tensor", reduce_from_tensor_model_parallel_region(flat.square().sum(-1, True)))
+        # Each rank uses the sum for its own heads, so the sum's gradients are summed as well.
+        normed = flat * torch.rsqrt(copied_to_ranks(squares) / self.size + self.eps)
+        return (self.weight * normed.type_as(heads_)).view_as(heads_)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: ShardingMetadata | None = None,
+    ) -> dict[str, object]:
+        """Return the weight as a shard; Megatron takes weights of unknown modules for whole ones."""
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=groups.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
 
 class DownProjection(torch.nn.Module):
@@ -72,10 +126,20 @@ def copied_to_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> T
     return copy
 
 
+def _window(config: TransformerConfig, layer_number: int) -> int | None:
+    """Return the number of tokens that a token of a layer attends to; None: all before it."""
+    size, layers = config.window_size, config.window_attn_skip_freq
+    if size is None or (layers is not None and not is_layer_window_attention(size, layers, layer_number)):
+        return None
+    return size[0] + 1  # Megatron does not count the token itself
+
+
 class PackedAttention(MegatronModule):
     """Causal attention within each segment of a pack (THD), by scaled_dot_product_attention.
 
-    Segments of similar length form one padded batch; the causal mask hides padding on the right.
+    Segments of similar length form one padded batch; the causal mask hides padding on the right. Megatron's
+    ``window_size`` limits the tokens that a token attends to, and a learnable ``softmax_type`` adds a sink to
+    each head: a logit that takes part in the softmax and has no value.
     """
 
     def __init__(
@@ -92,6 +156,13 @@ class PackedAttention(MegatronModule):
         if config.context_parallel_size != 1:
             raise ValueError("the local layer spec has no context parallelism; use transformer_engine")
         self.softmax_scale = softmax_scale
+        self.layer_number = layer_number
+        self.window = _window(config, layer_number)
+        self.softmax_offset: Tensor | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -104,23 +175,68 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """query [T, heads, d], key and value [T, groups, d] -> [T, heads * d]."""
-        unpacked = packed_seq_params.unpacked if isinstance(packed_seq_params, Pack) else None
-        if unpacked is None:
+        pack = packed_seq_params
+        if not isinstance(pack, Pack) or pack.unpacked is None:
             raise ValueError("PackedAttention takes packs that are made for the local layer spec only")
-        grouped = query.shape[1] != key.shape[1]
-        sizes = [rows * width for rows, width in unpacked.shapes]
-        # index_select, because the backward pass of fancy indexing is serial on a CPU, and a selection by a
-        # mask makes the host wait for a GPU
-        by_class = zip(
-            unpacked.shapes,
-            *(part.index_select(0, unpacked.gather).split(sizes) for part in (query, key, value)),
-            strict=True,
-        )
+        unpacked = pack.unpacked
+        masks = self.masks(pack, unpacked, query.device)
         attended: list[Tensor] = []
-        for shape, *padded in by_class:
-            q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in padded)
-            output = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
-            )
+        for q, k, v, mask in zip(*map(unpacked.padded, (query, key, value)), masks, strict=True):
+            output = self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
             attended.append(output.transpose(1, 2).flatten(0, 1))
         return torch.cat(attended).index_select(0, unpacked.restore_T).flatten(1)
+
+    def masks(self, pack: Pack, unpacked: Unpacked, device: torch.device) -> list[Tensor | None]:
+        """Return for each padded batch what its queries attend to, bool [..., L, L].
+
+        None: they attend to all keys up to their own.
+        """
+        return [self._within_window(length, device) for _, length in unpacked.shapes]
+
+    def _within_window(self, length: int, device: torch.device) -> Tensor | None:
+        if self.window is None or length <= self.window:
+            return None
+        return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - self.window)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """query [N, heads, L, d], key and value [N, groups, L, d], mask [..., L, L] -> [N, heads, L, d]."""
+        scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        if self.softmax_offset is not None:
+            # A sink is a key before all others, whose product with any query is the head's logit, and whose
+            # value is zero: one more dimension holds the logit in the queries and 1 in that key. A query
+            # before all others keeps the mask causal. No kernel has to know of sinks.
+            logit = (self.softmax_offset / scale)[:, None, None]
+            rows = (query.shape[0], -1, query.shape[2] + 1, 1)
+            query = torch.cat([F.pad(query, (0, 0, 1, 0)), logit.expand(rows)], dim=-1)
+            key, value = F.pad(key, (0, 1, 1, 0)), F.pad(value, (0, 1, 1, 0))
+            key[:, :, 0, -1] = 1
+            mask = None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
+        output = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return output if self.softmax_offset is None else output[:, :, 1:, :-1]
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: ShardingMetadata | None = None,
+    ) -> dict[str, object]:
+        """Return the sinks as a shard; Megatron takes the parameters of unknown modules for whole ones."""
+        if self.softmax_offset is None:
+            return {}
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            {"softmax_offset": self.softmax_offset},
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=groups.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )

@@ -12,14 +12,15 @@ whole on each of them:
 Experts exchange nothing inside of their layers, because the token dispatcher does: there the gradient of the
 whole factor is summed instead.
 
-The trainer exports W + alpha / rank * B A (``MergedShards``): neither the bridge nor the engines know of
-adapters.
+``MergedShards`` are the weights W + alpha / rank * B A of a model without adapters. The factors themselves
+leave the trainer under their own names (``bridge.shards.adapter``).
 """
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from math import sqrt
-from typing import Literal, TypedDict, cast
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -38,24 +39,39 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 from torch.nn import Parameter
 
+from slipstream.backend.megatron.groups import ShardingMetadata
 from slipstream.backend.megatron.local_layers import DownProjection, copied_to_ranks
 from slipstream.backend.megatron.marks import marks_of
-from slipstream.bridge.model.layout import Layout
-from slipstream.bridge.model.mapping import Columns
+from slipstream.bridge.hf.peft import PeftFolder
+from slipstream.bridge.model.layout import Layout, Shard
+from slipstream.bridge.model.mapping import Split, copy_in
 from slipstream.bridge.model.spec import ModelSpec
-from slipstream.bridge.shards.plan import entries, entries_of
+from slipstream.bridge.shards.adapter import (
+    AdapterSpec,
+    adapter_spec,
+    check_peft,
+    factor_splits,
+    is_adapted,
+    linear_layer,
+    modules_of,
+)
+from slipstream.bridge.shards.factors import read_factors
+from slipstream.bridge.shards.plan import entries, entries_of, pieces_of
 from slipstream.configs.schema import LoraConfig
 
 
 def adapt(
     parts: Sequence[GPTModel], spec: ModelSpec, layout: Layout, rank: int, lora: LoraConfig, seed: int
 ) -> None:
-    """Freeze ``parts``, this rank's parts of the model, and add adapters, whose product starts at 0.
+    """Freeze ``parts``, this rank's parts of the model, and add the adapter of ``lora.path``, or a new one.
 
-    A layer's A is drawn from the seed and the layer's name in HF, so it is the same in every layout.
-    Raises ValueError if the model has no layer of a name in ``lora.targets``.
+    The product of a new one is 0. A layer's A is drawn from the seed and the layer's name in HF, so it is the
+    same in every layout. Raises ValueError if the model has no layer of a name in ``lora.targets``, and
+    PeftError if the adapter does not fit.
     """
-    layers = {layer for entry in entries(spec, layout) if (layer := _layer(entry.parameter)) is not None}
+    layers = {
+        layer for entry in entries(spec, layout) if (layer := linear_layer(entry.parameter)) is not None
+    }
     targets: set[str] = set(lora.targets or layers)
     if missing := targets - layers:
         raise ValueError(
@@ -67,14 +83,33 @@ def adapt(
         if part.pre_process and part.config.recompute_granularity:
             # A recomputed layer gets a gradient only if its input requires one.
             part.embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())
-    for entry, shard in entries_of(spec, layout, rank):
-        if _layer(entry.parameter) in targets:
-            module = parts[entry.chunk].get_submodule(entry.parameter.removesuffix(".weight"))
-            a = _drawn(lora.rank, entry.hf_shapes[0][1], f"{seed} {entry.hf_names[0]}")
-            if isinstance(entry.split, Columns):
-                start, stop = shard.range_of(a.shape[1], "inputs")
-                a = a[:, start:stop]
-            _add(module, a, lora.alpha / lora.rank)
+    with nullcontext() if lora.path is None else PeftFolder(lora.path) as folder:
+        if folder is not None:
+            check_peft(folder, adapter_of(spec, lora))
+        for entry, shard in entries_of(spec, layout, rank):
+            if is_adapted(entry.parameter, targets):
+                module = parts[entry.chunk].get_submodule(entry.parameter.removesuffix(".weight"))
+                a = _drawn(lora.rank, entry.hf_shapes[0][1], f"{seed} {entry.hf_names[0]}")
+                b = None
+                if folder is not None:
+                    rows = [rows for rows, _ in entry.hf_shapes]
+                    a, b = read_factors(folder, modules_of(entry.hf_names), rows, a, lora.alpha / lora.rank)
+                _add(module, entry.split, shard, a, b, lora.alpha / lora.rank)
+
+
+def adapter_of(spec: ModelSpec, lora: LoraConfig) -> AdapterSpec:
+    """Return the adapter of a recipe as the bridge sees it."""
+    return adapter_spec(spec, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+
+
+def factors(part: torch.nn.Module) -> dict[str, Tensor]:
+    """Return this rank's factors of one part of the model, by their names in it."""
+    return {
+        f"{name}.{factor}": getattr(module, factor)
+        for name, module in part.named_modules()
+        if isinstance(module, _Adapted)
+        for factor in ("lora_a", "lora_b")
+    }
 
 
 class MergedShards(Mapping[str, Tensor]):
@@ -103,17 +138,6 @@ class MergedShards(Mapping[str, Tensor]):
         return len(self._shards)
 
 
-def _layer(parameter: str) -> str | None:
-    """Return the name of a weight's linear layer in the decoder; None for any other parameter.
-
-    >>> _layer("decoder.layers.0.mlp.linear_fc1.weight")
-    'linear_fc1'
-    """
-    module, _, kind = parameter.rpartition(".")
-    layer = module.rpartition(".")[2]
-    return layer if kind == "weight" and layer.startswith("linear_") else None
-
-
 def _drawn(rank: int, inputs: int, name: str) -> Tensor:
     """Draw A as peft and torch.nn.Linear do: kaiming_uniform with a = sqrt(5)."""
     digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
@@ -122,8 +146,14 @@ def _drawn(rank: int, inputs: int, name: str) -> Tensor:
     return torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator)
 
 
-def _add(module: torch.nn.Module, a: Tensor, scale: float) -> None:
-    """Turn ``module`` into its adapted kind in place: names and state of the base layer must stay."""
+@torch.no_grad()
+def _add(
+    module: torch.nn.Module, split: Split, shard: Shard, a: Tensor, b: Sequence[Tensor] | None, scale: float
+) -> None:
+    """Turn ``module`` into its adapted kind in place: names and state of the base layer must stay.
+
+    ``a`` is whole, and so is ``b``, in parts by HF module; None: B is 0. The module gets its shards of them.
+    """
     kind = _ADAPTED.get(type(module))
     if kind is None:
         raise ValueError(
@@ -133,9 +163,13 @@ def _add(module: torch.nn.Module, a: Tensor, scale: float) -> None:
     module.__class__ = kind
     adapted = cast("_Adapted", module)
     weight = adapted.weight
+    a_split, b_split = factor_splits(split, len(a))
     adapted.lora_scale = scale
-    adapted.lora_a = Parameter(a.to(weight).contiguous())
-    adapted.lora_b = Parameter(weight.new_zeros(weight.shape[0], len(a)))
+    adapted.lora_a = Parameter(weight.new_empty(a_split.shard_shape(shard.size)))
+    copy_in(adapted.lora_a, [a], pieces_of(a_split, shard))
+    adapted.lora_b = Parameter(weight.new_zeros(b_split.shard_shape(shard.size)))
+    if b is not None:
+        copy_in(adapted.lora_b, b, pieces_of(b_split, shard))
     for factor in (adapted.lora_a, adapted.lora_b):
         marks_of(factor).allreduce = getattr(weight, "allreduce", True)  # False for an expert
     adapted.mark_factors()
@@ -156,12 +190,6 @@ class _Adapted:
     def mark_factors(self) -> None:
         """Set the attributes of the factors by which Megatron reduces and counts their gradients."""
         raise NotImplementedError
-
-
-class _Metadata(TypedDict):
-    """The metadata that Megatron passes to every module when it saves or loads a checkpoint."""
-
-    dp_cp_group: dist.ProcessGroup
 
 
 class _AdaptedParallel(_Adapted):
@@ -196,7 +224,11 @@ class _AdaptedParallel(_Adapted):
         return self.explicit_expert_comm
 
     def _with_split_factor(
-        self, state: dict[str, object], prefix: str, offsets: tuple[object, ...], metadata: _Metadata | None
+        self,
+        state: dict[str, object],
+        prefix: str,
+        offsets: tuple[object, ...],
+        metadata: ShardingMetadata | None,
     ) -> dict[str, object]:
         """Return the sharded state dict of the base layer with the split factor as a shard of the whole."""
         assert metadata is not None
@@ -232,7 +264,7 @@ class _AdaptedColumn(_AdaptedParallel, ColumnParallelLinear):
         self,
         prefix: str = "",
         sharded_offsets: tuple[object, ...] = (),
-        metadata: _Metadata | None = None,
+        metadata: ShardingMetadata | None = None,
     ) -> dict[str, object]:
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return self._with_split_factor(state, prefix, sharded_offsets, metadata)
@@ -256,7 +288,7 @@ class _AdaptedRow(_AdaptedParallel, RowParallelLinear):
         self,
         prefix: str = "",
         sharded_offsets: tuple[object, ...] = (),
-        metadata: _Metadata | None = None,
+        metadata: ShardingMetadata | None = None,
     ) -> dict[str, object]:
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return self._with_split_factor(state, prefix, sharded_offsets, metadata)

@@ -4,6 +4,7 @@ Megatron objects are constructed only here, so that a change of Megatron is a ch
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol, cast
 
 import torch
@@ -34,13 +35,19 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from slipstream.backend.megatron import lora
+from slipstream.backend.megatron.adapter_export import AdapterExport
 from slipstream.backend.megatron.config import Settings, fields_of, transformer_config
+from slipstream.backend.megatron.delta_net import PackedDeltaNet
 from slipstream.backend.megatron.groups import groups
 from slipstream.backend.megatron.head import ValueHead
 from slipstream.backend.megatron.layer_spec import layer_spec
+from slipstream.backend.megatron.layer_variants import WindowRopeAttention
 from slipstream.backend.megatron.layers import final_norm, layer_specs
 from slipstream.backend.megatron.local_layers import DownProjection, RMSNorm
 from slipstream.backend.megatron.marks import marks_of
+from slipstream.backend.megatron.sparse_attention import TokenIndexer
+from slipstream.backend.megatron.supported import require_supported
+from slipstream.bridge.model.geometry import GroupedAttention
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.load import load_hf
@@ -83,6 +90,7 @@ def empty_model(
 ) -> list[GPTModel]:
     """Return the same parts with undefined weights and without adapters."""
     geometry, layout = spec.geometry, _layout(actor, dtype)
+    require_supported(geometry, layout)
     config = transformer_config(geometry, actor, layout, dtype)
     stage = groups.get_pipeline_model_parallel_rank()
     specs = layer_specs(geometry, layout.layer_spec)
@@ -91,9 +99,18 @@ def empty_model(
         for chunk, part_specs in enumerate(_specs_of_stage(specs, layout, stage))
     ]
     for module in (module for part in parts for module in part.modules()):
+        if isinstance(module, PackedDeltaNet):
+            module.A_log.data = module.A_log.data.float()
         bias: Tensor | None = getattr(module, "expert_bias", None)
         if bias is not None:
             bias.data = bias.float()  # a tiny step in a bias decides a choice
+        if isinstance(module, TokenIndexer):
+            module.k_norm.float()
+    if isinstance(geometry.attention, GroupedAttention) and geometry.attention.joint_qk_norm:
+        # With this setting, which layers need while they are made, Megatron sums the gradients of all norms
+        # of queries and keys over tensor-parallel ranks. Here every rank has its own part of such a norm.
+        for part in parts:
+            part.config.qk_layernorm = False
     return parts
 
 
@@ -163,6 +180,8 @@ def _complete_part(spec: ModelSpec, config: TransformerConfig, part: GPTModel) -
     geometry = spec.geometry
     if spec.gives_values and part.post_process:
         part.output_layer = cast("ColumnParallelLinear", ValueHead(config))
+    if part.pre_process and geometry.embedding_scale != 1.0:
+        part.embedding.register_forward_hook(partial(_scaled, geometry.embedding_scale))
     _share_rotary_embeddings(part)
     for module in list(part.modules()):
         if type(module) is RotaryEmbedding:
@@ -172,18 +191,32 @@ def _complete_part(spec: ModelSpec, config: TransformerConfig, part: GPTModel) -
             _complete(module)
         if isinstance(module, VocabParallelEmbedding | ColumnParallelLinear | RowParallelLinear):
             _mark(module)
+        if isinstance(module, RowParallelLinear) and module.is_expert and geometry.linear_biases:
+            # Megatron adds an expert's bias in place, which autograd forbids for the result of a
+            # communication, even among one rank. Experts with biases are not shared by ranks, so there is
+            # nothing to communicate.
+            module.explicit_expert_comm = True
     for name, parameter in part.named_parameters():
         if ".mlp.experts." in name:
             # Megatron takes experts for dense layers if there is one expert-parallel rank: with
             # ``expert_tensor`` unlike ``tensor``, their gradients would be summed over the wrong ranks.
             marks_of(parameter).allreduce = False
+            # It would also sum the gradients of their biases over tensor-parallel ranks, after the replicas.
+            marks_of(parameter).sequence_parallel = False
+
+
+def _scaled(scale: float, module: torch.nn.Module, args: object, output: Tensor) -> Tensor:
+    return output * torch.tensor(scale, dtype=output.dtype, device=output.device)
 
 
 def _share_rotary_embeddings(part: GPTModel) -> None:
-    """Let the layers of latent attention share one rotary embedding, as those of other attention do.
+    """Let layers with rotary embeddings of their own share one, as other layers share the model's.
 
-    Megatron gives each layer its own, which computes the same angles again for every micro-batch.
+    Each would compute the same angles again for every micro-batch.
     """
+    windowed = [module for module in part.modules() if isinstance(module, WindowRopeAttention)]
+    for attention in windowed[1:]:
+        attention.window_rotary = windowed[0].window_rotary
     attentions = [module for module in part.modules() if isinstance(module, MLASelfAttention)]
     for attention in attentions[1:]:
         attention.rotary_pos_emb = attentions[0].rotary_pos_emb
@@ -274,6 +307,13 @@ def build_optimizer(
         part.config.grad_scale_func = made.scale_loss
         part.config.finalize_model_grads_func = finalize_model_grads
     return made
+
+
+def adapter_export(parts: Sequence[GPTModel], spec: ModelSpec, actor: ActorConfig) -> AdapterExport:
+    """Return what exports the adapter of ``parts``, which ``build_model`` has made."""
+    assert actor.lora is not None
+    layout = Layout.of(actor.parallel)  # adapted layers are of the local spec
+    return AdapterExport(parts, spec, layout, actor.lora, torch.distributed.get_rank())
 
 
 def named_shards(part: torch.nn.Module) -> Mapping[str, Tensor]:

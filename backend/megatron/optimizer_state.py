@@ -8,6 +8,7 @@ tied embeddings meet pipeline stages, because it ignores the padding between gra
 """
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from math import prod
 from typing import Protocol, cast
 
 import torch
@@ -134,9 +135,14 @@ def _shards(part: MegatronOptimizer) -> Iterator[tuple[Parameter, Tensor, int]]:
     the parameter at which that tensor begins.
     """
     if isinstance(part, DistributedOptimizer):
-        for parameter, (group, order) in part.model_param_group_index_map.items():
-            shard = _params(_adam(part).param_groups[group])[order]
-            yield parameter, shard, part._get_model_param_range_map(parameter)["param"].start
+        # Megatron's index of parameters has another order than Adam's groups if their precisions are mixed.
+        for models, mains in (
+            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+            (part.model_fp32_groups, part.shard_fp32_groups),
+        ):
+            for parameters, shards in zip(models, mains, strict=True):
+                for parameter, shard in zip(parameters, shards, strict=True):
+                    yield parameter, shard, part._get_model_param_range_map(parameter)["param"].start
         return
     if isinstance(part, Float16OptimizerWithFloat16Params):
         for parameters, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
@@ -162,14 +168,16 @@ def _pieces(
     weight = leaf.data
     assert weight is not None
     ndim, lead = weight.ndim, leaf.prepend_axis_num
-    if ndim > 2 or not weight.is_contiguous():
+    if prod(weight.shape[1:-1]) != 1 or not weight.is_contiguous():
         raise NotImplementedError(f"{leaf.key} is neither a vector nor whole rows of a matrix")
+    middle = ndim - 2  # the kernel of a convolution by channel has a dimension of length 1 between the two
     begin = int(weight.storage_offset()) - int(parameter.storage_offset())
     first = max(start, begin)
     last = min(start + shard.numel(), begin + weight.numel())
     columns = leaf.local_shape[-1]
     for piece in rectangles(first - begin, last - begin, columns):
-        place, shape = (piece.row, piece.column)[-ndim:], (piece.rows, piece.columns)[-ndim:]
+        place = (piece.row, *(0,) * middle, piece.column)[-ndim:]
+        shape = (piece.rows, *(1,) * middle, piece.columns)[-ndim:]
         offset = begin + piece.row * columns + piece.column - start
         data = shard[offset : offset + piece.rows * piece.columns].view((1,) * lead + shape)
         corner = [outer + inner for outer, inner in zip(leaf.global_offset[lead:], place, strict=True)]

@@ -13,6 +13,7 @@ from torch import Tensor
 from slipstream.backend.batch.context_parallel import ContextShare, share_of
 from slipstream.backend.batch.micro_batch import MicroBatch
 from slipstream.backend.megatron import context, head
+from slipstream.backend.megatron.delta_net import PackedDeltaNet
 from slipstream.backend.megatron.device_batch import DeviceBatch, copied, moved_together, on_device
 from slipstream.backend.megatron.groups import groups
 from slipstream.backend.megatron.local_layers import PackedAttention
@@ -41,9 +42,8 @@ class PackedModel:
     def __init__(self, parts: Sequence[torch.nn.Module], device: torch.device) -> None:
         self.parts = list(parts)
         self._device = device
-        self._unpacks = any(
-            isinstance(module, PackedAttention) for part in parts for module in part.modules()
-        )
+        modules = (module for part in parts for module in part.modules())
+        self._unpacks = any(isinstance(module, PackedAttention | PackedDeltaNet) for module in modules)
         self._on_device: dict[int, DeviceBatch] = {}
         self._in_pass = False
 

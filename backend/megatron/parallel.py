@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from slipstream.bridge.transport.store import join_store, serve_store
+from slipstream.bridge.group.store import join_store, serve_store
 from slipstream.configs.schema import ParallelConfig
 
 

@@ -6,7 +6,7 @@ layer. Here all tokens are rotated at once, by cosines and sines that are gather
 Where Transformer Engine's kernel is legal it is used instead (``fusions``).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -27,7 +27,8 @@ class _Waves(NamedTuple):
 class _Rotation:
     position_t: Tensor
     """Position of each of this rank's tokens within its segment."""
-    waves: _Waves | None = None
+    waves: list[_Waves] = field(default_factory=list[_Waves])
+    """Angles of each rotary embedding of the model: one, or two if layers with a window have their own."""
 
 
 class _Boundaries(Protocol):
@@ -81,18 +82,18 @@ def rotated(
 
 
 def _waves(rotation: _Rotation, freqs: Tensor, mscale: float, dtype: torch.dtype) -> _Waves:
-    """Return the waves of a micro-batch. All layers share them: their angles are in the same memory."""
-    known = rotation.waves
-    if (
-        known is not None
-        and known.freqs.data_ptr() == freqs.data_ptr()
-        and known.freqs.shape == freqs.shape
-        and known.mscale == mscale
-        and known.cos_t1d.dtype is dtype
-    ):
-        return known
+    """Return the waves of a micro-batch. The layers share them: their angles are in the same memory."""
+    for known in rotation.waves:
+        if (
+            known.freqs.data_ptr() == freqs.data_ptr()
+            and known.freqs.shape == freqs.shape
+            and known.mscale == mscale
+            and known.cos_t1d.dtype is dtype
+        ):
+            return known
     with torch.no_grad():
         cos, sin = ((wave(freqs) * mscale).to(dtype) for wave in (torch.cos, torch.sin))
         gathered = (wave.squeeze(1).index_select(0, rotation.position_t) for wave in (cos, sin))
-        rotation.waves = _Waves(freqs, mscale, *gathered)
-    return rotation.waves
+        waves = _Waves(freqs, mscale, *gathered)
+    rotation.waves.append(waves)
+    return waves

@@ -4,12 +4,32 @@ A family is one module: it reads the config and lists the mappings. Those of thi
 a recipe names others by import path, in ``model.families`` (docs/adding_a_model.md).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from slipstream.bridge.families import deepseek_v3, glm4_moe, llama, mistral, qwen2, qwen3, qwen3_moe
+from slipstream.bridge.families import (
+    deepseek_v3,
+    deepseek_v32,
+    gemma3_text,
+    glm4_moe,
+    glm4_moe_lite,
+    gpt_oss,
+    kimi_k2,
+    llama,
+    minimax_m2,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_5_text,
+    qwen3_moe,
+    qwen3_next,
+    seed_oss,
+)
+from slipstream.bridge.families.missing import missing_parts
+from slipstream.bridge.families.text_part import TextPart
 from slipstream.bridge.hf.config import HfConfig, UnsupportedModel, read_config
+from slipstream.bridge.hf.quantization import quantization_of
 from slipstream.bridge.model.geometry import Geometry
 from slipstream.bridge.model.mapping import Mappings
 from slipstream.bridge.model.spec import ModelSpec
@@ -36,12 +56,53 @@ class Family(Protocol):
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": deepseek_v3,
+    "deepseek_v32": deepseek_v32,
+    "gemma3_text": gemma3_text,
     "glm4_moe": glm4_moe,
+    "glm4_moe_lite": glm4_moe_lite,
+    "glm_moe_dsa": deepseek_v32,
+    "gpt_oss": gpt_oss,
+    "kimi_k2": kimi_k2,
+    "kimi_k25": TextPart(
+        text=kimi_k2,
+        model_types=("kimi_k2", "deepseek_v3"),
+        prefixes={"": "language_model."},
+        passed_through=("vision_tower.", "mm_projector."),
+    ),
     "llama": llama,
+    "minimax_m2": minimax_m2,
     "mistral": mistral,
+    "mistral3": TextPart(
+        text=mistral,
+        model_types=("mistral",),
+        prefixes={"": "language_model."},
+        passed_through=("vision_tower.", "multi_modal_projector."),
+    ),
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3_5": TextPart(
+        text=qwen3_5_text,
+        model_types=("qwen3_5_text",),
+        prefixes={"model.": "model.language_model."},
+        passed_through=("model.visual.",),
+    ),
+    "qwen3_5_moe": TextPart(
+        text=qwen3_5_text,
+        model_types=("qwen3_5_moe_text",),
+        prefixes={"model.": "model.language_model."},
+        passed_through=("model.visual.",),
+    ),
+    "qwen3_5_moe_text": qwen3_5_text,
+    "qwen3_5_text": qwen3_5_text,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
+    "qwen3_vl": TextPart(
+        text=qwen3,
+        model_types=("qwen3_vl_text",),
+        prefixes={"model.": "model.language_model."},
+        passed_through=("model.visual.",),
+    ),
+    "seed_oss": seed_oss,
 }
 
 
@@ -58,15 +119,32 @@ def spec_of(hf: HfConfig, path: Path, own: Mapping[str, Family] | None = None) -
     kind, families = hf.get("model_type"), {**FAMILIES, **(own or {})}
     family = families.get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise UnsupportedModel(
-            f"model_type {kind!r} is not mapped; supported: {', '.join(sorted(families))}; for another one, "
-            "name a module of yours in model.families (docs/adding_a_model.md)"
-        )
-    geometry = family.geometry(hf)
+        raise UnsupportedModel(_not_mapped(kind, missing_parts(hf), families))
+    try:
+        geometry = family.geometry(hf)
+    except UnsupportedModel as error:
+        # A family names the first. What a family of the user's covers is not known here.
+        if family is FAMILIES.get(str(kind)) and len(parts := missing_parts(hf)) > 1:
+            raise UnsupportedModel(f"{error}; all that is not covered: {'; '.join(parts)}") from None
+        raise
     _require_kind(kind, "geometry", geometry, Geometry)
     mappings = family.mappings(geometry)
     _require_kind(kind, "mappings", mappings, Mappings)
-    return ModelSpec(path, geometry, mappings)
+    return ModelSpec(path, geometry, mappings, quantization=quantization_of(hf))
+
+
+def _not_mapped(kind: object, parts: Sequence[str], families: Iterable[str]) -> str:
+    """Return what is missing for a model, if anything is: a module of the user's would need it too."""
+    supported = ", ".join(sorted(families))
+    if parts:
+        return (
+            f"model_type {kind!r} is not mapped; the bridge and Megatron lack here: {'; '.join(parts)}; "
+            f"supported: {supported} (docs/families.md)"
+        )
+    return (
+        f"model_type {kind!r} is not mapped; supported: {supported}; for another one, "
+        "name a module of yours in model.families (docs/adding_a_model.md)"
+    )
 
 
 def _require_kind(kind: object, function: str, returned: object, expected: type) -> None:

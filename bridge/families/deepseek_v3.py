@@ -60,7 +60,7 @@ def geometry(hf: HfConfig) -> Geometry:
     rope = rope_of(hf)
     if rope.fraction != 1 or not rope.truncate:
         raise UnsupportedModel(
-            "deepseek_v3: rotary embeddings of a part of the rotated dimensions, or yarn with "
+            f"{hf['model_type']}: rotary embeddings of a part of the rotated dimensions, or yarn with "
             "truncate=false, are not mapped: Megatron's latent attention has neither"
         )
     return geometry_of(hf, attention, rope, experts=sigmoid_experts(hf))

@@ -1,7 +1,20 @@
 """Mappings of the parts that decoder families share, for a family to combine."""
 
-from slipstream.bridge.model.geometry import Experts, Geometry, GroupedAttention, LatentAttention
-from slipstream.bridge.model.mapping import Columns, Mapping, Mappings, Rows, Vocabulary, Whole
+from collections.abc import Iterable
+from dataclasses import replace
+
+from slipstream.bridge.model.geometry import DeltaNet, Experts, Geometry, GroupedAttention, LatentAttention
+from slipstream.bridge.model.mapping import (
+    Columns,
+    Mapping,
+    Mappings,
+    RowRun,
+    Rows,
+    Runs,
+    Split,
+    Vocabulary,
+    Whole,
+)
 
 _HF = "model.layers.{layer}."
 _MEGATRON = "decoder.layers.{layer}."
@@ -30,15 +43,117 @@ def grouped_attention(geometry: Geometry, attention: GroupedAttention) -> list[M
 
     mappings = [
         norm("input_layernorm", "input_layernorm", geometry.hidden, te="self_attention.linear_qkv"),
-        fused("weight", geometry.hidden),
+        _gated_qkv(geometry, attention) if attention.gate else fused("weight", geometry.hidden),
     ]
     if attention.qkv_bias:
         mappings.append(fused("bias", None))
-    if attention.qk_norm:
+    if attention.joint_qk_norm:
+        mappings += [
+            Mapping(
+                f"{_MEGATRON}self_attention.{x}_layernorm.weight",
+                (f"{_HF}self_attn.{x}_norm.weight",),
+                Rows((size,), None, attention.kv_heads, "key-value heads"),
+            )
+            for x, size in zip("qk", rows, strict=False)
+        ]
+    elif attention.qk_norm:
         mappings += [
             norm(f"self_attention.{x}_layernorm", f"self_attn.{x}_norm", attention.head_dim) for x in "qk"
         ]
+    if attention.sinks:
+        mappings.append(
+            Mapping(
+                f"{_MEGATRON}self_attention.core_attention.softmax_offset",
+                (f"{_HF}self_attn.sinks",),
+                Rows((attention.heads,), None, attention.kv_heads, "key-value heads"),
+            )
+        )
+    if geometry.linear_biases:
+        bias = f"{_MEGATRON}self_attention.linear_proj.bias"
+        mappings.append(Mapping(bias, (f"{_HF}self_attn.o_proj.bias",), Whole((geometry.hidden,))))
     return [*mappings, _output(geometry.hidden, attention.heads * attention.head_dim)]
+
+
+def _gated_qkv(geometry: Geometry, attention: GroupedAttention) -> Mapping:
+    """Map query, key and value of gated attention.
+
+    HF has the query and the gate of each head one after the other. Megatron has all queries of a key-value
+    group, then their gates, then key and value.
+    """
+    dim, heads, groups = attention.head_dim, attention.heads, attention.kv_heads
+    per_group = heads // groups
+    shares = [
+        RowRun(0, (2 * head + part) * dim, dim, stride=2 * per_group * dim)
+        for part in (0, 1)
+        for head in range(per_group)
+    ]
+    return Mapping(
+        f"{_MEGATRON}self_attention.linear_qkv.weight",
+        tuple(f"{_HF}self_attn.{x}_proj.weight" for x in "qkv"),
+        Runs(
+            tuple((rows * dim, geometry.hidden) for rows in (2 * heads, groups, groups)),
+            groups,
+            (*shares, RowRun(1, 0, dim, stride=dim), RowRun(2, 0, dim, stride=dim)),
+            by_unit=True,
+            label="key-value heads",
+        ),
+    )
+
+
+def delta_net(geometry: Geometry, delta: DeltaNet) -> list[Mapping]:
+    """Map linear attention. Ranks share its key heads, each with its value heads.
+
+    Megatron's projection has queries, keys, values, gates of the output, and the two gates of the rule (beta
+    and alpha), each of all heads of the rank.
+    """
+    hidden, heads, label = geometry.hidden, delta.key_heads, "linear key heads"
+    per_head = delta.value_heads // heads
+    key, value = delta.key_dim, per_head * delta.value_dim
+    convolved = (
+        RowRun(0, 0, key, stride=key),
+        RowRun(0, delta.keys, key, stride=key),
+        RowRun(0, 2 * delta.keys, value, stride=value),
+    )
+    if delta.interleaved:
+        names, stride = ("in_proj_qkvz", "in_proj_ba"), 2 * (key + value)
+        rows = (heads * stride, 2 * delta.value_heads)
+        runs = (
+            RowRun(0, 0, key, stride),
+            RowRun(0, key, key, stride),
+            RowRun(0, 2 * key, value, stride),
+            RowRun(0, 2 * key + value, value, stride),
+            RowRun(1, 0, per_head, stride=2 * per_head),
+            RowRun(1, per_head, per_head, stride=2 * per_head),
+        )
+    else:
+        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        rows = (2 * delta.keys + delta.values, delta.values, delta.value_heads, delta.value_heads)
+        runs = (
+            *convolved,
+            RowRun(1, 0, value, stride=value),
+            RowRun(2, 0, per_head, stride=per_head),
+            RowRun(3, 0, per_head, stride=per_head),
+        )
+
+    def mapping(megatron: str, split: Split, *hf: str) -> Mapping:
+        return Mapping(
+            f"{_MEGATRON}self_attention.{megatron}", tuple(f"{_HF}linear_attn.{name}" for name in hf), split
+        )
+
+    projection = Runs(tuple((n, hidden) for n in rows), heads, runs, by_unit=False, label=label)
+    channels = ((2 * delta.keys + delta.values, 1, delta.kernel),)
+    convolution = Runs(channels, heads, convolved, by_unit=False, label=label)
+    per_value_head = Rows((delta.value_heads,), None, heads, label)
+    return [
+        norm("input_layernorm", "input_layernorm", hidden, te="self_attention.in_proj"),
+        mapping("in_proj.weight", projection, *(f"{name}.weight" for name in names)),
+        mapping("conv1d.weight", convolution, "conv1d.weight"),
+        mapping("dt_bias", per_value_head, "dt_bias"),
+        # The logarithm of a rate: rounding it to half precision would change decays by half a percent.
+        replace(mapping("A_log", per_value_head, "A_log"), float32=True),
+        mapping("out_norm.weight", Whole((delta.value_dim,)), "norm.weight"),
+        mapping("out_proj.weight", Columns(hidden, delta.values, "linear values"), "out_proj.weight"),
+    ]
 
 
 def latent_attention(geometry: Geometry, attention: LatentAttention) -> list[Mapping]:
@@ -71,7 +186,32 @@ def latent_attention(geometry: Geometry, attention: LatentAttention) -> list[Map
         down("linear_kv_down_proj", "kv_a_proj_with_mqa", attention.kv_rank + attention.rotated_dim),
         norm("self_attention.kv_layernorm", "self_attn.kv_a_layernorm", attention.kv_rank),
         up("linear_kv_up_proj", "kv_b_proj", attention.plain_dim + attention.value_dim, attention.kv_rank),
+        *_indexer(hidden, attention),
         _output(hidden, heads * attention.value_dim),
+    ]
+
+
+def _indexer(hidden: int, attention: LatentAttention) -> list[Mapping]:
+    """Map the indexer of sparse attention, which every rank holds whole and does not train."""
+    indexer, rank = attention.indexer, attention.query_rank
+    if indexer is None or rank is None:
+        return []
+    shapes = {
+        "wq_b.weight": (indexer.heads * indexer.dim, rank),
+        "wk.weight": (indexer.dim, hidden),
+        "k_norm.weight": (indexer.dim,),
+        "k_norm.bias": (indexer.dim,),
+        "weights_proj.weight": (indexer.heads, hidden),
+    }
+    return [
+        Mapping(
+            f"{_MEGATRON}self_attention.indexer.{name}",
+            (f"{_HF}self_attn.indexer.{name}",),
+            Whole(shape),
+            float32=name.startswith("k_norm"),
+            frozen=True,
+        )
+        for name, shape in shapes.items()
     ]
 
 
@@ -135,10 +275,15 @@ def mixture(geometry: Geometry, experts: Experts) -> list[Mapping]:
                 (f"{_HF}mlp.gate.e_score_correction_bias",),
                 Whole((experts.count,)),
                 float32=True,
+                frozen=True,
             )
         )
     if experts.shared_ffn_hidden:
-        mappings += gated_mlp(hidden, experts.shared_ffn_hidden, "mlp.shared_experts", "mlp.shared_experts")
+        hf = "mlp.shared_expert" if experts.shared_gate else "mlp.shared_experts"
+        mappings += gated_mlp(hidden, experts.shared_ffn_hidden, "mlp.shared_experts", hf)
+    if experts.shared_gate:
+        gate = f"{_MEGATRON}mlp.shared_experts.gate_weight"
+        mappings.append(Mapping(gate, (f"{_HF}mlp.shared_expert_gate.weight",), Whole((1, hidden))))
     return mappings + gated_mlp(
         hidden,
         experts.ffn_hidden,
@@ -159,13 +304,24 @@ def decoder(geometry: Geometry) -> Mappings:
         if isinstance(attention, LatentAttention)
         else grouped_attention(geometry, attention)
     )
-    dense = (*attention_mappings, *dense_mlp(geometry))
-    mixed = (*attention_mappings, *mixture(geometry, experts)) if experts else ()
+    linear_mappings = delta_net(geometry, geometry.delta) if geometry.delta else []
+    dense_mappings = dense_mlp(geometry)
+    mixture_mappings = mixture(geometry, experts) if experts else []
+
+    def of_layer(layer: int) -> tuple[Mapping, ...]:
+        mixing = linear_mappings if geometry.delta_of(layer) else attention_mappings
+        return (*mixing, *(mixture_mappings if geometry.has_experts(layer) else dense_mappings))
+
+    return with_words(geometry, map(of_layer, range(geometry.n_layers)))
+
+
+def with_words(geometry: Geometry, layers: Iterable[tuple[Mapping, ...]]) -> Mappings:
+    """Return the mappings of a decoder with these layers: add the embedding, the last norm and the head."""
     words = Vocabulary(geometry.vocab, geometry.hidden)
     final_norm = Mapping("decoder.final_layernorm.weight", ("model.norm.weight",), Whole((geometry.hidden,)))
     output = Mapping("output_layer.weight", ("lm_head.weight",), words)
     return Mappings(
         embedding=(Mapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), words),),
-        layers=tuple(mixed if geometry.has_experts(i) else dense for i in range(geometry.n_layers)),
+        layers=tuple(layers),
         head=(final_norm,) if geometry.tied_embeddings else (final_norm, output),
     )

@@ -2,6 +2,9 @@
 
 config  read ``config.json`` through typed accessors
 index   which tensors the safetensors files hold, from their headers
+quantization  how quantized weights are stored, and which weights an engine keeps in fp8
+quantized     the arithmetic of quantized weights
 bucket  HF tensors that travel together in one flat tensor
 files   read single tensors; write a whole checkpoint
+peft    read and write a low-rank adapter in PEFT's format; peft_config: its config
 """

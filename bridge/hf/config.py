@@ -80,6 +80,14 @@ def number(hf: HfConfig, name: str, default: float) -> float:
     return default if value is None else value
 
 
+def section(hf: HfConfig, name: str) -> HfConfig:
+    """Return a JSON object that the config must have."""
+    value = hf.get(name)
+    if not isinstance(value, dict):
+        raise _wrong_type({name: None} | dict(hf), name, "a JSON object")
+    return cast("HfConfig", value)
+
+
 def refuse(hf: HfConfig, **supported: tuple[object, ...]) -> None:
     """Raise UnsupportedModel for every setting that is present with a value that is not in ``supported``.
 

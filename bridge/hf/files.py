@@ -14,7 +14,15 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from torch import Tensor
 
 from slipstream.bridge.hf.bucket import FlatBucket
-from slipstream.bridge.hf.index import INDEX, HfCheckpointError, StoredTensor
+from slipstream.bridge.hf.index import INDEX, HfCheckpointError, StoredTensor, stored_tensors
+from slipstream.bridge.hf.quantization import (
+    OLD_SETTING,
+    SETTING,
+    BlockFp8,
+    QuantizedTensor,
+    StackedMxfp4,
+)
+from slipstream.bridge.hf.quantized import dequantized_fp8, dequantized_int4, dequantized_mxfp4
 
 
 class _OpenFile(Protocol):
@@ -27,7 +35,7 @@ class HFCheckpoint:
     """The tensors of a checkpoint directory. Files are memory-mapped: only what is copied is read."""
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
-        """``stored``: the result of ``hf.index.stored_tensors``."""
+        """``stored``: the tensors by name, with a QuantizedTensor for each quantized weight."""
         self._stored = stored
         self._stack = ExitStack()
         self._opened: dict[Path, _OpenFile] = {}
@@ -38,9 +46,30 @@ class HFCheckpoint:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def tensor(self, name: str) -> Tensor:
-        """Return a view into the file, valid while the checkpoint is open. Raises HfCheckpointError."""
-        file = self._stored[name].file
+    def tensor(self, name: str, expert: int | None = None) -> Tensor:
+        """Return a view into the file, valid while the checkpoint is open; a quantized weight is dequantized.
+
+        ``expert``: the part of this expert, of a tensor that stacks experts. Raises HfCheckpointError.
+        """
+        stored = self._stored[name]
+        if not isinstance(stored, QuantizedTensor):
+            tensor = self._read(name, stored.file)
+            return tensor if expert is None else tensor[expert]
+        if isinstance(stored.quantization, StackedMxfp4):
+            experts = range(stored.shape[0]) if expert is None else (expert,)
+            blocks, scales = (self._read(part, tensor.file) for part, tensor in stored.parts)
+            weights = [dequantized_mxfp4(blocks[number], scales[number]) for number in experts]
+            return weights[0] if expert is not None else torch.stack(weights)
+        values, scale, *shape = (self._read(part, tensor.file) for part, tensor in stored.parts)
+        if isinstance(stored.quantization, BlockFp8):
+            return dequantized_fp8(values, scale, stored.quantization.block)
+        if (written := tuple(int(size) for size in shape[0])) != stored.shape:
+            raise HfCheckpointError(
+                f"{stored.parts[2][0]} is {written}, and the scales are those of {stored.shape}"
+            )
+        return dequantized_int4(values, scale, stored.shape[1])
+
+    def _read(self, name: str, file: Path) -> Tensor:
         if file not in self._opened:
             try:
                 self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
@@ -58,19 +87,37 @@ _SIDE_FILES = (
     "vocab*",
     "merges.txt",
     "chat_template*",
+    "*preprocessor_config.json",
+    "processor_config.json",
+    "*.model",
+    "*.py",
 )
-"""Files of a checkpoint besides its weights."""
+"""Files of a checkpoint besides its weights: configs, tokenizer, and code that ``auto_map`` names."""
+
+PASSED_THROUGH = "model-passed-through.safetensors"
+"""File of the tensors that are not trained."""
 
 
-def write_hf(buckets: Iterator[FlatBucket | None], source: Path, folder: Path) -> int:
+def write_hf(
+    buckets: Iterator[FlatBucket | None],
+    source: Path,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    quantization: Mapping[str, object] | None = None,
+    passed_through: tuple[str, ...] = (),
+) -> int:
     """Write exported buckets as an HF checkpoint directory, with the config and tokenizer of ``source``.
 
-    Each bucket becomes one safetensors file. The directory is made under a temporary name and renamed when
+    ``dtype``: of the unquantized weights; None: that of the first bucket. ``quantization``: the config's
+    ``quantization_config``, whatever that of ``source`` is; None: the weights are not quantized.
+
+    Each bucket becomes one safetensors file. The tensors of ``source`` whose names begin with one of
+    ``passed_through`` become another. The directory is made under a temporary name and renamed when
     it is complete and on disk. A rank that is not the sender gets no buckets and writes nothing; it iterates
     so that its shards are sent. Returns the bytes of the tensors; 0 on such a rank.
     """
     partial = folder.with_name(f".{folder.name}.partial")
-    dtype = None
     weight_map: dict[str, str] = {}
     total = 0
     for number, bucket in enumerate(buckets, start=1):
@@ -86,24 +133,38 @@ def write_hf(buckets: Iterator[FlatBucket | None], source: Path, folder: Path) -
         weight_map.update(dict.fromkeys(bucket.names, file))
         total += bucket.flat.nbytes
         dtype = dtype or bucket.flat.dtype
-    if dtype is None:
+    if not weight_map or dtype is None:
         return 0
+    if passed_through:
+        total += _pass_through(source, passed_through, partial / PASSED_THROUGH, weight_map)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (partial / INDEX).write_text(json.dumps(index, indent=2))
     for pattern in _SIDE_FILES:
         for file in source.glob(pattern):
             shutil.copyfile(file, partial / file.name)  # with the permissions of new files, not its own
-    _state_dtype(partial / "config.json", dtype)
+    _describe_weights(partial / "config.json", dtype, quantization)
     for path in (*partial.iterdir(), partial):
-        _sync(path)
+        sync(path)
     if folder.exists():
         shutil.rmtree(folder)
     partial.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
     return total
 
 
-def _sync(path: Path) -> None:
+def _pass_through(source: Path, prefixes: tuple[str, ...], file: Path, weight_map: dict[str, str]) -> int:
+    """Copy tensors of ``source`` into ``file``, and enter them into ``weight_map``. Returns their bytes."""
+    stored = {name: tensor for name, tensor in stored_tensors(source).items() if name.startswith(prefixes)}
+    if not stored:
+        return 0
+    with HFCheckpoint(stored) as checkpoint:
+        tensors = {name: checkpoint.tensor(name) for name in stored}
+        save_file(tensors, file, {"format": "pt"})
+        weight_map.update(dict.fromkeys(stored, file.name))
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -112,8 +173,18 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _state_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Write the dtype of the weights into the config: a program that is given none uses the config's."""
-    hf = json.loads(config.read_text())
-    spelling = "dtype" if "dtype" in hf else "torch_dtype"
-    config.write_text(json.dumps(hf | {spelling: str(dtype).removeprefix("torch.")}, indent=2) + "\n")
+def _describe_weights(config: Path, dtype: torch.dtype, quantization: Mapping[str, object] | None) -> None:
+    """Write the dtype of the weights and their quantization into the config.
+
+    A program that is given no dtype uses the config's.
+    """
+    hf, name = json.loads(config.read_text()), str(dtype).removeprefix("torch.")
+    hf["dtype" if "dtype" in hf else "torch_dtype"] = name
+    language: dict[str, object] = hf.get("text_config") or {}
+    for each in (hf, language):
+        each.pop(SETTING, None)
+        each.pop(OLD_SETTING, None)
+        each.update({spelling: name for spelling in ("dtype", "torch_dtype") if spelling in each})
+    if quantization is not None:
+        hf[SETTING] = quantization
+    config.write_text(json.dumps(hf, indent=2) + "\n")

@@ -11,9 +11,9 @@ SINGLE = "model.safetensors"
 LONGEST_HEADER = 100_000_000
 """Limit on the bytes of a header, from safetensors itself."""
 
-SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16"}
+SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
 """Safetensors' name of each dtype that is written, by torch's name."""
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
 """Bytes per element, by torch's name of the dtype."""
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -52,11 +52,16 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     Raises HfCheckpointError for a file that is missing, truncated or not in the safetensors format.
     """
     return {
-        name: StoredTensor(file, header.shape, header.dtype)
+        name: tensor
         for file in _files(path)
-        for name, header in _headers(file).items()
+        for name, tensor in tensors_in(file).items()
         if not name.endswith(_IGNORED_SUFFIXES)
     }
+
+
+def tensors_in(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of one safetensors file by name. Raises HfCheckpointError as ``stored_tensors``."""
+    return {name: StoredTensor(file, header.shape, header.dtype) for name, header in _headers(file).items()}
 
 
 def _files(path: Path) -> list[Path]:

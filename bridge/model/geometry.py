@@ -4,7 +4,7 @@ A family reads a geometry from an HF config. The mappings and the Megatron confi
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from slipstream.bridge.hf.config import HfConfig, UnsupportedModel, integer, integers, number, refuse
 from slipstream.bridge.model.rope import Rope
@@ -20,6 +20,26 @@ class GroupedAttention:
     qkv_bias: bool = False
     qk_norm: bool = False
     """A norm on each head's query and key."""
+    joint_qk_norm: bool = False
+    """The norm of queries spans all heads, and so does that of keys (MiniMax-M2)."""
+    gate: bool = False
+    """The outputs are multiplied by the sigmoid of a gate, which is projected together with the query."""
+    sinks: bool = False
+    """Each head has a learned logit that takes part in its softmax and has no value (gpt-oss)."""
+    scale: float | None = None
+    """Factor of the products of queries and keys; None: 1 / sqrt(head_dim)."""
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """The part of sparse attention (DeepSeek-V3.2) that chooses the tokens that a token attends to."""
+
+    heads: int
+    dim: int
+    tokens: int
+    """Number of tokens that are chosen, of the token itself and those before it."""
+    interleaved: bool = False
+    """The pairs of dimensions that are rotated together are adjacent, as in the attention itself."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +54,54 @@ class LatentAttention:
     """Dimensions of a head's query and key that are not rotated."""
     rotated_dim: int
     value_dim: int
+    indexer: Indexer | None = None
+    """None: a token attends to all tokens before it."""
 
 
 Attention = GroupedAttention | LatentAttention
+
+Activation = Literal["swiglu", "geglu", "clamped_swiglu"]
+"""``geglu``: GELU in its approximation by tanh. ``clamped_swiglu``: that of gpt-oss, see ``CLAMP``."""
+
+CLAMP = 7.0
+"""gpt-oss: gate and up projection are limited to this; then gate * sigmoid(1.702 * gate) * (up + 1)."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Attention of some layers to the last tokens alone."""
+
+    tokens: int
+    """Number of tokens that a token attends to, itself included."""
+    layers: tuple[int, ...]
+    rope: Rope | None = None
+    """Rotary embedding of these layers; None: that of the other layers."""
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Linear attention with a gated delta rule (Yang et al., arXiv:2412.06464), as Qwen3-Next has it."""
+
+    key_heads: int
+    """Heads of queries and keys. Each serves the same number of value heads."""
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    """Tokens that the causal convolution of queries, keys and values spans."""
+    interleaved: bool
+    """HF has two projections, whose rows are interleaved by key head. Otherwise it has four, one for queries,
+    keys and values and one for each kind of gate, and no rows are interleaved."""
+
+    @property
+    def keys(self) -> int:
+        """Dimensions of the keys of all heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Dimensions of the values of all heads."""
+        return self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -59,6 +124,8 @@ class Experts:
     """Experts are chosen from this many of the ``groups``, the best ones."""
     shared_ffn_hidden: int = 0
     """Hidden size of all shared experts together, which every token passes through."""
+    shared_gate: bool = False
+    """The output of the shared experts is multiplied by the sigmoid of a gate."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +141,23 @@ class Geometry:
     init_std: float
     attention: Attention
     rope: Rope
+    window: Window | None = None
+    post_norms: bool = False
+    """The outputs of attention and of feed-forward networks have norms as well."""
+    embedding_scale: float = 1.0
+    activation: Activation = "swiglu"
+    linear_biases: bool = False
+    """Every linear layer of the decoder has a bias, those of the router and the experts too."""
     experts: Experts | None = None
+    delta: DeltaNet | None = None
+    """Linear attention of the layers in ``delta_layers``, which have it in the place of ``attention``."""
+    delta_layers: tuple[int, ...] = ()
+    centered_norms: bool = False
+    """Norms multiply by one plus their weight."""
     extra_layers: int = 0
     """Layers for multi-token prediction that a checkpoint may hold after the last one. They are unmapped."""
+    extra_prefix: str | None = None
+    """Prefix of the tensors of such layers, if a checkpoint holds them apart from the decoder's layers."""
 
     def padded_vocab(self, tensor: int) -> int:
         """Return the rows of Megatron's embedding: the vocabulary rounded up to a multiple of ``tensor``."""
@@ -84,6 +165,14 @@ class Geometry:
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer not in self.experts.dense_layers
+
+    def delta_of(self, layer: int) -> DeltaNet | None:
+        """Return the linear attention of a layer; None if the layer has ``attention``."""
+        return self.delta if layer in self.delta_layers else None
+
+    def window_of(self, layer: int) -> Window | None:
+        """Return the window of a layer's attention; None: the layer attends to all tokens."""
+        return self.window if self.window is not None and layer in self.window.layers else None
 
     @property
     def rotated_dim(self) -> int:
@@ -104,6 +193,29 @@ def grouped_attention(hf: HfConfig, *, qkv_bias: bool = False, qk_norm: bool = F
     return GroupedAttention(heads, kv_heads, integer(hf, "head_dim") or hidden // heads, qkv_bias, qk_norm)
 
 
+def window_of(hf: HfConfig, *, every: int, rope: Rope | None = None) -> Window | None:
+    """Read which layers attend within ``sliding_window`` tokens.
+
+    ``every``: without ``layer_types``, each layer whose number, counted from 1, is a multiple of this
+    attends to all tokens. Raises UnsupportedModel.
+    """
+    (layers,) = integers(hf, "num_hidden_layers")
+    stated = hf.get("layer_types")
+    default = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    kinds = cast("list[object]", stated) if isinstance(stated, list) else default
+    known = {"sliding_attention", "full_attention"}
+    if len(kinds) != layers or not known.issuperset(map(str, kinds)):
+        raise UnsupportedModel(
+            f"{hf.get('model_type')}: layer_types is {kinds!r} in config.json, expected {layers} times "
+            "'full_attention' or 'sliding_attention'"
+        )
+    within = tuple(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
+    if not within:
+        return None
+    (tokens,) = integers(hf, "sliding_window")
+    return Window(tokens, within, rope)
+
+
 def geometry_of(
     hf: HfConfig, attention: Attention, rope: Rope, *, experts: Experts | None = None
 ) -> Geometry:
@@ -116,7 +228,13 @@ def geometry_of(
         hidden_act=("silu",),
         mlp_bias=(False, None),
         use_sliding_window=(False, None),
-        quantization_config=(None,),
+        attn_logit_softcapping=(None,),
+        final_logit_softcapping=(None,),
+        attention_multiplier=(None,),
+        embedding_multiplier=(None, 1),
+        residual_multiplier=(None, 1),
+        logits_scaling=(None, 1),
+        clip_qkv=(None,),
     )
     layers, hidden, ffn_hidden, vocab, positions = integers(
         hf,

@@ -10,8 +10,8 @@ Plans and checks use this module without torch, so it is not imported here; tens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -23,13 +23,19 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 
+def is_attention(hf: str) -> bool:
+    """Return whether an HF tensor is of a layer's attention, by its name."""
+    return any(part in hf for part in (".self_attn.", ".linear_attn."))
+
+
 @dataclass(frozen=True)
 class Piece:
     """A part of one HF tensor, and its place in a shard.
 
-    Along ``dim``, the range ``start`` to ``stop`` of the HF tensor consists of ``groups`` runs of equal
-    length. The shard consists of as many groups along the same dimension, and each run begins at ``offset``
-    in its group.
+    Along ``dim``, the range ``start`` to ``stop`` of the HF tensor consists of ``groups`` groups of equal
+    length, and the piece holds one run of each: all of it, or its range ``within``. The shard consists of as
+    many groups along the same dimension, and each run begins at ``offset`` in its group. With ``joined`` the
+    runs follow one another in the shard instead, from ``offset`` on.
     """
 
     hf: int
@@ -39,17 +45,43 @@ class Piece:
     dim: int = 0
     groups: int = 1
     offset: int = 0
+    within: tuple[int, int] | None = None
+    joined: bool = False
+    transposed: bool = False
+    """The HF matrix has the rows of the shard as columns. Everything else is about the matrix transposed."""
+
+    @property
+    def length(self) -> int:
+        """Elements of the piece along ``dim``."""
+        return self.groups * self._run
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the part of the HF tensor is one contiguous block of it."""
+        return self.dim == 0 and self.within is None and not self.transposed
+
+    @property
+    def hf_dim(self) -> int:
+        """Dimension of the HF tensor along which the piece is a part of it."""
+        return 1 - self.dim if self.transposed else self.dim
+
+    @property
+    def _run(self) -> int:
+        if self.within is not None:
+            return self.within[1] - self.within[0]
+        return (self.stop - self.start) // self.groups
 
     def in_hf(self, tensor: Tensor) -> Tensor:
         """Return a view of the HF tensor: [groups, run, ...] along ``dim``."""
-        return _grouped(tensor.narrow(self.dim, self.start, self.stop - self.start), self.dim, self.groups)
+        tensor = tensor.transpose(0, 1) if self.transposed else tensor
+        groups = _grouped(tensor.narrow(self.dim, self.start, self.stop - self.start), self.dim, self.groups)
+        return groups if self.within is None else groups.narrow(self.dim + 1, self.within[0], self._run)
 
     def in_shard(self, tensor: Tensor) -> Tensor:
         """Return a view of the shard, with the shape and the order of ``in_hf``."""
-        run = (self.stop - self.start) // self.groups
-        if self.groups == 1:
-            return _grouped(tensor.narrow(self.dim, self.offset, run), self.dim, 1)
-        return _grouped(tensor, self.dim, self.groups).narrow(self.dim + 1, self.offset, run)
+        if self.joined or self.groups == 1:
+            return _grouped(tensor.narrow(self.dim, self.offset, self.length), self.dim, self.groups)
+        return _grouped(tensor, self.dim, self.groups).narrow(self.dim + 1, self.offset, self._run)
 
 
 def _grouped(tensor: Tensor, dim: int, groups: int) -> Tensor:
@@ -129,6 +161,61 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class RowRun:
+    """Rows of an HF tensor that belong to a unit: ``rows`` rows from ``first + unit * stride`` on.
+
+    With a stride of ``rows``, the runs of all units follow one another. A larger stride is the number of rows
+    that the HF tensor has for each unit; ``first`` is then smaller than it.
+    """
+
+    hf: int
+    """Index of the HF tensor among the parameter's."""
+    first: int
+    rows: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Runs:
+    """[rows, ...], split along the rows and composed of runs of HF rows; a rank holds whole units.
+
+    In a shard, the runs of one unit follow one another (``by_unit``: Megatron's queries, gates, key and value
+    of each key-value head), or the units of one run (Megatron's projection into linear attention, which has
+    all queries first).
+    """
+
+    hf_shapes: tuple[Shape, ...]
+    units: int
+    runs: tuple[RowRun, ...]
+    by_unit: bool
+    label: str
+    """Name of what ranks share, for error messages."""
+
+    def shard_shape(self, size: int) -> Shape:
+        rows = sum(run.rows for run in self.runs)
+        return (self.units // size * rows, *self.hf_shapes[0][1:])
+
+    def pieces(self, shard: Shard) -> tuple[Piece, ...]:
+        first, stop = shard.range_of(self.units, self.label)
+        count = stop - first
+        offsets = accumulate((run.rows * (1 if self.by_unit else count) for run in self.runs), initial=0)
+        return tuple(
+            self._piece(run, first, stop, offset) for run, offset in zip(self.runs, offsets, strict=False)
+        )
+
+    def _piece(self, run: RowRun, first: int, stop: int, offset: int) -> Piece:
+        groups, joined = stop - first, not self.by_unit
+        if run.stride != run.rows:
+            within = (run.first, run.first + run.rows)
+            start, end = first * run.stride, stop * run.stride
+            return Piece(run.hf, start, end, groups=groups, offset=offset, within=within, joined=joined)
+        start, end = run.first + first * run.rows, run.first + stop * run.rows
+        if joined:
+            return Piece(run.hf, start, end, offset=offset)
+        return Piece(run.hf, start, end, groups=groups, offset=offset)
+
+
+@dataclass(frozen=True)
 class Vocabulary:
     """[vocabulary, hidden], split along the rows; Megatron adds rows of zeros to make the split even."""
 
@@ -171,11 +258,31 @@ class Columns:
 
 
 @dataclass(frozen=True)
+class Transposed:
+    """A matrix that HF has transposed: [inputs, outputs]."""
+
+    matrix: Rows | Runs | Columns
+    """The split of the matrix as Megatron has it: [outputs, inputs]."""
+
+    @property
+    def hf_shapes(self) -> tuple[Shape, ...]:
+        return tuple(tuple(reversed(shape)) for shape in self.matrix.hf_shapes)
+
+    def shard_shape(self, size: int) -> Shape:
+        return self.matrix.shard_shape(size)
+
+    def pieces(self, shard: Shard) -> tuple[Piece, ...]:
+        return tuple(replace(piece, transposed=True) for piece in self.matrix.pieces(shard))
+
+
+@dataclass(frozen=True)
 class Mapping:
     """One Megatron parameter and the HF tensors that it holds.
 
     In names, ``{layer}`` stands for the number of the layer and ``{expert}`` for the number of the expert. A
-    Megatron name counts the layers of the model chunk and the experts of the rank; an HF name counts all.
+    Megatron name counts the layers of the model chunk and the experts of the rank; an HF name counts all. HF
+    names of experts without ``{expert}`` are those of tensors that stack all experts along a first dimension;
+    ``split`` is then about one of them.
     """
 
     megatron: str
@@ -189,6 +296,13 @@ class Mapping:
     """The parameter stays in single precision, whatever the model's dtype is."""
     optional: bool = False
     """A checkpoint may lack the tensors; the parameter then keeps its initial value."""
+    frozen: bool = False
+    """The parameter is not trained."""
+
+    @property
+    def stacked(self) -> bool:
+        """True if each HF tensor holds the parameter of every expert."""
+        return self.per_expert and not any("{expert}" in name for name in self.hf)
 
     def name(self, spec: LayerSpec) -> str:
         return self.te if self.te and spec == "transformer_engine" else self.megatron
@@ -201,6 +315,18 @@ class Mappings:
     embedding: tuple[Mapping, ...]
     layers: tuple[tuple[Mapping, ...], ...]
     head: tuple[Mapping, ...]
+    passed_through: tuple[str, ...] = ()
+    """Prefixes of the names of HF tensors that are not of the language model. They are not trained: every
+    checkpoint that is written has them as they were read."""
+
+    def renamed(self, new_name: Callable[[str], str]) -> Mappings:
+        """Return the same mappings with ``new_name`` of each HF name."""
+
+        def renamed(mappings: tuple[Mapping, ...]) -> tuple[Mapping, ...]:
+            return tuple(replace(each, hf=tuple(map(new_name, each.hf))) for each in mappings)
+
+        layers = tuple(map(renamed, self.layers))
+        return replace(self, embedding=renamed(self.embedding), layers=layers, head=renamed(self.head))
 
 
 def copy_in(target: Tensor, sources: Sequence[Tensor], pieces: Sequence[Piece]) -> None:

@@ -85,7 +85,16 @@ _PARAMETERS: dict[str, set[str]] = {
     },
 }
 """Parameters that each kind reads."""
+SEVERAL_POSITIONS = {"mrope_section", "mrope_interleaved"}
+"""Parameters of ``mrope``: which of three positions rotates which dimensions of a token of an image. Those of
+a token of text are equal, so it is rotated as by ``default``."""
 _COMMON_PARAMETERS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+
+
+def read_parameters(kind: object) -> set[str] | None:
+    """Return the parameters that are read of rotary embeddings of this kind; None: it is not mapped."""
+    parameters = _PARAMETERS.get(kind) if isinstance(kind, str) else None
+    return None if parameters is None else parameters | _COMMON_PARAMETERS
 
 
 def rope_of(hf: HfConfig, *, fraction: float = 1.0) -> Rope:
@@ -96,9 +105,9 @@ def rope_of(hf: HfConfig, *, fraction: float = 1.0) -> Rope:
     """
     parameters = _parameters(hf)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if not isinstance(kind, str) or kind not in _PARAMETERS:
+    if (known := read_parameters(kind)) is None:
         raise UnsupportedModel(f"rope type {kind!r} is not mapped; supported: {', '.join(_PARAMETERS)}")
-    if unknown := parameters.keys() - _PARAMETERS[kind] - _COMMON_PARAMETERS:
+    if unknown := parameters.keys() - known:
         raise UnsupportedModel(f"rope type {kind!r} with {', '.join(sorted(unknown))} is not mapped")
     if kind != "default" and "factor" not in parameters:
         raise UnsupportedModel(f"rope type {kind!r} without a factor")
@@ -124,4 +133,12 @@ def _parameters(hf: HfConfig) -> HfConfig:
     stated: object = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if not isinstance(stated, dict):
         raise UnsupportedModel(f"rope parameters are {stated!r}, expected a JSON object")
-    return {key: value for key, value in cast("HfConfig", stated).items() if value is not None}
+    parameters = {
+        key: value
+        for key, value in cast("HfConfig", stated).items()
+        if value is not None and key not in SEVERAL_POSITIONS
+    }
+    for spelling in ("rope_type", "type"):
+        if parameters.get(spelling) == "mrope":
+            parameters[spelling] = "default"
+    return parameters

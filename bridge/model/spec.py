@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from slipstream.bridge.hf.quantization import Quantization
 from slipstream.bridge.model.geometry import Geometry
 from slipstream.bridge.model.mapping import Mapping, Mappings, Whole
 
@@ -16,6 +17,8 @@ class ModelSpec:
     mappings: Mappings
     gives_values: bool = False
     """The head gives one value per token instead of logits."""
+    quantization: Quantization | None = None
+    """Quantization of the weights in the checkpoint. The trainer dequantizes them."""
 
 
 def value_spec(spec: ModelSpec) -> ModelSpec:
@@ -27,4 +30,4 @@ def value_spec(spec: ModelSpec) -> ModelSpec:
     final_norm = spec.mappings.head[0]
     value = Mapping("output_layer.weight", ("score.weight",), Whole((1, geometry.hidden)), optional=True)
     mappings = replace(spec.mappings, head=(final_norm, value))
-    return ModelSpec(spec.path, geometry, mappings, gives_values=True)
+    return replace(spec, geometry=geometry, mappings=mappings, gives_values=True)

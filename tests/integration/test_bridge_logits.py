@@ -27,8 +27,11 @@ MIXED = {
     "expert 2": {"data": 2, "expert": 2},
     "expert 2, tensor 2": {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
     "expert 2, pipeline 2": {"pipeline": 2, "data": 2, "expert": 2},
+    "tensor 2, whole experts": {"tensor": 2, "sequence": True, "expert_tensor": 1},
 }
-KEPT = ("one rank", "tensor 2, sequence", "virtual pipeline 2", "expert 2")
+WHOLE_EXPERTS = ("gpt_oss",)
+"""Families whose experts ranks cannot share; no others are run with ``tensor 2, whole experts``."""
+KEPT = ("one rank", "tensor 2, sequence", "virtual pipeline 2", "expert 2", "tensor 2, whole experts")
 LENGTHS = (5, 1, 17, 9)
 
 
@@ -115,6 +118,7 @@ def checkpoints(tmp_path_factory) -> dict[str, tuple[Path, np.ndarray]]:
             ("glm4_moe", "yarn"),
             ("deepseek_v3", "yarn"),
             ("deepseek_v3", "yarn, DeepSeek"),
+            ("deepseek_v32", "yarn, DeepSeek"),
         )
     }
     return {name: (path, reference_logits(path)) for name, path in made.items()}
@@ -123,9 +127,13 @@ def checkpoints(tmp_path_factory) -> dict[str, tuple[Path, np.ndarray]]:
 def families_of(checkpoints, layout: str) -> list[str]:
     """Return the names of the checkpoints that the layout can run."""
     parallel = (DENSE | MIXED)[layout]
+    if layout == "tensor 2, whole experts":
+        return [name for name in checkpoints if name.split(",")[0] in WHOLE_EXPERTS]
+    shared = parallel.get("tensor", 1) > 1 and parallel.get("expert_tensor") != 1
     return [
         name
         for name in checkpoints
+        if not (shared and name.split(",")[0] in WHOLE_EXPERTS)
         if (mixture := name.split(",")[0] in MIXTURES) or layout in DENSE
         # Megatron wants sequence parallelism with tensor-parallel experts.
         if not (mixture and parallel.get("tensor", 1) > 1 and not parallel.get("sequence"))

@@ -20,12 +20,13 @@ from safetensors.torch import load_file, save_file
 from slipstream.backend.checkpoint.folder import CheckpointFolder
 from slipstream.backend.checkpoint.manifest import CheckpointRecord
 from slipstream.backend.commands.convert import LayoutOptions, megatron_to_hf
+from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.megatron import conversion
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.bridge.families import spec_of
 from slipstream.configs.schema import ParallelConfig
 from slipstream.rollout import plugins
-from tests.bridge_cases import CONFIG, DEEPSEEK, random_tensors, same_bits
+from tests.bridge_cases import CONFIG, DEEPSEEK, LINEAR_ATTENTION, random_tensors, same_bits
 from tests.environment import environment
 from tests.integration.test_trainer_checkpoint import Case, train, trainer_of
 from tests.models import make_checkpoint
@@ -34,13 +35,15 @@ from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-SEED_OSS = {
-    "model_type": "seed_oss",
+DOTS = {
+    "model_type": "dots1",
     "head_dim": 24,
-    "attention_bias": True,
-    "attention_out_bias": False,
-    "mlp_bias": False,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
     "tie_word_embeddings": False,
+    **EXPERTS,
 }
 MODELS = {
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": True},
@@ -56,9 +59,37 @@ MODELS = {
         **EXPERTS,
     },
     "deepseek_v3": {"model_type": "deepseek_v3", **DEEPSEEK, "num_key_value_heads": 4},
-    "seed_oss": SEED_OSS,
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        **LINEAR_ATTENTION,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 24,
+        **EXPERTS,
+    },
+    "kimi_k2": {"model_type": "kimi_k2", **DEEPSEEK, "num_key_value_heads": 4},
+    "glm4_moe_lite": {"model_type": "glm4_moe_lite", **DEEPSEEK, "num_key_value_heads": 4},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 24, "tie_word_embeddings": False},
+    "minimax_m2": {"model_type": "minimax_m2", "head_dim": 24, "num_local_experts": 4, **EXPERTS},
+    "qwen3_vl": {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text", **CONFIG}},
+    "dots1": DOTS,
+    "gemma3_text": {"model_type": "gemma3_text", "head_dim": 24, "sliding_window": 4},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 24,
+        "num_local_experts": 4,
+        "sliding_window": 4,
+        **EXPERTS,
+    },
+    "deepseek_v32": {
+        "model_type": "deepseek_v32",
+        **DEEPSEEK,
+        "num_key_value_heads": 4,
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "index_topk": 4,
+    },
 }
-FAMILIES = {"seed_oss": "examples.family.seed_oss"}
+FAMILIES = {"dots1": "examples.family.dots1"}
 """The family of a user, which needs to be named."""
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -83,9 +114,22 @@ TRIPS = {
     "experts, tensor 2 -> expert 2": Trip("qwen3_moe", F32, SEQUENCE, EXPERT_2),
     "experts, expert 2 -> tensor 2 and expert 2": Trip("qwen3_moe", BF16, EXPERT_2, SEQUENCE_EXPERT_2),
     "biased experts, expert 2 -> pipeline 2": Trip("glm4_moe", BF16, EXPERT_2, PIPELINE_2),
-    "a family of the user's, tensor 2 -> pipeline 2": Trip("seed_oss", BF16, TENSOR_2, PIPELINE_2),
+    "a family of the user's, tensor 2 -> pipeline 2": Trip("dots1", BF16, SEQUENCE, PIPELINE_2),
     "latent, pipeline 2 -> expert 2": Trip("deepseek_v3", BF16, PIPELINE_2, EXPERT_2),
     "latent, tensor 2 and expert 2 -> one rank": Trip("deepseek_v3", F32, SEQUENCE_EXPERT_2, {}),
+    "linear attention, tensor 2 and expert 2 -> pipeline 2": Trip(
+        "qwen3_next", BF16, SEQUENCE_EXPERT_2, PIPELINE_2
+    ),
+    "latent, pipeline 2 -> tensor 2": Trip("kimi_k2", BF16, PIPELINE_2, SEQUENCE),
+    "latent, tensor 2 -> uneven pipeline": Trip("glm4_moe_lite", BF16, SEQUENCE, UNEVEN),
+    "biased, tensor 2 -> pipeline 2": Trip("seed_oss", F32, TENSOR_2, PIPELINE_2),
+    "a vision tower beside, tensor 2 -> pipeline 2": Trip("qwen3_vl", BF16, TENSOR_2, PIPELINE_2),
+    "norms over all heads, tensor 2 -> expert 2": Trip("minimax_m2", F32, SEQUENCE, EXPERT_2),
+    "norms over all heads, pipeline 2 -> tensor 2": Trip("minimax_m2", BF16, PIPELINE_2, SEQUENCE),
+    "norms around blocks, tensor 2 -> pipeline 2": Trip("gemma3_text", BF16, TENSOR_2, PIPELINE_2),
+    "stacked experts, expert 2 -> pipeline 2": Trip("gpt_oss", BF16, EXPERT_2, PIPELINE_2),
+    "stacked experts, tensor 2 and expert 2 -> one rank": Trip("gpt_oss", F32, SEQUENCE_EXPERT_2, {}),
+    "indexer, expert 2 -> tensor 2 and expert 2": Trip("deepseek_v32", BF16, EXPERT_2, SEQUENCE_EXPERT_2),
 }
 
 
@@ -287,14 +331,14 @@ def test_the_command_converts_a_family_of_the_users_in_both_directions(tmp_path)
     package = tmp_path / "my_package"
     package.mkdir()
     (package / "__init__.py").touch()
-    shutil.copy(ROOT / "examples/family/seed_oss.py", package / "my_seed.py")
-    model = write_model(tmp_path / "model", CONFIG | SEED_OSS, F32)
-    family, megatron = ("--family", "seed_oss=my_package.my_seed"), tmp_path / "megatron"
+    shutil.copy(ROOT / "examples/family/dots1.py", package / "my_dots.py")
+    model = write_model(tmp_path / "model", CONFIG | DOTS, F32)
+    family, megatron = ("--family", "dots1=my_package.my_dots"), tmp_path / "megatron"
     code, said, wrong = ended(
         slipstream("hf-to-megatron", model, megatron, "--tensor", 2, *family, cwd=tmp_path)
     )
     assert (code, wrong) == (0, ""), wrong
-    assert "seed_oss" in said
+    assert "dots1" in said
     out = tmp_path / "hf"
     code, _, wrong = ended(
         slipstream("megatron-to-hf", megatron, out, "--model", model, *family, cwd=tmp_path)
@@ -310,6 +354,26 @@ def test_checkpoints_with_adapters_become_what_the_run_would_export(done: Done):
     one_rank = LayoutOptions(1, 1, 1, 1, None, None)
     assert "v00000001" in megatron_to_hf(run / "checkpoints", out, model, one_rank)
     assert_converted(run)
+
+
+def test_the_adapter_of_a_checkpoint_becomes_what_the_run_would_export_for_peft(done: Done, tmp_path):
+    run, model, out = done.folder / "adapters", done.folder / "models" / "tied", tmp_path / "out"
+    pipeline_2 = LayoutOptions(1, 2, 1, 1, None, None)
+    said = megatron_to_hf(run / "checkpoints", out, model, pipeline_2, adapter_alone=True)
+    assert "the adapter of" in said and "2 ranks" in said
+    assert_same(out, run / "exported-peft")
+    configs = [
+        json.loads((each / "adapter_config.json").read_text()) for each in (out, run / "exported-peft")
+    ]
+    assert configs[0] == configs[1]
+
+
+def test_a_checkpoint_without_an_adapter_is_refused_with_the_reason(done: Done, tmp_path):
+    run, model = done.folder / "all-weights", done.folder / "models" / "tied"
+    one_rank = LayoutOptions(1, 1, 1, 1, None, None)
+    with pytest.raises(WrongInput, match=r"actor\.lora: missing; expected a checkpoint of a run that trains"):
+        megatron_to_hf(run / "checkpoints", tmp_path / "out", model, one_rank, adapter_alone=True)
+    assert not list(tmp_path.iterdir())
 
 
 def children(pid: int) -> list[int]:

@@ -16,6 +16,7 @@ from slipstream.backend.batch.packing import split_minibatches
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import ParallelConfig, RunConfig
+from tests.exported import buckets_of
 from tests.integration.test_megatron_parity import config_for, make_batch, unfused
 from tests.integration.test_trainer_checkpoint import trainer_of
 from tests.models import make_checkpoint, reference_logprobs, reference_model
@@ -127,7 +128,7 @@ def train(rank: RankSpec, config: RunConfig, save: Path | None, resume: Path | N
             if save is not None and trainer.step == SAVED:
                 trainer.begin_checkpoint(save)
                 trainer.finish_checkpoint()
-        for bucket in trainer._export():
+        for bucket in buckets_of(trainer):
             if bucket is not None:
                 curve.weights |= {n: tensor.float().numpy().copy() for n, tensor in bucket.tensors()}
     return curve

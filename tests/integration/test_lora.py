@@ -1,5 +1,6 @@
 """Adapters against transformers with adapters by hand, at every layout that two processes can run."""
 
+import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,8 +18,9 @@ from torch import Tensor
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.bridge.families import model_spec
+from slipstream.bridge.hf.peft_config import peft_folder
 from slipstream.bridge.model.layout import Layout, Shard
-from slipstream.bridge.model.mapping import Columns, Rows, Split, Whole
+from slipstream.bridge.model.mapping import Columns, Rows, Runs, Split, Whole
 from slipstream.bridge.shards.plan import Entry, entries, entries_of
 from slipstream.configs.schema import LoraConfig, ParallelConfig, RunConfig
 from tests.integration.test_megatron_parity import LAYOUTS, check, config_for, make_batch, reference_loss
@@ -41,6 +43,12 @@ class Case:
     layout: str = "one rank"
     targets: tuple[str, ...] | None = None
     actor: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tolerance(self) -> float:
+        """The rule of linear attention in transformers takes differences of sums of decays: with these large
+        adapters its gradients are 1.3e-4 from those in double precision, and ours 3e-5."""
+        return 3e-4 if self.model == "qwen3_5_text" else 1e-4
 
     @property
     def ranks(self) -> int:
@@ -69,6 +77,10 @@ CASES = {
     "experts, tensor 2 + sequence": Case("deepseek_v3", "tensor 2 + sequence"),
     "attention of experts": Case("deepseek_v3", "expert 2", SOME),
     "latent attention, tensor 2": Case("latent", "tensor 2"),
+    "linear attention": Case("qwen3_5_text"),
+    "linear attention, tensor 2 + sequence": Case("qwen3_5_text", "tensor 2 + sequence"),
+    "norms around blocks": Case("gemma3_text", "tensor 2 + sequence", ("linear_proj", "linear_fc2")),
+    "sparse attention": Case("deepseek_v32", "expert 2, tensor 2"),
 }
 SAME = {
     "one rank": (
@@ -85,6 +97,7 @@ SAME = {
         "experts, whole, tensor 2",
         "experts, tensor 2 + sequence",
     ),
+    "linear attention": ("linear attention, tensor 2 + sequence",),
 }
 """The same run in other layouts."""
 PAIRS = [(one, other) for one, others in SAME.items() for other in others]
@@ -94,6 +107,7 @@ KEPT = (
     "data 2 distributed",
     "experts, expert 2",
     "latent attention, tensor 2",
+    "linear attention, tensor 2 + sequence",
 )
 KEPT_PAIRS = [("one rank", "tensor 2 + sequence"), ("one rank", "data 2 distributed")]
 
@@ -103,7 +117,8 @@ KEPT_PAIRS = [("one rank", "tensor 2 + sequence"), ("one rank", "data 2 distribu
 
 def is_adapted(entry: Entry, targets: Sequence[str] | None) -> bool:
     *_, layer, kind = entry.parameter.split(".")
-    return kind == "weight" and layer.startswith("linear_") and (targets is None or layer in targets)
+    linear = layer.startswith("linear_") or layer in ("in_proj", "out_proj")
+    return kind == "weight" and linear and (targets is None or layer in targets)
 
 
 def factors(entry: Entry) -> tuple[tuple[list[str], Split], tuple[list[str], Split]]:
@@ -112,7 +127,11 @@ def factors(entry: Entry) -> tuple[tuple[list[str], Split], tuple[list[str], Spl
     inputs = entry.hf_shapes[0][1]
     split: Split = entry.split
     a = Columns(RANK, inputs) if isinstance(split, Columns) else Whole((RANK, inputs))
-    b = replace(split, columns=RANK) if isinstance(split, Rows) else Whole((*rows, RANK))
+    b: Split = Whole((*rows, RANK))
+    if isinstance(split, Rows):
+        b = replace(split, columns=RANK)
+    if isinstance(split, Runs):
+        b = replace(split, hf_shapes=tuple((count, RANK) for count in rows))
     return ([f"{entry.hf_names[0]} A"], a), ([f"{name} B" for name in entry.hf_names], b)
 
 
@@ -222,6 +241,15 @@ def life_of(rank: RankSpec, config: RunConfig, folder: Path, batch: TrainBatch) 
         return life
 
 
+def begin_with(rank: RankSpec, config: RunConfig, adapter: Path, folder: Path) -> list:
+    """Return the factors of a trainer that begins with an adapter, and write them again beside ``folder``."""
+    lora = config.actor.lora.model_copy(update={"path": adapter})
+    config = config.model_copy(update={"actor": config.actor.model_copy(update={"lora": lora})})
+    with trainer_of(rank, config) as trainer:
+        trainer.export_hf(folder)
+        return copied(held(trainer))
+
+
 # ---- the reference
 
 
@@ -274,8 +302,9 @@ def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     made = {
         name: make_checkpoint(folder / name, name.partition(",")[0], tied="tied" in name)
-        for name in ("qwen3, tied", "deepseek_v3")
+        for name in ("qwen3, tied", "deepseek_v3", "qwen3_5_text", "gemma3_text", "deepseek_v32")
     }
+    made["experts alone"] = make_checkpoint(folder / "experts", "qwen3_moe", tied=False, mlp_only_layers=[])
     made["latent"] = make_checkpoint(folder / "latent", "deepseek_v3", tied=False, first_k_dense_replace=4)
     return made
 
@@ -304,7 +333,7 @@ def test_logprobs_and_gradients_equal_those_of_transformers_with_adapters(name, 
     logps, gradients = reference(models[case.model], case.targets)
     gathered = whole([rank["gradients"] for rank in found[name]])
     results = [(rank["logps"], gathered) for rank in found[name]]
-    check(name, make_batch(VOCAB), results, logps, gradients)
+    check(name, make_batch(VOCAB), results, logps, gradients, tolerance=case.tolerance)
 
 
 @pytest.mark.parametrize("name", shortened(CASES, KEPT))
@@ -349,7 +378,92 @@ def test_an_exported_model_is_the_trained_one_with_its_adapters(name, found, exp
             reference_logprobs(model, t.tokens_T, TEMPERATURE)[torch.from_numpy(t.loss_mask_T[1:])].numpy()
             for t in batch.trajectories
         ]
-    check(name, batch, [(rank["logps after training"], {}) for rank in found[name]], logps, {})
+    results = [(rank["logps after training"], {}) for rank in found[name]]
+    check(name, batch, results, logps, {}, tolerance=CASES[name].tolerance)
+
+
+def by_peft_name(factors: dict[str, np.ndarray], folder: Path, targets) -> dict[str, np.ndarray]:
+    """The factors of all layers, by the names that PEFT gives them: modules that are fused share A."""
+    tensors = {}
+    for entry in entries(model_spec(folder), Layout()):
+        if is_adapted(entry, targets):
+            for name in entry.hf_names:
+                module = f"base_model.model.{name.removesuffix('.weight')}"
+                tensors[f"{module}.lora_A.weight"] = factors[f"{entry.hf_names[0]} A"]
+                tensors[f"{module}.lora_B.weight"] = factors[f"{name} B"]
+    return tensors
+
+
+@pytest.mark.parametrize("name", shortened(CASES, KEPT))
+def test_every_layout_exports_its_adapter_in_the_format_of_peft(name, models, found, exported):
+    from safetensors.torch import load_file
+
+    trained = whole([rank["trained"] for rank in found[name]])
+    expected = by_peft_name(trained, models[CASES[name].model], CASES[name].targets)
+    written = load_file(peft_folder(exported[name]) / "adapter_model.safetensors")
+    assert written.keys() == expected.keys()
+    for tensor, value in expected.items():
+        np.testing.assert_array_equal(written[tensor].numpy(), value, err_msg=tensor)
+    config = json.loads((peft_folder(exported[name]) / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (RANK, ALPHA)
+    assert config["base_model_name_or_path"] == str(models[CASES[name].model])
+
+
+OF_PEFT = {
+    "one rank": Case("qwen3, tied"),
+    "tensor 2 + sequence": Case("qwen3, tied", "tensor 2 + sequence"),
+    "experts, expert 2": Case("experts alone", "expert 2"),
+    "attention of experts": CASES["attention of experts"],
+}
+"""PEFT 0.21 has no adapters on dense layers and shared experts of a model that has experts, too."""
+
+
+def train_and_export(rank: RankSpec, config: RunConfig, folder: Path, texts: list[list[int]]) -> list:
+    with trainer_of(rank, config) as trainer:
+        for step in range(STEPS):
+            trainer.train(make_batch(VOCAB, n=4, seed=step, version=trainer.step))
+        trainer.export_hf(folder)
+        return [trainer.logprobs(text) for text in texts]
+
+
+@pytest.mark.parametrize("name", shortened(OF_PEFT, ("tensor 2 + sequence", "experts, expert 2")))
+def test_peft_loads_an_exported_adapter_and_computes_our_log_probs(name, models, tmp_path):
+    from peft import PeftModel
+
+    case, texts = OF_PEFT[name], [t.tokens_T.tolist() for t in make_batch(VOCAB).trajectories]
+    arguments = (case.config(models), tmp_path / "hf", texts)
+    [ours, *_] = [
+        logps
+        for logps in run_jobs({name: Job(case.ranks, train_and_export, arguments)})[name]
+        if logps[0] is not None
+    ]
+    base, merged = reference_model(models[case.model]), reference_model(tmp_path / "hf")
+    with torch.no_grad():
+        untrained = [reference_logprobs(base, text) for text in texts]
+        model = PeftModel.from_pretrained(base, peft_folder(tmp_path / "hf"))
+        for text, logps, before in zip(texts, ours, untrained, strict=True):
+            by_peft = reference_logprobs(model, text)
+            torch.testing.assert_close(by_peft, reference_logprobs(merged, text), rtol=0, atol=1e-5)
+            torch.testing.assert_close(by_peft, torch.tensor(logps), rtol=0, atol=1e-5)
+            assert (by_peft - before).abs().max() > 1e-2, "the adapter matters"
+
+
+ROUND_TRIPS = [("one rank", "tensor 2 + sequence"), ("experts, expert 2", "experts"), *PAIRS[:2]]
+
+
+@pytest.mark.parametrize(("one", "other"), shortened(ROUND_TRIPS, ROUND_TRIPS[:2]))
+def test_training_begins_with_an_adapter_bit_for_bit_in_any_layout(
+    one, other, models, found, exported, tmp_path
+):
+    adapter, case = peft_folder(exported[one]), CASES[other]
+    arguments = (case.config(models), adapter, tmp_path / "again-hf")
+    ranks = run_jobs({other: Job(case.ranks, begin_with, arguments)})[other]
+    trained, begun = whole([rank["trained"] for rank in found[one]]), whole(ranks)
+    assert begun.keys() == trained.keys()
+    for name, value in trained.items():
+        np.testing.assert_array_equal(begun[name], value, err_msg=name)
+    file = "adapter_model.safetensors"
+    assert (tmp_path / "again-peft" / file).read_bytes() == (adapter / file).read_bytes()
 
 
 def test_a_merged_weight_is_rounded_once():

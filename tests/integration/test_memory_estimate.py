@@ -39,14 +39,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "deepseek_v3": {"v_head_dim": 24},
     "glm4_moe": {},
+    "qwen3_5_text": {"full_attention_interval": 2},
+    "qwen3_next": {"mlp_only_layers": []},
+    "minimax_m2": {},
+    "gemma3_text": {},
+    "gpt_oss": {},
+    "deepseek_v32": {"v_head_dim": 24},
 }
 ACTIVATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "bfloat16", {}),
     "norms of queries and keys": ("qwen3", "bfloat16", {}),
     "norms of queries and keys, float32": ("qwen3", "float32", {}),
+    "norms over all heads": ("minimax_m2", "bfloat16", {}),
+    "norms around blocks": ("gemma3_text", "bfloat16", {}),
+    "sinks and biases": ("gpt_oss", "bfloat16", {}),
     "experts": ("qwen3_moe", "bfloat16", {}),
     "latent attention": ("deepseek_v3", "bfloat16", {}),
     "shared experts": ("glm4_moe", "float32", {}),
+    "linear attention": ("qwen3_5_text", "bfloat16", {}),
+    "linear attention, experts": ("qwen3_next", "float32", {}),
     "full": ("llama", "bfloat16", {"recompute": "full"}),
     "full, experts": ("deepseek_v3", "bfloat16", {"recompute": "full"}),
     "full, two layers of three": (
@@ -60,6 +71,8 @@ STATE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "distributed optimizer": ("qwen3", "bfloat16", {"data": 2}, {"distributed": True}),
     "expert 2, distributed": ("qwen3_moe", "bfloat16", {"data": 2, "expert": 2}, {"distributed": True}),
     "tensor 2, float32": ("deepseek_v3", "float32", {"tensor": 2, "sequence": True}, {}),
+    "indexer": ("deepseek_v32", "bfloat16", {"data": 2, "expert": 2}, {"distributed": True}),
+    "linear attention, distributed": ("qwen3_5_text", "bfloat16", {"data": 2}, {"distributed": True}),
     "pipeline 2, tied": ("llama", "bfloat16", {"pipeline": 2, "layers": [2, 1]}, {}),
 }
 

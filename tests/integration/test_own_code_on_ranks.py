@@ -9,6 +9,7 @@ import pytest
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.plugins import PluginFailed
+from tests.exported import buckets_of
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.integration.test_trainer_checkpoint import trainer_of
 from tests.models import make_checkpoint
@@ -60,7 +61,7 @@ def train(rank: RankSpec, config: RunConfig) -> Trained:
         except PluginFailed as error:
             trained.error = str(error)
             return trained
-        for bucket in trainer._export():
+        for bucket in buckets_of(trainer):
             if bucket is not None:
                 trained.weights |= {n: tensor.float().numpy().copy() for n, tensor in bucket.tensors()}
     return trained

@@ -16,8 +16,8 @@ from tests.models import make_checkpoint
 from tests.ranks import Job, run_jobs
 
 VOCAB, TOLERANCE = 101, 1e-5
-FAMILIES = ("qwen3", "deepseek_v3", "qwen3_moe")
-"""Grouped-query attention, latent attention with experts, experts."""
+FAMILIES = ("qwen3", "deepseek_v3", "qwen3_moe", "qwen3_next")
+"""Grouped-query attention, latent attention with experts, experts, linear attention."""
 RESPONSES = {
     "around powers of two": (1, 2, 3, 4, 6, 7, 8, 14, 15, 16, 30, 31, 32, 62, 63, 64),
     "all alike": (9,) * 12,

@@ -11,6 +11,7 @@ import torch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.backend.megatron.resting import Resting
 from slipstream.configs.schema import ParallelConfig, RunConfig
+from tests.exported import buckets_of
 from tests.integration.test_megatron_parity import config_for
 from tests.integration.test_trainer_checkpoint import own_weights, train, trainer_of
 from tests.models import make_checkpoint
@@ -64,7 +65,7 @@ def after_steps(rank: RankSpec, work: list[tuple[int, RunConfig]], rests: bool) 
                 trainer.rest(True)
                 weights = [w for part in trainer._trained.modules for w in part.parameters()]
                 read.append(all(w.untyped_storage().nbytes() for w in weights))
-                exported = [bucket is None for bucket in trainer._export()]
+                exported = [bucket is None for bucket in buckets_of(trainer)]
                 assert exported or torch.distributed.get_rank()
                 trainer.rest(False)
                 read.append(any(w.untyped_storage().nbytes() for w in weights))

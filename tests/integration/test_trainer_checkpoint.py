@@ -20,6 +20,7 @@ import torch
 from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import LoraConfig, ParallelConfig, RunConfig
+from tests.exported import buckets_of
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import make_checkpoint
 from tests.ports import held_port
@@ -87,6 +88,11 @@ CASES = {
     "expert 2 adapters": Case({"data": 2, "expert": 2}, model="mixture", lora=True),
     "data 2 distributed, other models": Case({"data": 2}, distributed=True, others=True),
     "pipeline 2 bfloat16, other models": Case({"pipeline": 2}, dtype="bfloat16", others=True),
+    "linear attention, tensor 2": Case({"tensor": 2, "sequence": True}, model="hybrid"),
+    "linear attention, data 2 distributed bfloat16": Case(
+        {"data": 2}, dtype="bfloat16", distributed=True, model="hybrid"
+    ),
+    "linear attention, tensor 2 adapters": Case({"tensor": 2}, model="hybrid", lora=True),
 }
 RESHARDED = {
     "tensor 2 -> pipeline 2": ("tensor 2", Case({"pipeline": 2})),
@@ -113,6 +119,15 @@ RESHARDED = {
         "data 2 distributed, other models",
         Case({"tensor": 2}, others=True),
     ),
+    "linear attention, tensor 2 -> one rank": ("linear attention, tensor 2", Case({}, model="hybrid")),
+    "linear attention, tensor 2 -> pipeline 2 distributed": (
+        "linear attention, tensor 2",
+        Case({"pipeline": 2}, distributed=True, model="hybrid"),
+    ),
+    "linear attention, tensor 2 adapters -> one rank": (
+        "linear attention, tensor 2 adapters",
+        Case({}, model="hybrid", lora=True),
+    ),
 }
 
 KEPT = (
@@ -122,12 +137,14 @@ KEPT = (
     "expert 2 distributed",
     "tensor 2 adapters bfloat16",
     "data 2 distributed, other models",
+    "linear attention, data 2 distributed bfloat16",
 )
 KEPT_RESHARDED = (
     "tensor 2 -> one rank",
     "one rank -> tensor 2",
     "data 2 -> one rank",
     "expert 2 distributed -> data 2",
+    "linear attention, tensor 2 -> one rank",
 )
 
 
@@ -186,7 +203,7 @@ def line(trainer: Any, drawn: list[float]) -> Line:
 
     metrics = train(trainer, 2)
     exported = {}
-    for bucket in trainer._export():
+    for bucket in buckets_of(trainer):
         if bucket is not None:
             exported |= {name: tensor.float().numpy().copy() for name, tensor in bucket.tensors()}
     return Line(metrics, own_weights(trainer), exported, drawn)
@@ -247,6 +264,9 @@ def models(tmp_path_factory) -> Path:
     make_checkpoint(folder / "deep", tied=True)
     make_checkpoint(folder / "untied", tied=False, num_hidden_layers=2)
     make_checkpoint(folder / "mixture", "glm4_moe", tied=False, num_hidden_layers=2)
+    make_checkpoint(
+        folder / "hybrid", "qwen3_5_text", tied=False, num_hidden_layers=2, full_attention_interval=2
+    )
     return folder
 
 

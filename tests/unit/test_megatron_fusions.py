@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from slipstream.backend.megatron.fusions import KernelSupport, chosen_fusions, fusions, head_implementation
-from slipstream.bridge.model.geometry import Experts, Geometry, GroupedAttention, LatentAttention
+from slipstream.bridge.model.geometry import Experts, Geometry, GroupedAttention, Indexer, LatentAttention
 from slipstream.bridge.model.rope import Rope
 from slipstream.configs.schema import ActorConfig
 
@@ -14,6 +14,7 @@ H100 = KernelSupport(has_gpu=True, has_transformer_engine=True, has_triton=True)
 ROPE, ACTIVATION, PERMUTATION = "apply_rope_fusion", "bias_activation_fusion", "moe_permute_fusion"
 YARN = Rope(kind="yarn", factor=4.0, original_positions=32768)
 LATENT = LatentAttention(128, 1536, 512, plain_dim=128, rotated_dim=64, value_dim=128)
+SPARSE = replace(LATENT, indexer=Indexer(64, 128, 2048))
 EXPERTS = Experts(128, 8, 768, dense_layers=())
 DENSE = Geometry(
     family="qwen3",
@@ -35,7 +36,23 @@ MODELS = {
     "mistral": DENSE,
     "glm4_moe": replace(DENSE, rope=Rope(fraction=0.5), experts=EXPERTS),
     "qwen3_moe": replace(DENSE, experts=EXPERTS),
+    "qwen3_next": replace(DENSE, rope=Rope(fraction=0.25), experts=EXPERTS),
+    "qwen3_5_text": replace(DENSE, rope=Rope(fraction=0.25)),
+    "qwen3_5": replace(DENSE, rope=Rope(fraction=0.25)),
+    "qwen3_5_moe": replace(DENSE, rope=Rope(fraction=0.25), experts=EXPERTS),
+    "qwen3_5_moe_text": replace(DENSE, rope=Rope(fraction=0.25), experts=EXPERTS),
     "deepseek_v3": replace(DENSE, attention=LATENT, rope=YARN, experts=EXPERTS),
+    "kimi_k2": replace(DENSE, attention=LATENT, rope=YARN, experts=EXPERTS),
+    "glm4_moe_lite": replace(DENSE, attention=LATENT, experts=EXPERTS),
+    "kimi_k25": replace(DENSE, attention=LATENT, rope=YARN, experts=EXPERTS),
+    "mistral3": DENSE,
+    "qwen3_vl": DENSE,
+    "seed_oss": DENSE,
+    "minimax_m2": replace(DENSE, rope=Rope(fraction=0.5), experts=EXPERTS),
+    "gemma3_text": replace(DENSE, activation="geglu"),
+    "gpt_oss": replace(DENSE, rope=YARN, experts=EXPERTS, activation="clamped_swiglu", linear_biases=True),
+    "deepseek_v32": replace(DENSE, attention=SPARSE, rope=YARN, experts=EXPERTS),
+    "glm_moe_dsa": replace(DENSE, attention=SPARSE, experts=EXPERTS),
     "qwen3 with YaRN": replace(DENSE, rope=YARN),
     "deepseek_v3 without YaRN": replace(DENSE, attention=LATENT, experts=EXPERTS),
 }
@@ -57,9 +74,19 @@ def test_dense_models_have_fused_rotary_embeddings_and_activations_on_a_gpu(mode
     assert on(model) == {ROPE, ACTIVATION}
 
 
-@pytest.mark.parametrize("model", ["glm4_moe", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("model", ["glm4_moe", "qwen3_moe", "qwen3_next", "deepseek_v3"])
 def test_mixtures_of_experts_have_a_fused_permutation_too(model):
     assert on(model) == {ROPE, ACTIVATION, PERMUTATION}
+
+
+def test_other_activations_and_biases_have_no_kernel():
+    assert on("gemma3_text") == {ROPE}
+    assert on("gpt_oss") == {PERMUTATION}
+    assert ACTIVATION not in {
+        name
+        for name, fusion in fusions(replace(DENSE, linear_biases=True), "local", H100).items()
+        if fusion.on
+    }
 
 
 def test_the_kernel_that_drops_the_factor_of_yarn_is_never_used_with_it():
@@ -92,8 +119,9 @@ def test_without_a_gpu_nothing_is_fused(model):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_layers_in_plain_pytorch_use_no_kernel_of_transformer_engine(model):
-    assert on(model, "local") == {ACTIVATION}
-    assert on(model, machine=replace(H100, has_transformer_engine=False)) == {ACTIVATION}
+    compiled = {ACTIVATION} if MODELS[model].activation == "swiglu" else set()
+    assert on(model, "local") == compiled
+    assert on(model, machine=replace(H100, has_transformer_engine=False)) == compiled
 
 
 def test_without_triton_no_kernel_is_compiled():

@@ -1,4 +1,4 @@
-"""Seed-OSS (`model_type: seed_oss`): the decoder of Llama with a bias on query, key and value."""
+"""Seed-OSS: the decoder of Llama with a bias on query, key and value."""
 
 from slipstream.bridge.families.parts import decoder as mappings
 from slipstream.bridge.hf.config import HfConfig, refuse
@@ -9,5 +9,6 @@ __all__ = ["geometry", "mappings"]
 
 
 def geometry(hf: HfConfig) -> Geometry:
-    refuse(hf, attention_bias=(True,), attention_out_bias=(False,), mlp_bias=(False, None))
-    return geometry_of(hf, grouped_attention(hf, qkv_bias=True), rope_of(hf))
+    refuse(hf, attention_out_bias=(False, None))
+    biased = bool(hf.get("attention_bias", True))
+    return geometry_of(hf, grouped_attention(hf, qkv_bias=biased), rope_of(hf))

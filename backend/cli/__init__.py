@@ -1,29 +1,38 @@
-"""``slipstream``, the command line: names and options of its commands.
+"""``slipstream``, the command line: names and options of its commands. Groups of commands have modules.
 
 Exit codes: 0 done, 1 the work failed or was stopped, 2 the input was wrong.
 """
 
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from slipstream.backend.commands.outcome import CommandError, Failed, WrongInput
+from slipstream.backend.cli import convert, keys
+from slipstream.backend.cli.options import (
+    AcceptChangedInputs,
+    DebugRolloutOnly,
+    DebugTrainOnly,
+    Json,
+    ModelConfig,
+    Overrides,
+    Overwrite,
+    Recipe,
+    Resume,
+    Sft,
+    errors,
+    reported,
+)
+from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.commands.settings import command_with_settings
 from slipstream.configs.load import load_recipe, load_supervised
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.supervised import SupervisedConfig
-from slipstream.configs.violations import RecipeError
-
-T = TypeVar("T")
 
 RUN, LOOK, TOOLS = "Run", "Look before and after", "Tools"
 """Groups of commands in the help."""
@@ -33,81 +42,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Asynchronous RL training of language models: Megatron trains, SGLang generates, nobody waits.",
 )
-convert = typer.Typer(
-    no_args_is_help=True,
-    help="Convert checkpoints from Hugging Face's format into Megatron's and back, at any layout.",
-)
-keys = typer.Typer(no_args_is_help=True, help="API keys of the users whom a gateway serves.")
-app.add_typer(convert, name="convert", rich_help_panel=TOOLS)
-app.add_typer(keys, name="key", rich_help_panel=TOOLS)
-_errors = Console(stderr=True, soft_wrap=True, highlight=False)
-
-Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of one that comes with Slipstream.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the recipe's.")
-]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on with the run of this name where its last process ended.")
-]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Delete the earlier run of this name, and start anew.")
-]
-DebugRolloutOnly = Annotated[
-    bool,
-    typer.Option(
-        "--debug-rollout-only",
-        help="Generate, judge and save each batch, without a trainer: in the run folder NAME-rollout-only.",
-    ),
-]
-DebugTrainOnly = Annotated[
-    Path | None,
-    typer.Option(
-        "--debug-train-only",
-        metavar="FOLDER",
-        help="Train on the batches that --debug-rollout-only has saved, without engines: in the run folder "
-        "NAME-train-only.",
-    ),
-]
-AcceptChangedInputs = Annotated[
-    bool,
-    typer.Option(
-        "--accept-changed-inputs",
-        help="With --resume: go on although the content of a data set or of the model has changed.",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for scripts.")]
-ModelConfig = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="PATH",
-        help="The model's config.json, or its folder, where neither the model nor the prompts are.",
-    ),
-]
-KeysOf = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="The gateway's recipe, or its file of API keys (.json).")
-]
-KeyName = Annotated[str, typer.Argument(help="Name of the key's holder, under which turns are stored.")]
-Sft = Annotated[bool, typer.Option("--sft", help="The recipe is one of `slipstream sft`.")]
-Out = Annotated[Path, typer.Argument(help="The folder to make.")]
-Tensor = Annotated[int, typer.Option(help="Tensor-parallel ranks.")]
-Pipeline = Annotated[int, typer.Option(help="Pipeline stages.")]
-VirtualPipeline = Annotated[int, typer.Option(help="Parts of the model on each pipeline stage.")]
-Expert = Annotated[int, typer.Option(help="Ranks over which different experts are spread.")]
-ExpertTensor = Annotated[
-    int | None, typer.Option(help="Tensor-parallel ranks of each expert; default: the value of --tensor.")
-]
-Family = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="TYPE=PATH",
-        help="A model family of yours, as in `model.families` of a recipe: the `model_type` of a config.json "
-        "and the import path of its module. Can be given several times.",
-    ),
-]
-Layers = Annotated[
-    str | None,
-    typer.Option(metavar="N,N,...", help="Layers of each part of the pipeline; default: equally many."),
-]
+app.add_typer(convert.app, name="convert", rich_help_panel=TOOLS)
+app.add_typer(keys.app, name="key", rich_help_panel=TOOLS)
 
 
 def _show_version(show: bool) -> None:
@@ -156,7 +92,7 @@ def train(
     debug_train_only: DebugTrainOnly = None,
 ) -> None:
     """Run a recipe from its first step to its last."""
-    with _reported():
+    with reported():
         _check_options(resume, accept_changed_inputs, overwrite)
         _check_halves(resume, debug_rollout_only, debug_train_only)
         config = load_recipe(Path(recipe), overrides or [])
@@ -193,7 +129,7 @@ def serve(
 
     HOST, PORT, SERVED_MODEL_NAME and PRM_M in the environment replace the recipe's.
     """
-    with _reported():
+    with reported():
         _check_options(resume, accept_changed_inputs, overwrite)
         from slipstream.backend.commands import serve as serving
 
@@ -216,7 +152,7 @@ def sft(
     overwrite: Overwrite = False,
 ) -> None:
     """Train a policy on responses, or a reward model on preferences, and write a Hugging Face checkpoint."""
-    with _reported():
+    with reported():
         _check_options(resume, accept_changed_inputs, overwrite)
         supervised = load_supervised(Path(recipe), overrides or [])
         from slipstream.backend.commands.run import sft
@@ -235,7 +171,7 @@ def forget(
     ] = None,
 ) -> None:
     """Remove what users have said from a run, which never trains on it again."""
-    with _reported():
+    with reported():
         from slipstream.backend.commands import forget as forgetting
 
         for line in forgetting.forget(run, session, key):
@@ -253,7 +189,7 @@ def init(
     ] = None,
 ) -> None:
     """Make a folder with a recipe, a reward and data, which runs as it is."""
-    with _reported():
+    with reported():
         from slipstream.backend.commands.init import init
 
         for path in init(folder, model):
@@ -271,7 +207,7 @@ def try_(
     as_json: Json = False,
 ) -> None:
     """Run a few real episodes of a recipe on one engine: texts, rewards, errors. Trains nothing."""
-    with _reported():
+    with reported():
         config = load_recipe(Path(recipe), overrides or [])
         from slipstream.backend.commands.tryout import try_recipe
 
@@ -296,7 +232,7 @@ def eval_(
     as_json: Json = False,
 ) -> None:
     """Evaluate a checkpoint with the recipe's workflow and reward: the mean over samples, and pass@k."""
-    with _reported():
+    with reported():
         from slipstream.backend.commands.evaluate import evaluate, prompt_sets
 
         config = load_recipe(Path(recipe), [*(overrides or []), f"model.path={json.dumps(str(checkpoint))}"])
@@ -308,8 +244,9 @@ def check(
     recipe: Recipe, overrides: Overrides = None, model_config: ModelConfig = None, sft: Sft = False
 ) -> None:
     """Print everything that is wrong with a recipe and its models, or that nothing is."""
-    with _reported():
+    with reported():
         from slipstream.backend.commands.check import check, read_recipe, read_supervised
+        from slipstream.backend.driver.run_length import words_of_length
 
         supervised = read_supervised(recipe, overrides or [], model_config=model_config) if sft else None
         config = (
@@ -317,7 +254,7 @@ def check(
         )
         for note in check(config, weights=model_config is None, supervised=supervised):
             typer.echo(note)
-        typer.echo(f"{recipe}: nothing wrong ({config.run.name}, {config.run.steps} steps)")
+        typer.echo(f"{recipe}: nothing wrong ({config.run.name}, {words_of_length(config)})")
 
 
 @app.command(rich_help_panel=LOOK)
@@ -335,7 +272,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show layout, memory and split of the GPUs of a recipe. Needs the model's config.json, no weights."""
-    with _reported():
+    with reported():
         from slipstream.backend.commands import plan as planning
         from slipstream.backend.commands.check import planned, read_recipe
         from slipstream.backend.monitor.tables import table_console
@@ -372,7 +309,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Run a recipe in virtual time: how fast it would be, and how other schedules would do."""
-    with _reported():
+    with reported():
         from slipstream.backend.simulate import command
 
         options = command.Options(
@@ -394,7 +331,7 @@ def audit(
     ] = False,
 ) -> None:
     """Recount a run from its ledger and checkpoints: nothing lost, nothing trained twice."""
-    with _reported():
+    with reported():
         from slipstream.backend.commands import audit as auditing
         from slipstream.rollout.ledger.database import LedgerError
 
@@ -403,7 +340,7 @@ def audit(
                 for line in auditing.hints_as_json(run):
                     typer.echo(line)
                 return
-            account = auditing.audit_run(run, lambda text: _errors.print(text, markup=False))
+            account = auditing.audit_run(run, lambda text: errors.print(text, markup=False))
         except LedgerError as error:
             raise WrongInput(str(error)) from None
         if as_json:
@@ -423,7 +360,7 @@ def report(
     audit: Annotated[bool, typer.Option(help="Recount the ledgers, which takes long for long runs.")] = True,
 ) -> None:
     """Write curves, staleness, time and episodes of one run or several as one page of HTML."""
-    with _reported():
+    with reported():
         from slipstream.backend.commands import report as reporting
 
         typer.echo(reporting.report(runs, out, audit=audit))
@@ -435,7 +372,7 @@ def trace(
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("trace.json"),
 ) -> None:
     """Write the timeline of a run's last start for Perfetto (https://ui.perfetto.dev)."""
-    with _reported():
+    with reported():
         from slipstream.backend.commands import trace as tracing
 
         typer.echo(tracing.write_trace(run, out))
@@ -447,7 +384,7 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Print what there is now, and end.")] = False,
 ) -> None:
     """Show reward, staleness, queues and the time left of a run, from its files alone. Ends with Ctrl-C."""
-    with _reported():
+    with reported():
         from slipstream.backend.commands import watch as watching
 
         watching.watch(run, once=once)
@@ -475,7 +412,7 @@ def submit(
     ] = False,
 ) -> None:
     """Submit a recipe as a Slurm job: its nodes, its container and its time limit."""
-    with _reported():
+    with reported():
         _check_options(resume, accept_changed_inputs, overwrite)
         from slipstream.backend.commands import submit as submitting
 
@@ -500,7 +437,7 @@ def import_slime(
     as_json: Json = False,
 ) -> None:
     """Make a recipe of a slime launch script, and list the flags that have no counterpart."""
-    with _reported():
+    with reported():
         from slipstream.backend.commands import import_slime as importing
 
         recipe = importing.import_slime(script, out)
@@ -537,123 +474,7 @@ def slurm_script() -> None:
     typer.echo(batch_script())
 
 
-@convert.command()
-def hf_to_megatron(
-    model: Annotated[Path, typer.Argument(help="An HF checkpoint directory.")],
-    out: Out,
-    tensor: Tensor = 1,
-    pipeline: Pipeline = 1,
-    virtual_pipeline: VirtualPipeline = 1,
-    expert: Expert = 1,
-    expert_tensor: ExpertTensor = None,
-    layers: Layers = None,
-    dtype: Annotated[
-        Literal["bfloat16", "float32"] | None, typer.Option(help="Type of the weights; default: MODEL's.")
-    ] = None,
-    family: Family = None,
-) -> None:
-    """Write the weights of MODEL as a Megatron checkpoint, which any layout can load."""
-    from slipstream.backend.commands import convert
-
-    options = convert.LayoutOptions(tensor, pipeline, virtual_pipeline, expert, expert_tensor, layers)
-    _convert(out, lambda: convert.hf_to_megatron(model, out, options, dtype, family or ()))
-
-
-@convert.command()
-def megatron_to_hf(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="A Megatron checkpoint, or the folder of a run's checkpoints: its newest.")
-    ],
-    out: Out,
-    model: Annotated[
-        Path, typer.Option(help="HF checkpoint directory with the config and the tokenizer of the model.")
-    ],
-    tensor: Tensor = 1,
-    pipeline: Pipeline = 1,
-    virtual_pipeline: VirtualPipeline = 1,
-    expert: Expert = 1,
-    expert_tensor: ExpertTensor = None,
-    layers: Layers = None,
-    family: Family = None,
-) -> None:
-    """Write the weights of CHECKPOINT as an HF checkpoint directory."""
-    from slipstream.backend.commands import convert
-
-    options = convert.LayoutOptions(tensor, pipeline, virtual_pipeline, expert, expert_tensor, layers)
-    _convert(out, lambda: convert.megatron_to_hf(checkpoint, out, model, options, family or ()))
-
-
-@keys.command(name="add")
-def add_key(
-    recipe: KeysOf,
-    name: KeyName,
-    session: Annotated[
-        str | None, typer.Option(help="The one session that the key is for; default: any session.")
-    ] = None,
-    side: Annotated[
-        bool, typer.Option("--side", help="Do not train on its turns unless a request asks for it.")
-    ] = False,
-) -> None:
-    """Add a key, and print it. It cannot be shown again."""
-    with _reported():
-        from slipstream.backend.commands import keys as keeping
-
-        typer.echo(keeping.add(recipe, name, session=session, side=side))
-
-
-@keys.command(name="list")
-def list_keys(recipe: KeysOf, as_json: Json = False) -> None:
-    """Print the names of all keys, revoked ones included."""
-    with _reported():
-        from slipstream.backend.commands import keys as keeping
-
-        known = keeping.listed(recipe)
-        if as_json:
-            typer.echo(keeping.as_json(known))
-        else:
-            keeping.print_keys(known, Console(soft_wrap=True))
-
-
-@keys.command(name="revoke")
-def revoke_key(recipe: KeysOf, name: KeyName) -> None:
-    """Make a key invalid, also for gateways that are running."""
-    with _reported():
-        from slipstream.backend.commands import keys as keeping
-
-        keeping.revoke(recipe, name)
-        typer.echo(f"{name}: revoked")
-
-
-def _convert(out: Path, work: Callable[[], str]) -> None:
-    from slipstream.backend.cluster.local_ranks import RankFailed
-
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing that was started stays
-    with _reported():
-        try:
-            typer.echo(work())
-        except (RankFailed, OSError) as error:
-            notes: list[str] = getattr(error, "__notes__", [])
-            raise Failed("\n".join([*notes, f"failed: {error}; there is no {out}"])) from None
-        except KeyboardInterrupt:
-            raise Failed(f"stopped; there is no {out}") from None
-
-
-@contextmanager
-def _reported() -> Iterator[None]:
-    """Print what ends a command on standard error, and exit with its code."""
-    try:
-        yield
-    except (CommandError, RecipeError) as error:
-        _errors.print(str(error), markup=False)
-        code = error.exit_code if isinstance(error, CommandError) else WrongInput.exit_code
-        raise typer.Exit(code) from None
-
-
 def main() -> None:
     """Run the command line. The user's own workflows and rewards are importable from where it is called."""
     sys.path.insert(0, os.getcwd())
     app()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,68 @@
+"""Options and arguments that several commands have, and how what ends a command is reported."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from slipstream.backend.commands.outcome import CommandError, WrongInput
+from slipstream.configs.violations import RecipeError
+
+errors = Console(stderr=True, soft_wrap=True, highlight=False)
+
+Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of one that comes with Slipstream.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the recipe's.")
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with the run of this name where its last process ended.")
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Delete the earlier run of this name, and start anew.")
+]
+DebugRolloutOnly = Annotated[
+    bool,
+    typer.Option(
+        "--debug-rollout-only",
+        help="Generate, judge and save each batch, without a trainer: in the run folder NAME-rollout-only.",
+    ),
+]
+DebugTrainOnly = Annotated[
+    Path | None,
+    typer.Option(
+        "--debug-train-only",
+        metavar="FOLDER",
+        help="Train on the batches that --debug-rollout-only has saved, without engines: in the run folder "
+        "NAME-train-only.",
+    ),
+]
+AcceptChangedInputs = Annotated[
+    bool,
+    typer.Option(
+        "--accept-changed-inputs",
+        help="With --resume: go on although the content of a data set or of the model has changed.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for scripts.")]
+ModelConfig = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="The model's config.json, or its folder, where neither the model nor the prompts are.",
+    ),
+]
+Sft = Annotated[bool, typer.Option("--sft", help="The recipe is one of `slipstream sft`.")]
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Print what ends a command on standard error, and exit with its code."""
+    try:
+        yield
+    except (CommandError, RecipeError) as error:
+        errors.print(str(error), markup=False)
+        code = error.exit_code if isinstance(error, CommandError) else WrongInput.exit_code
+        raise typer.Exit(code) from None

@@ -1,0 +1,56 @@
+"""Language models inside of models that take more than text. The language model is trained, the rest is kept.
+
+config.json   ``text_config`` describes the language model
+tensors       those of the language model have a prefix; those of other parts are passed through
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from slipstream.bridge.hf.config import HfConfig, UnsupportedModel, section
+from slipstream.bridge.model.geometry import Geometry
+from slipstream.bridge.model.mapping import Mappings
+
+
+class TextFamily(Protocol):
+    """The family of the language model, see ``Family``."""
+
+    def geometry(self, hf: HfConfig) -> Geometry: ...
+    def mappings(self, geometry: Geometry) -> Mappings: ...
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """The family of a model whose language model is of another family.
+
+    Trajectories are text, so gradients reach the language model only.
+    """
+
+    text: TextFamily
+    model_types: tuple[str, ...]
+    """``model_type`` of the ``text_config`` in its checkpoints."""
+    prefixes: Mapping[str, str]
+    """Beginning of the language model's names here, by their beginning in the text family."""
+    passed_through: tuple[str, ...]
+    """Prefixes of the names of all other tensors."""
+
+    def geometry(self, hf: HfConfig) -> Geometry:
+        text, kind = section(hf, "text_config"), hf["model_type"]
+        if text.get("model_type") not in self.model_types:
+            raise UnsupportedModel(
+                f"{kind}: a language model of model_type {text.get('model_type')!r} (text_config) is not "
+                f"mapped, expected {' or '.join(self.model_types)}"
+            )
+        tied = hf.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+        return replace(self.text.geometry({**text, "tie_word_embeddings": tied}), family=str(kind))
+
+    def mappings(self, geometry: Geometry) -> Mappings:
+        mappings = self.text.mappings(geometry).renamed(self._name)
+        return replace(mappings, passed_through=self.passed_through)
+
+    def _name(self, name: str) -> str:
+        for old, new in self.prefixes.items():
+            if name.startswith(old):
+                return new + name.removeprefix(old)
+        return name
