@@ -1,4 +1,4 @@
-"""Makes the Ray actors of a run: one for each trainer rank, one for each engine's server."""
+"""Makes the Ray actors of a run: one for each trainer rank, and one for each node of an engine."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +9,12 @@ from slipstream.backend.cluster.configured_ray import ray
 from slipstream.backend.cluster.handles import CollectorHandle, EngineServerActor, RankActor
 from slipstream.backend.cluster.placement import Node, Placement
 from slipstream.backend.cluster.trainer_actor import TrainerActor
+from slipstream.bridge.engine.orders import TAKE
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.judge import OwnEngines
 from slipstream.rollout import gpu_environment
 from slipstream.rollout.engine.actor import EngineActor
+from slipstream.rollout.engine.adapters import AdapterServing
 from slipstream.rollout.engine.process import LIVE_SERVER_ARGS, ReplicaSpec
 
 POLICY_RANK = "slipstream.backend.trainer.rank.TrainerRank"
@@ -66,40 +68,60 @@ class CollectorActors:
 
 
 class EngineActors:
-    """Makes the actor of any engine of a run, as often as it is needed."""
+    """Makes the actors of any engine of a run, as often as they are needed."""
 
-    def __init__(self, config: RunConfig, placement: Placement, logs: Path) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        placement: Placement,
+        logs: Path,
+        model: Path,
+        *,
+        adapters: AdapterServing | None = None,
+    ) -> None:
+        """``model``: the HF checkpoint from which the engines start. ``adapters``: what they can load; None:
+        they get whole weights, or none.
+        """
         self._config = config
         self._placement = placement
         self._logs = logs
+        self._model = model
+        self._adapters = adapters
 
     @staticmethod
     def name(number: int) -> str:
         return f"engine-{number}"
 
-    def create(self, number: int, trainer_gpus: Sequence[Sequence[str]]) -> EngineServerActor:
-        """Return the handle of a new actor for engine ``number``.
+    def create(self, number: int, node: int, trainer_gpus: Sequence[Sequence[str]]) -> EngineServerActor:
+        """Return the handle of a new actor for node ``node`` of engine ``number``.
 
         ``trainer_gpus``: ids of each trainer rank's GPUs. A colocated engine has those and asks Ray for none.
         """
         config, placement = self._config, self._placement
         engine = config.rollout.engine
-        sharing = placement.shared[number] if placement.shared else ()
+        sharing = placement.shared[number][node] if placement.shared else ()
         shared_gpus = [gpu for rank in sharing for gpu in trainer_gpus[rank]]
-        gpus = engine.tensor_parallel if placement.device == "cuda" and not shared_gpus else 0
+        gpus = engine.ranks_per_node if placement.device == "cuda" and not shared_gpus else 0
         actor = (
             ray.remote(EngineActor)
-            .options(**on_node(placement.engines[number], gpus), max_concurrency=CALLS_AT_ONCE)
+            .options(**on_node(placement.engines[number][node], gpus), max_concurrency=CALLS_AT_ONCE)
             .remote(
                 name=self.name(number),
                 run=config.run.name,
                 umask=config.run.umask,
-                model_path=str(config.model.path.resolve()),
+                model_path=str(self._model.resolve()),
                 dtype=config.model.dtype,
                 device=placement.device,
                 tensor_parallel=engine.tensor_parallel,
+                data_parallel=engine.data_parallel,
+                expert_parallel=engine.expert_parallel,
+                pipeline_parallel=engine.pipeline_parallel,
+                nodes=engine.nodes,
+                node=node,
                 seed=config.run.seed + number,
-                args=({} if config.gateway is None else dict(LIVE_SERVER_ARGS)) | engine.args,
+                args=({} if self._adapters is not None else weight_loader(config))
+                | ({} if config.gateway is None else dict(LIVE_SERVER_ARGS))
+                | engine.args,
                 log_folder=str(self._logs),
                 loopback=config.cluster.type == "local",
                 start_timeout_s=engine.start_timeout_s,
@@ -107,7 +129,8 @@ class EngineActors:
                 environment=(
                     gpu_environment.environment(config, "engines") if placement.device == "cuda" else {}
                 ),
-                replica=replica_of(config),
+                replica=None if self._adapters is not None else replica_of(config),
+                adapters=self._adapters,
             )
         )
         return cast(EngineServerActor, actor)
@@ -153,6 +176,11 @@ class JudgeEngineActors:
             )
         )
         return cast(EngineServerActor, actor)
+
+
+def weight_loader(config: RunConfig) -> dict[str, object]:
+    """Return the engine argument that names the loader of the weights' transport, if it has one."""
+    return {"custom_weight_loader": [TAKE]} if config.weights.transport.type == "shards" else {}
 
 
 def replica_of(config: RunConfig) -> ReplicaSpec | None:

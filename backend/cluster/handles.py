@@ -5,7 +5,7 @@ from typing import Protocol, TypeVar
 
 from slipstream.backend.cluster.configured_ray import ray
 from slipstream.rollout.engine.leftovers import ProcessIdentity
-from slipstream.rollout.engine.process import ServerAccess
+from slipstream.rollout.engine.process import MeetingPoint, ServerAccess
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -39,6 +39,8 @@ class CollectorHandle(Protocol):
 class EngineServerActor(Protocol):
     """The handle of an ``EngineActor``."""
 
+    @property
+    def meeting_point(self) -> RemoteMethod[MeetingPoint]: ...
     @property
     def start(self) -> RemoteMethod[ServerAccess]: ...
     @property

@@ -26,11 +26,12 @@ class Placement:
     """The node of every trainer rank, engine and collector, and the device they compute on."""
 
     trainer: tuple[Node, ...]
-    engines: tuple[Node, ...]
+    engines: tuple[tuple[Node, ...], ...]
+    """Nodes of each engine, in the order of its ranks."""
     device: str
     """``cuda`` or ``cpu``."""
-    shared: tuple[tuple[int, ...], ...] = ()
-    """Trainer ranks whose GPUs each engine shares, by engine (``rollout.engine.colocated``)."""
+    shared: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """Trainer ranks whose GPUs each engine shares, by engine and node (``rollout.engine.colocated``)."""
     collectors: tuple[Node, ...] = ()
     judge: tuple[Node, ...] = ()
     """Nodes of the judge's own engines."""
@@ -39,9 +40,10 @@ class Placement:
 def place(nodes: Sequence[Node], config: RunConfig, *, trains: bool = True) -> Placement:
     """Place trainer ranks on the first nodes and engines on the nodes after them; a single node is shared.
 
-    A rank takes one GPU, an engine as many as its tensor-parallel size, on one node. Colocated engines share
-    the GPUs of consecutive trainer ranks. The judge's own engines take GPUs that are left. CPUs are not
-    counted. Without ``trains`` there are no ranks, and engines are on all nodes. Raises PlacementError.
+    A rank takes one GPU, an engine as many as it has ranks: equally many on each of ``rollout.engine.nodes``
+    nodes. Colocated engines share the GPUs of consecutive trainer ranks of a node. The judge's own engines
+    take GPUs that are left. CPUs are not counted. Without ``trains`` there are no ranks, and engines are on
+    all nodes. Raises PlacementError.
     """
     nodes = sorted(nodes, key=_by_address)
     device = _device(nodes, config)
@@ -59,24 +61,43 @@ def place(nodes: Sequence[Node], config: RunConfig, *, trains: bool = True) -> P
         trainer_nodes = engine_nodes = list(nodes)
     free = {node.id: node.gpus for node in nodes}
     trainer = _ranks(trainer_nodes, free, config, device) if trains else ()
-    engines, size = config.rollout.engine.count, config.rollout.engine.tensor_parallel
-    if device == "cpu":
-        on_nodes = tuple(engine_nodes[engine % len(engine_nodes)] for engine in range(engines))
-    else:
-        on_nodes = _take(engine_nodes, free, engines, size, "engines (rollout.engine)")
+    engines = _engines(engine_nodes, free, config, device)
     judge = _judge(engine_nodes, free, config, device)
-    return Placement(trainer, on_nodes, device, collectors=_collectors(nodes, config), judge=judge)
+    return Placement(trainer, engines, device, collectors=_collectors(nodes, config), judge=judge)
 
 
 def place_engines(nodes: Sequence[Node], config: RunConfig) -> Placement:
     """Place engines alone, on all nodes. Raises PlacementError."""
     nodes = sorted(nodes, key=_by_address)
-    device, count = _device(nodes, config), config.rollout.engine.count
-    if device == "cpu":
-        return Placement((), tuple(nodes[engine % len(nodes)] for engine in range(count)), device)
+    device = _device(nodes, config)
     free = {node.id: node.gpus for node in nodes}
-    size = config.rollout.engine.tensor_parallel
-    return Placement((), _take(nodes, free, count, size, "engines (rollout.engine)"), device)
+    return Placement((), _engines(nodes, free, config, device), device)
+
+
+def _engines(
+    nodes: Sequence[Node], free: dict[str, int], config: RunConfig, device: str
+) -> tuple[tuple[Node, ...], ...]:
+    """Return the nodes of each engine. On GPUs those that it takes are no longer ``free``."""
+    engine = config.rollout.engine
+    if device == "cuda":
+        return _take(
+            nodes, free, engine.count, engine.ranks_per_node, "engines (rollout.engine)", spread=engine.nodes
+        )
+    _enough_nodes(nodes, engine.nodes)
+    return tuple(
+        tuple(nodes[(number * engine.nodes + part) % len(nodes)] for part in range(engine.nodes))
+        for number in range(engine.count)
+    )
+
+
+def _enough_nodes(nodes: Sequence[Node], needed: int) -> None:
+    """Raise PlacementError if an engine has more nodes than there are."""
+    if len(nodes) < needed:
+        addresses = ", ".join(node.address for node in nodes)
+        raise PlacementError(
+            f"each engine is spread over {needed} nodes (rollout.engine.nodes), and engines have "
+            f"{len(nodes)} ({addresses}): ask sbatch for more nodes, or use fewer for an engine"
+        )
 
 
 def _collectors(nodes: Sequence[Node], config: RunConfig) -> tuple[Node, ...]:
@@ -94,37 +115,34 @@ def _judge(nodes: Sequence[Node], free: dict[str, int], config: RunConfig, devic
         return ()
     if device == "cpu":
         return tuple(nodes[engine % len(nodes)] for engine in range(judge.count))
-    return _take(nodes, free, judge.count, judge.tensor_parallel, "engines of the judge (judge.endpoint)")
+    taken = _take(nodes, free, judge.count, judge.tensor_parallel, "engines of the judge (judge.endpoint)")
+    return tuple(node for (node,) in taken)
 
 
 def _colocated(nodes: Sequence[Node], config: RunConfig, device: str) -> Placement:
     free = {node.id: node.gpus for node in nodes}
     trainer = _ranks(nodes, free, config, device)
-    count, size = config.rollout.engine.count, config.rollout.engine.tensor_parallel
+    engine = config.rollout.engine
+    shared: tuple[tuple[tuple[int, ...], ...], ...] = ()
     if device == "cpu":
-        shared: list[tuple[int, ...]] = []
-        engines = [trainer[engine % len(trainer)] for engine in range(count)]
+        hosts = list(dict.fromkeys(trainer)) if engine.nodes > 1 else trainer
+        engines = _engines(hosts, free, config, device)
     else:
-        by_node = {node: [rank for rank, host in enumerate(trainer) if host == node] for node in nodes}
-        shared = [
-            tuple(ranks[first : first + size])
-            for ranks in by_node.values()
-            for first in range(0, len(ranks) - size + 1, size)
-        ][:count]
-        if len(shared) < count:
-            by_address = ", ".join(f"{node.address}: {len(ranks)}" for node, ranks in by_node.items())
-            raise PlacementError(
-                f"{count} engines (rollout.engine) need the GPUs of {size} trainer ranks each, on one node; "
-                f"there is room for {len(shared)} (trainer ranks by node: {by_address})"
-            )
-        engines = [trainer[ranks[0]] for ranks in shared]
-    if config.weights.transport.type == "tensor" and set(engines) != {trainer[0]}:
+        ranks = {node.id: [rank for rank, host in enumerate(trainer) if host == node] for node in nodes}
+        left = {node: len(of_node) for node, of_node in ranks.items()}
+        what = "engines (rollout.engine) on the trainer's GPUs"
+        engines = _take(nodes, left, engine.count, engine.ranks_per_node, what, spread=engine.nodes)
+        shared = tuple(
+            tuple(tuple(ranks[node.id].pop(0) for _ in range(engine.ranks_per_node)) for node in on_nodes)
+            for on_nodes in engines
+        )
+    if config.weights.transport.type == "tensor" and {n for each in engines for n in each} != {trainer[0]}:
         raise PlacementError(
             f"weights.transport.type is tensor, but not all engines are on {trainer[0].address}, the node of "
             "the trainer's first rank, whose memory they would share: use disk or delta"
         )
     judge = _judge(nodes, free, config, device)
-    return Placement(trainer, tuple(engines), device, tuple(shared), _collectors(nodes, config), judge)
+    return Placement(trainer, engines, device, shared, _collectors(nodes, config), judge)
 
 
 def place_trainer(nodes: Sequence[Node], config: RunConfig) -> Placement:
@@ -139,7 +157,7 @@ def _ranks(nodes: Sequence[Node], free: dict[str, int], config: RunConfig, devic
     if device == "cpu":
         per_node = -(-ranks // len(nodes))
         return tuple(nodes[rank // per_node] for rank in range(ranks))
-    return _take(nodes, free, ranks, 1, "trainer ranks (actor.parallel)")
+    return tuple(node for (node,) in _take(nodes, free, ranks, 1, "trainer ranks (actor.parallel)"))
 
 
 def _by_address(node: Node) -> tuple[int, int, str]:
@@ -160,16 +178,23 @@ def _device(nodes: Sequence[Node], config: RunConfig) -> str:
     return "cuda" if device == "gpu" else "cpu"
 
 
-def _take(nodes: Sequence[Node], free: dict[str, int], count: int, gpus: int, what: str) -> tuple[Node, ...]:
+def _take(
+    nodes: Sequence[Node], free: dict[str, int], count: int, gpus: int, what: str, *, spread: int = 1
+) -> tuple[tuple[Node, ...], ...]:
+    """Take ``gpus`` GPUs on each of ``spread`` nodes, ``count`` times, always from the first nodes with room.
+
+    Return the nodes of each. Raises PlacementError.
+    """
     free_gpus = ", ".join(f"{node.address}: {free[node.id]}" for node in nodes)
-    taken: list[Node] = []
-    for node in nodes:
-        while len(taken) < count and free[node.id] >= gpus:
+    taken: list[tuple[Node, ...]] = []
+    while len(taken) < count:
+        with_room = [node for node in nodes if free[node.id] >= gpus][:spread]
+        if len(with_room) < spread:
+            each = f"{gpus} GPUs each" if spread == 1 else f"{gpus} GPUs on each of {spread} nodes"
+            raise PlacementError(
+                f"{count} {what} need {each}; there is room for {len(taken)} (free GPUs by node: {free_gpus})"
+            )
+        for node in with_room:
             free[node.id] -= gpus
-            taken.append(node)
-    if len(taken) < count:
-        raise PlacementError(
-            f"{count} {what} need {gpus} GPUs each; there is room for {len(taken)} "
-            f"(free GPUs by node: {free_gpus})"
-        )
+        taken.append(tuple(with_room))
     return tuple(taken)

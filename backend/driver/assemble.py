@@ -34,6 +34,7 @@ from slipstream.backend.driver.trainer import RankedTrainer
 from slipstream.backend.driver.verification import Verifier, probe_text
 from slipstream.backend.monitor.status import RunStatus
 from slipstream.bridge.publish.endpoint import PAUSE
+from slipstream.bridge.shards.adapter import adapter_spec
 from slipstream.configs.schema import LiveConfig, RunConfig
 from slipstream.configs.schema.judge import asks_policy, own_engines
 from slipstream.rollout.collect.gate import AdmissionGate
@@ -43,6 +44,7 @@ from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.collect.server import CollectorServer
 from slipstream.rollout.compat.slime.data_source_process import slime_drawing
 from slipstream.rollout.control.concurrency import ConcurrencyController
+from slipstream.rollout.engine.adapters import POLICY, AdapterServing
 from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.key import Key, new_key
 from slipstream.rollout.engine.roster import FOLLOW_TIMEOUT_S, EngineRoster
@@ -151,18 +153,21 @@ def assemble(
     )
     trainer = _trainer(config, placement, logs) if trains else _batch_saver(config)
     devices = _devices(config, trainer, roster)
+    adapters = _adapters(config, inputs) if trains else None
+    limits = EngineLimits.of(config, inputs.spec.geometry, adapter=None if adapters is None else POLICY)
     weights = ServedWeights(
         trainer,
         roster,
         devices,
         gate,
-        verifier=_verifier(config, inputs),
+        verifier=_verifier(config, inputs, limits),
         interrupted=InterruptedUpdates(
             resumes=not config.rollout.engine.colocated, timeout_s=config.weights.timeout_s
         ),
+        starts_served=not trains or not _begins_with_adapter(config),
+        note=listener.note,
     )
-    actors = EngineActors(config, placement, logs)
-    limits = EngineLimits.of(config, inputs.spec.geometry)
+    actors = EngineActors(config, placement, logs, inputs.engine_model.path, adapters=adapters)
     supervisor = Supervisor(
         policy_engines(config, actors, limits, trainer, devices),
         roster,
@@ -214,6 +219,8 @@ def assemble(
             step_of=gate.step_of,
             by_function=slime is not None and slime.evaluating is not None,
         )
+        if evaluation.is_due_first(gate.step, config.run.folder):
+            questions.evaluates_from(0)
     adapts = rollout.engine.adaptive_concurrency
     return Parts(
         gate=gate,
@@ -238,7 +245,7 @@ def assemble(
             logs,
             key,
             inputs.spec.geometry.vocab,
-            inputs.spec.geometry.max_positions,
+            limits.max_length,
             listener.note,
         ),
         evaluation=evaluation,
@@ -267,13 +274,13 @@ def assemble(
         judge=judge_supervisor(config, placement, logs, roster.judge_serves, listener.note),
         hooks=hooks,
         lost=lost,
-        drawing=_drawing(config, state, gate, logs),
+        drawing=_drawing(config, state, gate, logs, listener.note),
     )
 
 
 def _evaluates_from(config: RunConfig, gate: AdmissionGate, questions: EvaluationTasks) -> None:
     """Say which evaluations are still to come: those of later steps, and that of the last one."""
-    questions.evaluates_from(gate.step if gate.step >= config.run.steps else gate.step + 1)
+    questions.evaluates_from(gate.step if gate.step >= config.run.total_steps else gate.step + 1)
 
 
 def _trainer(config: RunConfig, placement: Placement, logs: Path) -> RunTrainer:
@@ -282,18 +289,38 @@ def _trainer(config: RunConfig, placement: Placement, logs: Path) -> RunTrainer:
     return RankedTrainer(ranks, step_timeout_s=timeout_s)
 
 
+def _adapters(config: RunConfig, inputs: Inputs) -> AdapterServing | None:
+    """Return the adapters that the engines load; None: they get whole weights."""
+    lora = config.actor.lora
+    if lora is None or not config.actor.serves_adapter:
+        return None
+    adapter = adapter_spec(inputs.spec, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+    return AdapterServing(lora.rank, tuple(adapter.leaves))
+
+
+def _begins_with_adapter(config: RunConfig) -> bool:
+    """True if engines need an adapter for version 0, or weights other than those of ``model.path``."""
+    lora = config.actor.lora
+    return lora is not None and (lora.path is not None or lora.serve == "adapter")
+
+
 def _batch_saver(config: RunConfig) -> RunTrainer:
     from slipstream.backend.driver.batch_saver import BatchSaver  # imports torch
 
     return BatchSaver(config)
 
 
-def _drawing(config: RunConfig, state: RunState, gate: AdmissionGate, logs: Path) -> Drawing | None:
+def _drawing(
+    config: RunConfig, state: RunState, gate: AdmissionGate, logs: Path, note: Callable[[str], None]
+) -> Drawing | None:
     if state.drawn is None:
         return None
     state.drawn.when_ready(gate.prompts_came)
-    drawing = slime_drawing if config.rollout.data_source is None else own_drawing
-    return drawing(config, state.drawn, logs, ahead=state.control.capacity)
+    if config.rollout.data_source is not None:
+        return own_drawing(config, state.drawn, logs, ahead=state.control.capacity)
+    drawing = slime_drawing(config, state.drawn, logs, ahead=state.control.capacity, note=note)
+    gate.when_lost(drawing.lost)
+    return drawing
 
 
 def live_turns(config: RunConfig, inputs: Inputs, state: RunState) -> LiveTurns:
@@ -375,16 +402,16 @@ def _devices(config: RunConfig, trainer: RunTrainer, roster: EngineRoster) -> De
     )
 
 
-def _verifier(config: RunConfig, inputs: Inputs) -> Verifier | None:
+def _verifier(config: RunConfig, inputs: Inputs, limits: EngineLimits) -> Verifier | None:
     verify = config.weights.verify
     if verify.type == "off":
         return None
-    length = min(verify.tokens, inputs.spec.geometry.max_positions - 1)
+    length = min(verify.tokens, limits.max_length - 1)
     prompts = inputs.prompts or inputs.held_out or [Prompt(0, PROBE)]
     return Verifier(
         verify,
         probe_text(prompts, inputs.tokenizer, length),
-        config.model.dtype,
+        config.rollout.engine.quantization or config.model.dtype,
         answer_timeout_s=config.weights.answer_timeout_s,
         timeout_s=config.weights.timeout_s,
     )

@@ -52,13 +52,13 @@ def prompt_checks(
 ) -> list[Check]:
     """Return the checks of a prompt set of a run.
 
-    ``context``: tokens that the model has room for, None if unknown. ``setting``: that of ``new_tokens``.
+    ``context``: tokens that the engines serve, None if unknown. ``setting``: that of ``new_tokens``.
     """
     checks: list[Check] = []
     if writes_prompts(config) and tokenizer is not None and tokenizer.chat_template:
         room = None
         if context is not None:
-            why = f"the model has room for {context}, of which {setting} takes {new_tokens}"
+            why = f"the engines have room for {context}, of which {setting} takes {new_tokens}"
             room = Room(context - new_tokens, why)
         checks.append(TemplateCheck(tokenizer, room))
     if writes_prompts(config) and (label_check := _label_check(config)) is not None:

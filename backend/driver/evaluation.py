@@ -1,16 +1,19 @@
 """Evaluation: completions of held-out prompts, beside training."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from slipstream.backend.driver.hooked_batches import HookedBatches
 from slipstream.backend.driver.ports import RunListener
+from slipstream.backend.monitor.course import read_course
 from slipstream.backend.monitor.passes import passes
 from slipstream.backend.monitor.units import mean
 from slipstream.configs.schema import EvalConfig
 from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.evaluated_set import HELD_OUT, EvaluatedSet
-from slipstream.rollout.trajectory import Prompt, means_by_name, prompt_fields
+from slipstream.rollout.named_numbers import means_by_name
+from slipstream.rollout.trajectory import Prompt, prompt_fields
 
 
 class Evaluation:
@@ -41,9 +44,13 @@ class Evaluation:
         self._listener = listener
         self._hooks = hooks
 
-    def is_due_first(self, epoch: int) -> bool:
-        """True if the initial policy is evaluated before training. ``epoch``: earlier starts of the run."""
-        return self._before_training and epoch == 0
+    def is_due_first(self, step: int, run: Path) -> bool:
+        """True if the initial policy is to be evaluated before training. Raises OSError.
+
+        It is not evaluated again once the metrics in the run folder ``run`` have its evaluation, or ``step``
+        training steps are done: an earlier start of the run may have ended before, within or behind it.
+        """
+        return self._before_training and step == 0 and 0 not in read_course(run).evaluations
 
     def is_due(self, step: int, steps: int) -> bool:
         """True if an evaluation is due after training step ``step``, which is not the last one."""

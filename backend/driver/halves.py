@@ -31,6 +31,7 @@ from slipstream.backend.driver.run_folder import (
     start_folder,
     with_absolute_paths,
 )
+from slipstream.backend.driver.run_length import with_steps
 from slipstream.backend.driver.skipped import SkippedUpdateLimit, skipped_in
 from slipstream.backend.driver.stop import Stop, Stopped
 from slipstream.backend.driver.trainer import RankedTrainer
@@ -82,7 +83,8 @@ def saved_in(config: RunConfig) -> Path:
 
 
 def saved_batches(config: RunConfig, folder: Path) -> list[Path]:
-    """Return the files of saved batches, as many as the recipe has steps, in their order.
+    """Return the files of saved batches, as many as the recipe has steps, in their order; all of them if it
+    has epochs.
 
     ``folder``: with the files, or the run folder of a rollout half. Raises InputError with all problems that
     can be seen without reading them.
@@ -95,12 +97,13 @@ def saved_batches(config: RunConfig, folder: Path) -> list[Path]:
             f"--debug-train-only: no {BATCH_FILES} found in {folder} or {folder / BATCHES}: expected batches "
             "that --debug-rollout-only has saved"
         )
-    if len(files) < config.run.steps:
+    steps = config.run.steps
+    if steps is not None and len(files) < steps:
         raise InputError(
-            f"--debug-train-only: {len(files)} batches found in {files[0].parent}, {config.run.steps} "
+            f"--debug-train-only: {len(files)} batches found in {files[0].parent}, {steps} "
             f"expected for run.steps: save more, or set run.steps={len(files)}"
         )
-    return files[: config.run.steps]
+    return files[:steps]
 
 
 async def run_trainer_half(
@@ -117,6 +120,7 @@ async def run_trainer_half(
 
 async def _run(config: RunConfig, batches: Path, progress: Progress, stop: Stop, overwrite: bool) -> Path:
     files = saved_batches(config, batches)
+    config = with_steps(config, len(files))
     await prepare_inputs(config, progress.phase)
     progress.phase("checking the saved batches")
     longest = _checked(config, files)

@@ -14,11 +14,13 @@ import numpy as np
 
 from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup
+from slipstream.rollout.collect.gate import AdmissionGate
+from slipstream.rollout.collect.ready_groups import ReadyGroup
 from slipstream.rollout.compat.slime.batch_hooks import BatchHooks, TrainingData, batch_hooks
 from slipstream.rollout.compat.slime.batch_process import RecordedEpisode
 from slipstream.rollout.evaluated_set import EvaluatedSet
-from slipstream.rollout.trajectory import means_by_name, prompt_fields
+from slipstream.rollout.named_numbers import means_by_name
+from slipstream.rollout.trajectory import prompt_fields
 
 
 class HookedBatches:

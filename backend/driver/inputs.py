@@ -11,21 +11,28 @@ from slipstream.backend.driver.data_checks import (
     template_problems,
     writes_prompts,
 )
+from slipstream.backend.driver.engine_model import engine_problems
 from slipstream.backend.driver.length_filter import LengthFilter
 from slipstream.backend.driver.plugin_checks import model_of
 from slipstream.backend.driver.plugin_process import imported_plugin_problems
+from slipstream.backend.trainer.engine_checkpoint import EngineCheckpoint, engine_model_of
 from slipstream.bridge.families import model_spec
-from slipstream.bridge.hf.config import UnsupportedModel
+from slipstream.bridge.hf.config import UnsupportedModel, read_config
 from slipstream.bridge.hf.index import HfCheckpointError
+from slipstream.bridge.hf.peft_config import PeftError, PeftIndex
 from slipstream.bridge.model.spec import ModelSpec, value_spec
+from slipstream.bridge.shards.adapter import NoAdapter, adapter_spec, check_peft
 from slipstream.bridge.shards.check import check_tensors
+from slipstream.configs.installed.environment import has_gpus
 from slipstream.configs.rules.models import CRITIC, JUDGE, OTHER_MODELS, model_folder
 from slipstream.configs.schema import ModelConfig, PluginConfig, PromptFile, RunConfig, path_text
 from slipstream.configs.schema.judge import own_engines
 from slipstream.rollout import plugins
 from slipstream.rollout.compat.slime.checking import hook_problems
 from slipstream.rollout.control.filters import GroupFilter
+from slipstream.rollout.engine.context import served_length
 from slipstream.rollout.engine.model_limits import context_of, vocabulary_of
+from slipstream.rollout.engine.unserved import UNSERVED_ON_CPUS
 from slipstream.rollout.prompts import (
     Check,
     PromptError,
@@ -51,6 +58,7 @@ class Inputs:
     """Everything that a recipe names, read and constructed."""
 
     spec: ModelSpec
+    engine_model: EngineCheckpoint
     tokenizer: HfTokenizer
     prompts: PromptSet
     held_out: list[Prompt]
@@ -64,8 +72,11 @@ class Inputs:
     """Number of prompts that are too long."""
 
 
-def read_inputs(config: RunConfig) -> Inputs:
-    """Read and construct what the recipe names. Raises InputError with all problems at once."""
+def read_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
+    """Read and construct what the recipe names. Raises InputError with all problems at once.
+
+    ``trains``: there is a trainer, from which engines get the policy.
+    """
     rollout, problems = config.rollout, imported_plugin_problems(config)
 
     def attempt(name: str, read: Callable[[], T]) -> T | None:
@@ -88,10 +99,20 @@ def read_inputs(config: RunConfig) -> Inputs:
     spec = attempt(
         "model.path", lambda: model_spec(config.model.path, plugins.resolved(config.model.families))
     )
+    if spec is not None:
+        problems += adapter_problems(config, spec)
+    if not trains and config.actor.lora is not None and config.actor.lora.path is not None:
+        problems.append(
+            "actor.lora.path: without a trainer the engines would serve model.path without this adapter; "
+            "merge it into a model (PEFT's merge_and_unload), name that as model.path, and leave this "
+            "setting out"
+        )
     tokenizer = attempt("model.path", lambda: read_tokenizer(config.model, spec))
     if tokenizer is not None:
         problems += tokenizer_problems(config, tokenizer)
-    context = spec and spec.geometry.max_positions
+    engine_model = spec and attempt("model.path", lambda: engine_model_of(config, spec))
+    problems += engine_problems(config, spec) if spec is not None else []
+    context = spec and served_length(spec.geometry.max_positions, rollout.engine.args)
     sets = {"data": list[SourcePrompts](), "eval": list[SourcePrompts]()}
     for each in named_files(config):
         sources = sets[each.file.setting.partition(".")[0]]
@@ -102,12 +123,14 @@ def read_inputs(config: RunConfig) -> Inputs:
     problems += [
         *hook_problems(config),
         *checkpoint_problems(config, OTHER_MODELS),
+        *cpu_engine_problems(config),
         *judge_model_problems(config),
     ]
-    if problems or spec is None or tokenizer is None:
+    if problems or spec is None or engine_model is None or tokenizer is None:
         raise InputError("\n".join(dict.fromkeys(problems)))
     return Inputs(
         spec=spec,
+        engine_model=engine_model,
         tokenizer=tokenizer,
         prompts=PromptSet(sets["data"]),
         held_out=[
@@ -235,6 +258,39 @@ def checkpoint_problems(config: RunConfig, settings: Iterable[str]) -> list[str]
                     raise
                 problems.append(f"model.families: {plugins.raised(error)}")
     return problems
+
+
+def adapter_problems(config: RunConfig, spec: ModelSpec) -> list[str]:
+    """Return what is wrong with the adapter, as far as it is not in the values with which training begins."""
+    lora = config.actor.lora
+    if lora is None:
+        return []
+    try:
+        adapter = adapter_spec(spec, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+    except NoAdapter as error:
+        return [f"actor.lora.targets: {error}"]
+    if lora.path is None:
+        return []
+    try:
+        check_peft(PeftIndex(lora.path), adapter)
+    except (PeftError, OSError) as error:
+        return [f"actor.lora.path: {error}"]
+    return []
+
+
+def cpu_engine_problems(config: RunConfig) -> list[str]:
+    """Return why engines on CPUs cannot serve the policy, if they are on CPUs."""
+    device = config.cluster.device
+    if device == "gpu" or (device == "auto" and has_gpus()):
+        return []
+    try:
+        kind = read_config(config.model.path).get("model_type")
+    except UnsupportedModel:
+        return []  # which is reported as such
+    reason = UNSERVED_ON_CPUS.get(kind) if isinstance(kind, str) else None
+    if reason is None:
+        return []
+    return [f"model.path: SGLang cannot serve {kind} on CPUs: {reason}; run it on GPUs (cluster.device)"]
 
 
 def judge_model_problems(config: RunConfig) -> list[str]:

@@ -17,6 +17,7 @@ from slipstream.backend.driver.engines import START_GRACE_S, EngineLimits, Initi
 from slipstream.configs.schema import ModelJudge, RunConfig
 from slipstream.configs.schema.judge import OwnEngines, own_engines
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
+from slipstream.rollout.engine.context import served_length
 from slipstream.rollout.engine.model_limits import context_of, vocabulary_of
 from slipstream.rollout.engine.supervisor import Supervisor
 
@@ -65,7 +66,7 @@ def judge_supervisor(
     actors = JudgeEngineActors(config, engines, placement, logs)
     limits = limits_of(engines, config.judge.request_timeout_s)
     handles = [
-        RayEngine(actors.name(number), lambda number=number: actors.create(number), limits, Separate())
+        RayEngine(actors.name(number), lambda _, number=number: actors.create(number), limits, Separate())
         for number in range(engines.count)
     ]
     return Supervisor(
@@ -75,11 +76,10 @@ def judge_supervisor(
 
 def limits_of(engines: OwnEngines, request_timeout_s: float) -> EngineLimits:
     """Return the limits of the judge's engines. Raises ValueError if its config.json does not say them."""
-    context = engines.args.get("context_length")
     return EngineLimits(
         ranks=engines.tensor_parallel,
         vocab_size=vocabulary_of(engines.path),
-        max_length=context if isinstance(context, int) else context_of(engines.path),
+        max_length=served_length(context_of(engines.path), engines.args),
         request_timeout_s=request_timeout_s,
         answer_timeout_s=engines.answer_timeout_s,
         stream_interval=EngineAddress.stream_interval,

@@ -43,6 +43,8 @@ class OwnLoop:
     def __init__(self) -> None:
         self.started: Future[AdmissionGate] = Future()
         """Done when engines and trainer are ready: the first step may begin."""
+        self.total_steps = 0
+        """Number of training steps of the run, which it knows before ``started``."""
         self._commands: asyncio.Queue[_Command] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ask: Callable[[], object] | None = None

@@ -14,7 +14,7 @@ from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
 from slipstream.backend.monitor.status import RunStatus, TrainedStep
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.collect.listener import CollectionListener
-from slipstream.rollout.control.core import GroupCounts
+from slipstream.rollout.control.ends import GroupCounts
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.ledger.watermark import Watermark
 

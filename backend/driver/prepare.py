@@ -66,11 +66,27 @@ async def prepare_inputs(config: RunConfig, say: Callable[[str], None]) -> None:
         | {"seed": config.run.seed}
         | config.prepare.args
     )
+    await run_module(
+        "slipstream.backend.driver.prepare",
+        {"path": config.prepare.path, "args": arguments},
+        say,
+        name=config.prepare.path,
+    )
+    if absent := _missing(paths):
+        raise PrepareFailed(f"{config.prepare.path} has ended well, but did not make {', '.join(absent)}")
+
+
+async def run_module(module: str, request: object, say: Callable[[str], None], *, name: str) -> None:
+    """Run a module with ``request`` as JSON in a process of its own, and wait for its end.
+
+    ``say``: hears the lines that it prints. ``name``: what runs, for the message of PrepareFailed, which is
+    raised if it fails.
+    """
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "slipstream.backend.driver.prepare",
-        json.dumps({"path": config.prepare.path, "args": arguments}),
+        module,
+        json.dumps(request),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         limit=LONGEST_LINE,
@@ -84,14 +100,12 @@ async def prepare_inputs(config: RunConfig, say: Callable[[str], None]) -> None:
         code = await process.wait()
         if code != 0:
             tail = (await errors).decode(errors="replace").strip().splitlines()[-15:]
-            raise PrepareFailed("\n".join([f"{config.prepare.path} {_ending(code)}:", *tail]))
+            raise PrepareFailed("\n".join([f"{name} {_ending(code)}:", *tail]))
     finally:
         errors.cancel()
         with suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-    if absent := _missing(paths):
-        raise PrepareFailed(f"{config.prepare.path} has ended well, but did not make {', '.join(absent)}")
 
 
 def _ending(code: int) -> str:

@@ -205,7 +205,7 @@ def restore_collection(
     rollout = config.rollout
     control = make_control(
         rollout,
-        steps=config.run.steps,
+        steps=config.run.total_steps,
         live=config.live,
         versions=VersionTree(recovered.versions, recovered.copies),
         version=recovered.restored,

@@ -18,6 +18,7 @@ from slipstream.backend.cluster.placement import place
 from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
 from slipstream.backend.driver.assemble import Parts, assemble
 from slipstream.backend.driver.collection import collection_loop, keep_collecting
+from slipstream.backend.driver.engine_model import write_engine_model
 from slipstream.backend.driver.gateways import announcement
 from slipstream.backend.driver.inputs import read_inputs
 from slipstream.backend.driver.job_end import stop_after_s
@@ -31,6 +32,7 @@ from slipstream.backend.driver.run_folder import (
     recipe_text,
     with_absolute_paths,
 )
+from slipstream.backend.driver.run_length import in_steps, length_note
 from slipstream.backend.driver.serving import serving_loop
 from slipstream.backend.driver.stop import Stop, Stopped
 from slipstream.backend.driver.training import training_loop, training_steps
@@ -89,7 +91,13 @@ async def _run(
     started = time.monotonic()
     await prepare_inputs(config, progress.phase)
     progress.phase("reading model and prompts")
-    inputs = read_inputs(config)
+    inputs = read_inputs(config, trains=trains)
+    if (epochs := config.run.epochs) is not None:
+        config = in_steps(config, len(inputs.prompts))
+        progress.lasts(config.run.total_steps)
+        progress.note(length_note(epochs, len(inputs.prompts), config.run.total_steps))
+    if own is not None:
+        own.total_steps = config.run.total_steps
     with permissions(config), ExitStack() as stack:
         folder, state = await open_run(config, inputs, progress, resume, accept_changes, overwrite=overwrite)
         stack.enter_context(state.lease.held(stop.fail))
@@ -103,6 +111,7 @@ async def _run(
         trace = TraceLog(folder)
         stack.callback(trace.close)
         metrics.log(state.control.version, {"run/recipe": f"```yaml\n{recipe_text(config)}```"})
+        await write_engine_model(config, inputs.engine_model, progress.phase, again=accept_changes)
         progress.phase("starting Ray")
         n_samples = config.rollout.n_samples_per_prompt
         trajectories = config.rollout.batch_size * n_samples
@@ -206,7 +215,8 @@ async def _course(
             progress.note(announcement(config, os.environ))
         if parts.collectors.count:
             await parts.server.first_collector(config.rollout.engine.start_timeout_s)
-        if evaluation is not None and evaluation.is_due_first(state.ledger.epoch) and own is None:
+        due_first = evaluation is not None and evaluation.is_due_first(parts.gate.step, config.run.folder)
+        if evaluation is not None and due_first and own is None:
             progress.phase("evaluating the initial policy")
             await evaluation.run(0)
         recorder.training_begins(parts.status())
@@ -286,7 +296,7 @@ async def _finished(
         return True  # the newest checkpoint is all that there is of its state
     try:
         await life.alive()
-        if gate.step < config.run.steps and not gate.is_ended:
+        if gate.step < config.run.total_steps and not gate.is_ended:
             return False
         await weights.settled()
         await parts.checkpoints.last(gate)
@@ -297,7 +307,7 @@ async def _finished(
             progress.phase("evaluating the trained policy")
             await parts.evaluation.run(gate.version)
         await life.alive()
-        if gate.step < config.run.steps and not gate.is_ended:
+        if gate.step < config.run.total_steps and not gate.is_ended:
             return False
         progress.phase("writing the trained policy")
         async with weights.trainers_turn():

@@ -8,6 +8,7 @@ driver.json       the driver that may write here, with driver.term.N: ``rollout/
 ledger.sqlite     what became of every group, unless the run is one of ``slipstream sft``
 driver.log        what the terminal showed
 episodes/         trained episodes as text: ``monitor/episode_files.py``
+engine-model/     what engines start from, if they hold other weights than `model.path`: ``engine_model.py``
 checkpoints/, checkpoint-hf/, logs/, metrics.jsonl, trace.jsonl, summary.json
 """
 

@@ -16,6 +16,7 @@ from slipstream.backend.cluster.placement import place_engines
 from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
 from slipstream.backend.driver.assemble import ServedVersion, live_turns, live_users
 from slipstream.backend.driver.devices import Separate
+from slipstream.backend.driver.engine_model import write_engine_model
 from slipstream.backend.driver.engines import EngineLimits, InitialWeights, NoTrainer, policy_engines
 from slipstream.backend.driver.gateways import announcement
 from slipstream.backend.driver.inputs import InputError, read_inputs
@@ -58,7 +59,7 @@ async def _serve(
 ) -> None:
     await prepare_inputs(config, progress.phase)
     progress.phase("reading the model")
-    inputs = read_inputs(config)
+    inputs = read_inputs(config, trains=False)
     with permissions(config), ExitStack() as stack:
         folder, state = await open_run(config, inputs, progress, resume, accept_changes, overwrite=overwrite)
         stack.enter_context(state.lease.held(stop.fail))
@@ -70,12 +71,14 @@ async def _serve(
                 "model.path is served: convert a checkpoint (slipstream convert megatron-to-hf), name it as "
                 "model.path, and choose another run.name"
             )
+        await write_engine_model(config, inputs.engine_model, progress.phase, again=accept_changes)
         listener = Unlogged(progress)
         turns = live_turns(config, inputs, state)
         gate = AdmissionGate(state.control, state.intake, state.ledger, listener, live=turns)
         progress.phase("starting Ray")
         nodes = stack.enter_context(ray_cluster(config, batch_bytes=0, note=progress.note))
-        actors = EngineActors(config, place_engines(nodes, config), folder / LOGS)
+        placement = place_engines(nodes, config)
+        actors = EngineActors(config, placement, folder / LOGS, inputs.engine_model.path)
         roster = EngineRoster(
             ServedVersion(gate), limit=config.rollout.max_concurrent, epoch=state.ledger.epoch
         )

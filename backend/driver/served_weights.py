@@ -13,6 +13,7 @@ start meanwhile, or whose weights were cut off, wait for it.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -30,6 +31,11 @@ from slipstream.backend.driver.trainer_life import TrainerLife
 from slipstream.backend.driver.verification import Verifier, WeightsMismatch
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.engine.client import EngineAddress
+
+log = logging.getLogger(__name__)
+
+ROOM_RETRY_S = 10.0
+"""Seconds after which a version is sent again for which there was no room. Somebody has to make it."""
 
 
 class TrainedWeights:
@@ -73,14 +79,22 @@ class ServedWeights(Generic[ClientT]):
         *,
         verifier: Verifier | None = None,
         interrupted: InterruptedUpdates | None = None,
+        starts_served: bool = True,
+        note: Callable[[str], None] = log.warning,
     ) -> None:
-        """``interrupted``: ends updates that a dead trainer has left; None where no trainer dies."""
+        """``interrupted``: ends updates that a dead trainer has left; None where no trainer dies.
+
+        ``starts_served``: an engine that has started holds the trainer's initial weights already. ``note``:
+        hears what somebody has to do something about.
+        """
         self._trainer = trainer
         self._roster = roster
         self._devices = devices
         self._owner = owner
         self._verifier = verifier
         self._interrupted = interrupted
+        self._starts_served = starts_served
+        self._note = note
         self.life = TrainerLife()
         self._moving = asyncio.Lock()
         self._verdict: asyncio.Task[None] | None = None
@@ -198,7 +212,7 @@ class ServedWeights(Generic[ClientT]):
         version = self._owner.version
         expected: list[float] = []
         async with self.trainers_turn(engine):
-            if version > 0:
+            if version > 0 or not self._starts_served:
                 async with self._devices.publishing():
                     report = await self._send(version, [engine])
                 if engine.name in report.failed:
@@ -244,12 +258,21 @@ class ServedWeights(Generic[ClientT]):
                 self._roster.withdraw(client, stock.outdated[client.name])
 
     async def _send(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
-        """Send the weights, once more to engines whose transfer another engine's failure cut short."""
+        """Send the weights, as soon as there is room for them. The engines go on meanwhile.
+
+        Raises WeightsMismatch when no engine of this run can get them.
+        """
         report = await self._trainer.publish(version, engines)
-        if not report.interrupted:
-            return report
-        interrupted = [engine for engine in engines if engine.name in report.interrupted]
-        return report.merged(await self._trainer.publish(version, interrupted))
+        if report.no_room is not None:
+            self._note(
+                f"version {version} waits for room, and the engines go on without it: {report.no_room}"
+            )
+        while report.no_room is not None:
+            await asyncio.sleep(ROOM_RETRY_S)
+            report = await self._trainer.publish(version, engines)
+        if report.unservable is not None:
+            raise WeightsMismatch(report.unservable)
+        return report
 
     async def _verify(self, verifier: Verifier, version: int, expected: list[float]) -> None:
         clients = list(self._roster.clients)

@@ -23,7 +23,7 @@ from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.cluster.ray_cluster import ray_cluster
 from slipstream.backend.driver.checkpointing import NoHistory, TrainerCheckpoints
 from slipstream.backend.driver.data_checks import example_checks, template_problems
-from slipstream.backend.driver.inputs import HfTokenizer, InputError, read_tokenizer
+from slipstream.backend.driver.inputs import HfTokenizer, InputError, adapter_problems, read_tokenizer
 from slipstream.backend.driver.job_end import stop_after_s
 from slipstream.backend.driver.prepare import prepare_inputs
 from slipstream.backend.driver.run_folder import (
@@ -39,6 +39,7 @@ from slipstream.backend.driver.run_folder import (
     with_absolute_paths,
     write_recipe,
 )
+from slipstream.backend.driver.run_length import in_steps, length_note
 from slipstream.backend.driver.skipped import SkippedUpdateLimit, skipped_in
 from slipstream.backend.driver.stop import Stop, Stopped
 from slipstream.backend.driver.trainer import RankedTrainer
@@ -47,10 +48,11 @@ from slipstream.backend.monitor.progress import Progress
 from slipstream.backend.monitor.trackers.opened import open_trackers
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
+from slipstream.bridge.model.spec import ModelSpec
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.supervised import Supervised
 from slipstream.rollout import plugins
-from slipstream.rollout.control.core import GroupCounts
+from slipstream.rollout.control.ends import GroupCounts
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.ledger.lease import FolderLease
 from slipstream.rollout.lines import read_lines
@@ -117,6 +119,10 @@ async def _run(
     await prepare_inputs(config, progress.phase)
     progress.phase("reading model and examples")
     examples = read_encoded_examples(supervised)
+    if (epochs := config.run.epochs) is not None:
+        config = in_steps(config, len(examples))
+        progress.lasts(config.run.total_steps)
+        progress.note(length_note(epochs, len(examples), config.run.total_steps, "examples"))
     with permissions(config), ExitStack() as stack:
         lease, checkpoint = await open_folder(config, progress, resume, accept_changes, overwrite)
         stack.enter_context(lease.held(stop.fail))
@@ -206,7 +212,7 @@ async def _train(
     progress: Progress,
 ) -> None:
     skipped = SkippedUpdateLimit(config.run.max_skipped_updates, progress.note)
-    steps, size = config.run.steps, config.rollout.batch_size
+    steps, size = config.run.total_steps, config.rollout.batch_size
     first = position.step
     while position.step < steps and not position.ended:
         indices = range(position.position, position.position + size)
@@ -297,6 +303,9 @@ class EncodedExamples:
         assert config.data is not None
         self._order = EpochOrder(len(examples), shuffle=config.data.shuffle, seed=config.run.seed)
 
+    def __len__(self) -> int:
+        return len(self._pairs)
+
     def pairs_at(self, position: int) -> list[TokenPair]:
         """Return the prompt with each target of the example at ``position`` in the order."""
         return self._pairs[self._order.at(position)]
@@ -322,6 +331,9 @@ def read_encoded_examples(supervised: Supervised) -> EncodedExamples:
     spec = attempt(
         "model.path", lambda: model_spec(config.model.path, plugins.resolved(config.model.families))
     )
+    if spec is not None:
+        problems += adapter_problems(config, spec)
+        problems += reward_model_problems(supervised, spec)
     tokenizer = attempt("model.path", lambda: read_tokenizer(config.model, spec))
     if tokenizer is not None:
         problems += [f"model.path: {reason}" for reason in template_problems(tokenizer)]
@@ -336,6 +348,16 @@ def read_encoded_examples(supervised: Supervised) -> EncodedExamples:
             f"{spec.geometry.max_positions} (max_position_embeddings): leave such examples out"
         )
     raise InputError("\n".join(problems))
+
+
+def reward_model_problems(supervised: Supervised, spec: ModelSpec) -> list[str]:
+    """Return what keeps a model from becoming a reward model: HF has no type for one that reads images."""
+    if supervised.learn == "responses" or not spec.mappings.passed_through:
+        return []
+    return [
+        f"model.path: a {spec.geometry.family} reads more than text, and a reward model of such a model "
+        "cannot be written; expected a language model alone"
+    ]
 
 
 def checked_examples(

@@ -31,7 +31,8 @@ from slipstream.backend.driver.skipped import SkippedUpdateLimit
 from slipstream.backend.driver.trainer_life import TrainerLife
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.configs.schema.run import RunSection
-from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup
+from slipstream.rollout.collect.gate import AdmissionGate
+from slipstream.rollout.collect.ready_groups import ReadyGroup
 from slipstream.rollout.live.batches import LiveTrajectory
 
 Read = Callable[[list[bytes]], Awaitable[list[bytes]]]
@@ -79,7 +80,7 @@ async def training_loop(
     async with asyncio.TaskGroup() as evaluations:
         async for event in steps:
             is_published = isinstance(event, StepPublished)
-            if is_published and evaluation is not None and evaluation.is_due(gate.step, run.steps):
+            if is_published and evaluation is not None and evaluation.is_due(gate.step, run.total_steps):
                 running.append(evaluations.create_task(evaluation.run(event.version)))
         if gate.is_ended:
             for task in running:
@@ -108,7 +109,7 @@ async def training_steps(
     """
     clock = asyncio.get_running_loop().time
     skipped = SkippedUpdateLimit(run.max_skipped_updates, listener.note)
-    while gate.step < run.steps and await _is_trainer_there(weights.life, gate):
+    while gate.step < run.total_steps and await _is_trainer_there(weights.life, gate):
         try:
             began = clock()
             groups = await _batch(run, gate, weights.life)

@@ -7,13 +7,16 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from slipstream.backend.driver.engine_model import write_engine_model
 from slipstream.backend.driver.engines import EngineLimits
-from slipstream.backend.driver.inputs import Inputs, read_inputs
+from slipstream.backend.driver.inputs import InputError, Inputs, read_inputs
 from slipstream.backend.driver.prepare import prepare_inputs
 from slipstream.backend.driver.run_folder import with_absolute_paths
+from slipstream.backend.trainer.engine_checkpoint import COPY
 from slipstream.configs.installed.environment import has_gpus
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.judge import own_engines
@@ -22,11 +25,18 @@ from slipstream.rollout.collector.parts import episode_parts, surroundings_of
 from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.collector.trial import Trial, TriedEpisode
 from slipstream.rollout.engine.connection import EngineAddress
+from slipstream.rollout.engine.context import served_length
 from slipstream.rollout.engine.model_limits import context_of, vocabulary_of
 from slipstream.rollout.engine.pool import EnginePool
-from slipstream.rollout.engine.process import EngineStartError, ServerProcess, ServerSpec
+from slipstream.rollout.engine.process import (
+    MEETING_PORTS,
+    EngineStartError,
+    MeetingPoint,
+    ServerProcess,
+    ServerSpec,
+)
 from slipstream.rollout.engine.routing import Routing, ServingEngine
-from slipstream.rollout.network import hold_port, port_of
+from slipstream.rollout.network import hold_port, hold_ports, port_of
 from slipstream.rollout.trajectory import Prompt
 
 LOOPBACK = "127.0.0.1"
@@ -46,13 +56,18 @@ async def tryout(
     Raises InputError, EngineStartError, PrepareFailed, PluginError and JudgeStartFailed.
     """
     config = with_absolute_paths(config)
+    _engine_is_on_one_node(config)
     await prepare_inputs(config, say)
     say("reading model and prompts")
-    inputs = read_inputs(config)
+    inputs = read_inputs(config, trains=False)
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-try-")))
+        model = inputs.engine_model
+        if model.is_copy:  # a trial leaves nothing behind
+            model = replace(model, path=logs / COPY)
+        await write_engine_model(config, model, say)
         say("starting an engine and the reward")
-        servers = await stack.enter_async_context(_serving(config, inputs, logs))
+        servers = await stack.enter_async_context(_serving(config, inputs, model.path, logs))
         surroundings = await stack.enter_async_context(surroundings_of(config, logs, "try"))
         limit = TimeLimit(config.rollout.episode_timeout_s, "rollout.episode_timeout_s")
         pool = EnginePool(
@@ -69,7 +84,7 @@ async def tryout(
                 pool,
                 limit,
                 vocab_size=geometry.vocab,
-                context=geometry.max_positions,
+                context=served_length(geometry.max_positions, config.rollout.engine.args),
                 give_up=_give_up,
             )
         )
@@ -148,25 +163,48 @@ class _Server(NamedTuple):
 
 
 @asynccontextmanager
-async def _serving(config: RunConfig, inputs: Inputs, logs: Path) -> AsyncIterator[list[_Server]]:
-    """Serve the policy, and the judge's own model if it has one, inside. Raises EngineStartError."""
+async def _serving(
+    config: RunConfig, inputs: Inputs, model: Path, logs: Path
+) -> AsyncIterator[list[_Server]]:
+    """Serve the policy, and the judge's own model if it has one, inside. Raises EngineStartError.
+
+    ``model``: the HF checkpoint from which the policy's engine starts.
+    """
     device, engine = config.cluster.device, config.rollout.engine
     on_gpus = device == "gpu" or (device == "auto" and has_gpus())
     limits = EngineLimits.of(config, inputs.spec.geometry)
     servers: list[_Server] = []
     async with AsyncExitStack() as stack:
 
-        def start(name: str, path: Path, dtype: str, ranks: int, args: Mapping[str, object]) -> None:
+        def start(
+            name: str,
+            path: Path,
+            dtype: str,
+            tensor_parallel: int,
+            args: Mapping[str, object],
+            *,
+            data_parallel: int = 1,
+            expert_parallel: int = 1,
+            pipeline_parallel: int = 1,
+        ) -> None:
             port = port_of(stack.enter_context(hold_port(LOOPBACK)))
+            meeting = None
+            if data_parallel > 1:
+                held = [stack.enter_context(each) for each in hold_ports(LOOPBACK, MEETING_PORTS)]
+                meeting = MeetingPoint(LOOPBACK, port_of(held[0]))
             spec = ServerSpec(
                 path,
                 dtype,
                 "cuda" if on_gpus else "cpu",
-                ranks,
+                tensor_parallel,
                 LOOPBACK,
                 port,
                 version=0,
                 seed=config.run.seed,
+                data_parallel=data_parallel,
+                expert_parallel=expert_parallel,
+                pipeline_parallel=pipeline_parallel,
+                meeting=meeting,
                 args=args,
                 environment=gpu_environment.environment(config, "engines") if on_gpus else {},
                 label="try",
@@ -177,9 +215,9 @@ async def _serving(config: RunConfig, inputs: Inputs, logs: Path) -> AsyncIterat
             address = EngineAddress(
                 name,
                 process.access.url,
-                ranks,
+                spec.ranks,
                 vocabulary_of(path),
-                context_of(path),
+                served_length(context_of(path), args),
                 limits.request_timeout_s,
                 limits.answer_timeout_s,
                 limits.stream_interval,
@@ -187,11 +225,31 @@ async def _serving(config: RunConfig, inputs: Inputs, logs: Path) -> AsyncIterat
             )
             servers.append(_Server(process, address, log))
 
-        start("engine-0", config.model.path, config.model.dtype, engine.tensor_parallel, engine.args)
+        start(
+            "engine-0",
+            model,
+            config.model.dtype,
+            engine.tensor_parallel,
+            engine.args,
+            data_parallel=engine.data_parallel,
+            expert_parallel=engine.expert_parallel,
+            pipeline_parallel=engine.pipeline_parallel,
+        )
         if (own := own_engines(config.judge)) is not None:
             start("judge-engine-0", own.path, own.dtype, own.tensor_parallel, own.args)
         await asyncio.gather(*(each.process.wait_healthy(engine.start_timeout_s) for each in servers))
         yield servers
+
+
+def _engine_is_on_one_node(config: RunConfig) -> None:
+    """Raise InputError for an engine that this machine alone cannot have."""
+    nodes = config.rollout.engine.nodes
+    if nodes > 1:
+        raise InputError(
+            f"rollout.engine.nodes: found {nodes}, expected 1: this command starts one engine, on this "
+            "machine alone; replace the ranks of the engine by what fits here, such as "
+            "rollout.engine.nodes=1 rollout.engine.tensor_parallel=8"
+        )
 
 
 def _give_up(reason: str) -> None:

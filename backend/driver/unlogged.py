@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.backend.monitor.progress import Progress
-from slipstream.rollout.control.core import Loss
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.trajectory import TrajectoryHeader
 
 

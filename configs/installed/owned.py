@@ -69,20 +69,28 @@ MEGATRON_OWNED: Mapping[str, str] = {
     **_all("calculate_per_token_loss variable_seq_lengths use_cpu_initialization", _BY_SLIPSTREAM),
 }
 
+_OF_ADAPTERS = _all(
+    "enable_lora max_lora_rank lora_target_modules lora_paths max_loras_per_batch max_loaded_loras",
+    _use("actor.lora.serve"),
+)
+_QUANTIZING = _all(
+    "quantization modelopt_quant quantize_and_serve rl_quant_profile",
+    "the trainer sends weights as rollout.engine.quantization says; use that setting instead",
+)
+
 SGLANG_OWNED: Mapping[str, str] = {
     **_all("model_path model tokenizer_path", _use("model.path")),
     "device": _use("cluster.device"),
     "dtype": _use("model.dtype"),
     **_all("tp_size tp tensor_parallel_size", _use("rollout.engine.tensor_parallel")),
-    **_all("dp_size dp data_parallel_size", _use("rollout.engine.count")),
-    **_all(
-        "pp_size pp pipeline_parallel_size",
-        "Slipstream splits an engine by tensor parallelism only; use rollout.engine.tensor_parallel instead",
-    ),
+    **_all("dp_size dp data_parallel_size enable_dp_attention", _use("rollout.engine.data_parallel")),
+    **_all("ep_size ep expert_parallel_size", _use("rollout.engine.expert_parallel")),
+    **_all("pp_size pp pipeline_parallel_size", _use("rollout.engine.pipeline_parallel")),
+    "nnodes": _use("rollout.engine.nodes"),
     "random_seed": _use("run.seed"),
     **_all("preferred_sampling_params sampling_defaults", _use("rollout.sampling")),
     **_all(
-        "host port nccl_port dist_init_addr nnodes node_rank base_gpu_id gpu_id_step",
+        "host port nccl_port dist_init_addr node_rank base_gpu_id gpu_id_step",
         "Slipstream places the engines and chooses their addresses",
     ),
     **_all(
@@ -94,7 +102,9 @@ SGLANG_OWNED: Mapping[str, str] = {
         "encoder_only",
         "the engine would answer requests that its key does not protect",
     ),
+    **_OF_ADAPTERS,
     "weight_version": "Slipstream sets this field whenever it publishes a policy version",
+    **_QUANTIZING,
     "skip_server_warmup": "Slipstream sets this field, and waits until the engine is healthy instead",
 }
 
@@ -128,14 +138,17 @@ SAMPLING_OWNED: Mapping[str, str] = {
 """Fields of SGLang's SamplingParams."""
 
 JUDGE_OWNED: Mapping[str, str] = {
-    **SGLANG_OWNED,
+    **{
+        name: instead for name, instead in SGLANG_OWNED.items() if name not in {**_OF_ADAPTERS, **_QUANTIZING}
+    },
     **_all("model_path model tokenizer_path", _use("judge.endpoint.path")),
     "dtype": _use("judge.endpoint.dtype"),
     **_all("tp_size tp tensor_parallel_size", _use("judge.endpoint.tensor_parallel")),
-    **_all("dp_size dp data_parallel_size", _use("judge.endpoint.count")),
+    **_all("dp_size dp data_parallel_size enable_dp_attention", _use("judge.endpoint.count")),
     **_all(
-        "pp_size pp pipeline_parallel_size",
-        "Slipstream splits an engine by tensor parallelism only; use judge.endpoint.tensor_parallel instead",
+        "pp_size pp pipeline_parallel_size ep_size ep expert_parallel_size nnodes",
+        "Slipstream splits the judge's engines by tensor parallelism only; use "
+        "judge.endpoint.tensor_parallel instead",
     ),
     **_all("preferred_sampling_params sampling_defaults", _use("judge.temperature")),
     "weight_version": "the judge's weights have no versions: they never change",

@@ -8,12 +8,14 @@ the schema, and fields of Megatron and SGLang by ``installed``.
 from collections.abc import Collection, Iterator
 
 from slipstream.configs.rules import (
+    engine,
     gateway,
     hooks,
     inputs,
     judge,
     layout,
     live,
+    lora,
     objective,
     parsers,
     rollout,
@@ -33,6 +35,8 @@ RULES: tuple[Rule, ...] = (
     *live.RULES,
     *judge.RULES,
     *layout.RULES,
+    *lora.RULES,
+    *engine.RULES,
     *inputs.RULES,
 )
 

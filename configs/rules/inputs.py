@@ -18,6 +18,7 @@ from slipstream.configs.rules.models import (
 from slipstream.configs.rules.rule import Rule, setting
 from slipstream.configs.schema import DataConfig, EvalConfig, RunConfig, is_on_hub, path_text
 from slipstream.configs.schema.data import PROMPT_SUFFIXES, SourceConfig
+from slipstream.configs.schema.live import live_places
 from slipstream.configs.violations import ABSENT, Violation, one_of
 
 PROMPTS = tuple(
@@ -70,6 +71,35 @@ def prompts_are_given(config: RunConfig) -> Iterator[Violation]:
             "expected the prompts to train on: only a run with a gateway can do without, if it trains on "
             "nothing (no section live, or live.train: false) or on live users alone (live.share: 1)",
         )
+
+
+def length_is_given_once(config: RunConfig) -> Iterator[Violation]:
+    steps, epochs = config.run.steps, config.run.epochs
+    if steps is None and epochs is None:
+        reason = "expected the length of the run: a number of training steps, or of passes in run.epochs"
+        yield Violation("run.steps", ABSENT, reason)
+    elif steps is not None and epochs is not None:
+        reason = f"run.steps gives the length of the run too ({steps}); leave one of them out (null)"
+        yield Violation("run.epochs", epochs, reason)
+
+
+def epochs_are_of_known_data(config: RunConfig) -> Iterator[Violation]:
+    """The number of steps of an epoch follows from the number of prompts."""
+    epochs, rollout = config.run.epochs, config.rollout
+    if epochs is None or config.run.steps is not None:
+        return
+    hooks = rollout.hooks
+    if rollout.data_source is not None:
+        why = "the order of rollout.data_source is endless"
+    elif hooks is not None and hooks.data_source is not None:
+        why = "a rollout.hooks.data_source gives as many prompts as it is asked for"
+    elif config.data is None:
+        why = "there are no prompts to train on (data)"
+    elif live_places(config.live, rollout.batch_size) >= rollout.batch_size:
+        why = "all places of a batch are those of live users (live.share: 1)"
+    else:
+        return
+    yield Violation("run.epochs", epochs, f"{why}, and has no length to pass over; set run.steps instead")
 
 
 def prompts_come_from_one_place(config: RunConfig) -> Iterator[Violation]:
@@ -234,6 +264,20 @@ def _is_importable(package: str) -> bool:
 RULES = (
     Rule(run_folder_can_be_made, ("run.name", "run.root")),
     Rule(prompts_are_given, ("data", "rollout.data_source", "gateway", "live.train", "live.share")),
+    Rule(length_is_given_once, ("run.steps", "run.epochs")),
+    Rule(
+        epochs_are_of_known_data,
+        (
+            "run.steps",
+            "run.epochs",
+            "data",
+            "rollout.data_source",
+            "rollout.hooks.data_source",
+            "rollout.batch_size",
+            "live.train",
+            "live.share",
+        ),
+    ),
     Rule(prompts_come_from_one_place, ("data", "rollout.data_source", "rollout.hooks.data_source")),
     Rule(reward_is_given, ("rollout.reward", "rollout.hooks", "rollout.data_source", "data", "eval")),
     Rule(prompts_are_named_once, PROMPTS),

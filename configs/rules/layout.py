@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from slipstream.configs.rules.models import (
+    EXPERT_COUNTS,
     MODELS,
     OTHER_MODELS,
     POLICY,
@@ -13,10 +14,12 @@ from slipstream.configs.rules.models import (
 )
 from slipstream.configs.rules.rule import Rule, setting
 from slipstream.configs.schema import RunConfig
-from slipstream.configs.violations import Violation, one_of
+from slipstream.configs.violations import Violation
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+LINEAR_HEADS = "linear_num_key_heads"
+"""The number that only a config.json of a model with linear attention has."""
 TENSOR, ENGINE_TENSOR = "actor.parallel.tensor", "rollout.engine.tensor_parallel"
+ENGINE_DATA = "rollout.engine.data_parallel"
 
 
 def sequence_parallel_needs_tensor(config: RunConfig) -> Iterator[Violation]:
@@ -33,17 +36,40 @@ def sequence_parallel_needs_tensor(config: RunConfig) -> Iterator[Violation]:
 def heads_split_over_ranks(config: RunConfig, path: str, model: str) -> Iterator[Violation]:
     ranks = setting(config, path, int)
     assert ranks is not None, f"{path} has a default"
+    given, words = ranks, ""
+    if path == ENGINE_TENSOR and (groups_of_ranks := config.rollout.engine.data_parallel) > 1:
+        if ranks % groups_of_ranks:
+            return  # rules/engine.py
+        ranks //= groups_of_ranks
+        words = f"splits heads over {ranks} ranks (tensor_parallel / data_parallel); "
     heads = model_number(config, "num_attention_heads", model)
     groups = model_number(config, "num_key_value_heads", model)
     if heads and heads % ranks:
         reason = f"expected a divisor of {heads}, the number of attention heads of {model_words(model)}"
-        yield Violation(path, ranks, reason)
+        yield Violation(path, given, words + reason)
     elif groups and groups % ranks and (path == TENSOR or ranks % groups):
         also = "" if path == TENSOR else " or a multiple"
         reason = (
             f"expected a divisor{also} of {groups}, the number of key-value heads of {model_words(model)}"
         )
-        yield Violation(path, ranks, reason)
+        yield Violation(path, given, words + reason)
+
+
+def linear_heads_split_over_ranks(config: RunConfig, path: str, model: str) -> Iterator[Violation]:
+    ranks, heads = setting(config, path, int), model_number(config, LINEAR_HEADS, model)
+    if heads and ranks and heads % ranks:
+        whose = f"the number of key heads of linear attention of {model_words(model)}"
+        yield Violation(path, ranks, f"expected a divisor of {heads}, {whose}")
+
+
+def linear_attention_has_whole_contexts(config: RunConfig, model: str) -> Iterator[Violation]:
+    context = config.actor.parallel.context
+    if context > 1 and model_number(config, LINEAR_HEADS, model):
+        reason = (
+            f"expected 1: {model_words(model)} has linear attention, whose state passes from token to token "
+            "and is not handed from rank to rank"
+        )
+        yield Violation("actor.parallel.context", context, reason)
 
 
 def stages_can_interleave(config: RunConfig) -> Iterator[Violation]:
@@ -107,34 +133,27 @@ def experts_split_over_ranks(config: RunConfig, model: str) -> Iterator[Violatio
         yield Violation("actor.parallel.sequence", False, reason)
 
 
-def lora_targets_exist(config: RunConfig) -> Iterator[Violation]:
-    lora = config.actor.lora
-    if lora is None or lora.targets is None or model_config(config) is None:
-        return
-    names = ["linear_proj", "linear_fc1", "linear_fc2"]
-    if model_number(config, "kv_lora_rank") is None:
-        names.append("linear_qkv")
-    else:
-        names += ["linear_kv_down_proj", "linear_kv_up_proj"]
-        low_rank = model_number(config, "q_lora_rank") is not None
-        names += ["linear_q_down_proj", "linear_q_up_proj"] if low_rank else ["linear_q_proj"]
-    if missing := [name for name in lora.targets if name not in names]:
-        reason = f"the model has no {one_of(missing)}; its linear layers are {', '.join(sorted(names))}"
-        yield Violation("actor.lora.targets", lora.targets, reason)
-
-
 RULES = (
     Rule(sequence_parallel_needs_tensor, ("actor.parallel.sequence", TENSOR)),
-    *(
-        Rule(partial(heads_split_over_ranks, path=path, model=POLICY), (POLICY, path))
-        for path in (TENSOR, ENGINE_TENSOR)
+    Rule(partial(heads_split_over_ranks, path=TENSOR, model=POLICY), (POLICY, TENSOR)),
+    Rule(
+        partial(heads_split_over_ranks, path=ENGINE_TENSOR, model=POLICY),
+        (POLICY, ENGINE_TENSOR, ENGINE_DATA),
     ),
     *(
         Rule(partial(heads_split_over_ranks, path=TENSOR, model=model), (model, TENSOR))
         for model in OTHER_MODELS
     ),
+    *(
+        Rule(partial(linear_heads_split_over_ranks, path=TENSOR, model=model), (model, TENSOR))
+        for model in MODELS
+    ),
+    Rule(partial(linear_heads_split_over_ranks, path=ENGINE_TENSOR, model=POLICY), (POLICY, ENGINE_TENSOR)),
+    *(
+        Rule(partial(linear_attention_has_whole_contexts, model=model), (model, "actor.parallel.context"))
+        for model in MODELS
+    ),
     Rule(stages_can_interleave, ("actor.parallel",)),
     *(Rule(partial(layers_split_over_stages, model=model), (model, "actor.parallel")) for model in MODELS),
     *(Rule(partial(experts_split_over_ranks, model=model), (model, "actor.parallel")) for model in MODELS),
-    Rule(lora_targets_exist, (POLICY, "actor.lora.targets")),
 )

@@ -12,6 +12,9 @@ OTHER_MODELS = ("actor.kl.reference.path", "actor.advantage.scores.path", CRITIC
 """Settings that name the checkpoints of the models besides the policy. All of them have its layout."""
 MODELS = (POLICY, *OTHER_MODELS)
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of a config.json that may hold the number of experts."""
+
 JUDGE = "judge.endpoint.path"
 """Setting that names the judge's model, which engines alone load: it may be of any family."""
 
@@ -34,9 +37,17 @@ def model_config(config: RunConfig, model: str = POLICY) -> dict[str, object] | 
 
 
 def model_number(config: RunConfig, key: str, model: str = POLICY) -> int | None:
-    """The positive whole number at ``key`` of a model's config.json; None if there is none."""
-    number = (model_config(config, model) or {}).get(key)
-    return number if isinstance(number, int) and not isinstance(number, bool) and number > 0 else None
+    """The positive whole number at ``key`` of a model's config.json; None if there is none.
+
+    A model that reads more than text describes its language model in ``text_config``.
+    """
+    content = model_config(config, model) or {}
+    text = content.get("text_config")
+    for each in (content, cast(dict[str, object], text) if isinstance(text, dict) else {}):
+        number = each.get(key)
+        if isinstance(number, int) and not isinstance(number, bool) and number > 0:
+            return number
+    return None
 
 
 def model_words(model: str) -> str:

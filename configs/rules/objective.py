@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from slipstream.configs.rules.rule import Rule
 from slipstream.configs.schema import RunConfig
-from slipstream.configs.violations import Violation
+from slipstream.configs.schema.advantage import WHITENING
+from slipstream.configs.violations import ABSENT, Violation
 
 
 def decoupled_needs_proximal(config: RunConfig) -> Iterator[Violation]:
@@ -196,6 +197,59 @@ def shift_is_of_trajectories(config: RunConfig) -> Iterator[Violation]:
         )
 
 
+def normalization_is_of_use(config: RunConfig) -> Iterator[Violation]:
+    actor, term = config.actor, config.actor.reward_term
+    norm = actor.advantage_norm
+    if norm is None:
+        return
+    if not norm.mean and not norm.deviation:
+        yield Violation(
+            "actor.advantage_norm",
+            norm.model_dump(),
+            "it neither subtracts the mean nor divides by the deviation; set one of them to true, or leave "
+            "this out",
+        )
+    if term is None:
+        return
+    if norm.mean and term.shift:
+        yield Violation(
+            "actor.advantage_norm.mean",
+            True,
+            "it takes away again what actor.advantage.shift adds; set this to false, or leave the shift out",
+        )
+    is_alone = all(each.type in ("reward", "teacher_topk") for each in actor.advantage)
+    after_turns = actor.turns is not None and term.estimator != "gae"
+    if term.estimator in WHITENING and is_alone and not after_turns:
+        yield Violation(
+            "actor.advantage_norm",
+            norm.model_dump(),
+            f"estimator: {term.estimator} normalizes over the tokens of the batch already; leave this out, "
+            "or choose an estimator that does not, such as dr_grpo",
+        )
+    hooks = config.rollout.hooks
+    if hooks is not None and hooks.custom_advantage_function is not None:
+        yield Violation(
+            "actor.advantage_norm",
+            norm.model_dump(),
+            "rollout.hooks.custom_advantage_function replaces the advantages; leave this out, and let the "
+            "function normalize them",
+        )
+
+
+def constant_averaging_has_a_length(config: RunConfig) -> Iterator[Violation]:
+    averaging, length = config.actor.averaging, config.actor.averaging_length
+    if averaging == "constant" and length is None:
+        yield Violation(
+            "actor.averaging_length",
+            ABSENT,
+            "expected the number of tokens by which actor.averaging: constant divides the sum over a "
+            "trajectory; Dr. GRPO takes the largest length of a completion (rollout.sampling.max_new_tokens)",
+        )
+    elif averaging != "constant" and length is not None:
+        reason = f"only actor.averaging: constant divides by it, and actor.averaging is {averaging}"
+        yield Violation("actor.averaging_length", length, f"{reason}; leave this out, or set constant there")
+
+
 def overlong_has_a_slope(config: RunConfig) -> Iterator[Violation]:
     overlong = config.actor.overlong
     if overlong is not None and overlong.end <= overlong.start:
@@ -305,6 +359,16 @@ RULES = (
     ),
     Rule(shift_is_of_trajectories, ("actor.advantage",)),
     Rule(sequence_ratio_keeps_its_tokens, ("actor.objective", "actor.correction.token")),
+    Rule(
+        normalization_is_of_use,
+        (
+            "actor.advantage_norm",
+            "actor.advantage",
+            "actor.turns",
+            "rollout.hooks.custom_advantage_function",
+        ),
+    ),
+    Rule(constant_averaging_has_a_length, ("actor.averaging", "actor.averaging_length")),
     Rule(overlong_has_a_slope, ("actor.overlong",)),
     Rule(terms_come_once, ("actor.advantage",)),
     Rule(penalty_has_one_estimate, ("actor.kl.estimator", "actor.kl.penalty")),

@@ -7,10 +7,19 @@ from slipstream.configs.rules.rule import Rule
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.live import live_places
 from slipstream.configs.schema.sampling import NEUTRAL
-from slipstream.configs.violations import Violation
+from slipstream.configs.violations import Violation, one_of
 
 USUAL_OFFPOLICYNESS = 16
 """Largest bound that needs no second setting. Beyond it most importance weights are clipped."""
+
+
+FP8_TRANSPORTS = ("delta", "disk")
+"""Transports that carry the tensors of engines in fp8."""
+
+FP8_ON_CPUS = (
+    "expected null on CPUs: SGLang computes with fp8 weights on a CPU only through AMX kernels, which an "
+    "environment for CPUs does not have; without them it ends as soon as it has loaded such a model"
+)
 
 
 def offpolicyness_is_usual(config: RunConfig) -> Iterator[Violation]:
@@ -178,8 +187,47 @@ def shared_memory_is_on_one_node(config: RunConfig) -> Iterator[Violation]:
             "weights.transport.type",
             "tensor",
             "in a Slurm job trainer and engines are on different nodes, which share no memory; "
-            "expected 'distributed', 'disk' or 'delta'",
+            "expected 'shards', 'disk' or 'delta'",
         )
+
+
+def digests_are_of_shards(config: RunConfig) -> Iterator[Violation]:
+    weights = config.weights
+    if weights.verify.type == "digests" and weights.transport.type != "shards":
+        yield Violation(
+            "weights.verify.type",
+            "digests",
+            f"only the transport 'shards' compares digests, and weights.transport.type is "
+            f"{weights.transport.type!r}; expected 'always', 'every_n' or 'off'",
+        )
+
+
+def fp8_reaches_the_engines(config: RunConfig) -> Iterator[Violation]:
+    quantization = config.rollout.engine.quantization
+    if quantization is None:
+        return
+    if config.model.dtype != "bfloat16":
+        yield Violation(
+            "model.dtype",
+            config.model.dtype,
+            f"expected bfloat16, with which SGLang computes between {quantization} weights "
+            "(rollout.engine.quantization)",
+        )
+    if config.actor.serves_adapter:
+        yield Violation(
+            "rollout.engine.quantization",
+            quantization,
+            "expected null with actor.lora.serve: adapter: adapters on weights in fp8 were not verified",
+        )
+    elif config.weights.transport.type not in FP8_TRANSPORTS:
+        yield Violation(
+            "weights.transport.type",
+            config.weights.transport.type,
+            f"expected {one_of(FP8_TRANSPORTS)}: engines in {quantization} (rollout.engine.quantization) get "
+            "their versions from files",
+        )
+    if config.cluster.device == "cpu":
+        yield Violation("rollout.engine.quantization", quantization, FP8_ON_CPUS)
 
 
 def colocated_engines_can_stand_aside(config: RunConfig) -> Iterator[Violation]:
@@ -193,10 +241,10 @@ def colocated_engines_can_stand_aside(config: RunConfig) -> Iterator[Violation]:
             "colocated engines release the memory that holds the KV cache of running requests; "
             f"expected 'retract', 'abort' or 'drain', {otherwise}",
         )
-    if config.weights.transport.type == "distributed":
+    if config.weights.transport.type == "shards":
         yield Violation(
             "weights.transport.type",
-            "distributed",
+            "shards",
             "NCCL does not connect two processes on one GPU; "
             f"expected 'tensor' (on one node), 'disk' or 'delta', {otherwise}",
         )
@@ -262,6 +310,17 @@ RULES = (
     Rule(
         shared_memory_is_on_one_node,
         ("weights.transport", "cluster.type", "rollout.engine.colocated"),
+    ),
+    Rule(digests_are_of_shards, ("weights.verify", "weights.transport")),
+    Rule(
+        fp8_reaches_the_engines,
+        (
+            "rollout.engine.quantization",
+            "model.dtype",
+            "weights.transport",
+            "cluster.device",
+            "actor.lora.serve",
+        ),
     ),
     Rule(
         colocated_engines_can_stand_aside,

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from slipstream.configs.schema.advantage import (
+    AdvantageNorm,
     AdvantageTerm,
     Estimator,
     ModelScores,
@@ -13,7 +14,7 @@ from slipstream.configs.schema.advantage import (
     TeacherTerm,
     TopTokensTerm,
 )
-from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.base import PathSetting, Section
 from slipstream.configs.schema.drift import DriftConfig
 from slipstream.configs.schema.models import KLConfig
 from slipstream.configs.schema.objective import (
@@ -36,10 +37,13 @@ LinearLayer = Literal[
     "linear_q_up_proj",
     "linear_kv_down_proj",
     "linear_kv_up_proj",
+    "in_proj",
+    "out_proj",
 ]
 """Megatron's names of linear layers. In attention: the fused query, key and value projection, and the
 output projection. In dense and expert feed-forward layers: the fused gate and up projection, and the down
-projection. The other names replace ``linear_qkv`` in latent attention."""
+projection. ``in_proj`` and ``out_proj`` are those of linear attention. The other names replace
+``linear_qkv`` in latent attention."""
 
 
 class ParallelConfig(Section):
@@ -95,10 +99,7 @@ class ParallelConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters of linear layers, W + alpha / rank * B A. The model's own weights are not trained.
-
-    The engines receive merged weights.
-    """
+    """Low-rank adapters of linear layers, W + alpha / rank * B A. The model's own weights are not trained."""
 
     rank: int = Field(ge=1, description="Rank of the adapters: the rows of A and the columns of B.")
     alpha: float = Field(gt=0, description="Scale of the adapters: their output is times alpha / rank.")
@@ -106,6 +107,17 @@ class LoraConfig(Section):
         default=None,
         min_length=1,
         description="Megatron's names of the layers to adapt; null: all linear layers of the decoder.",
+    )
+    path: PathSetting | None = Field(
+        default=None,
+        description="Folder of an adapter in PEFT's format, with which training begins; null: a new adapter, "
+        "whose output is 0.",
+    )
+    serve: Literal["merged", "adapter"] = Field(
+        default="merged",
+        description="What the engines get of a version. `merged`: all weights, with the adapter merged into "
+        "them. `adapter`: A and B alone, which SGLang applies beside the weights of `model.path`. It needs "
+        "`weights.interrupt` to be `abort` or `drain`.",
     )
 
 
@@ -117,10 +129,18 @@ class TrainedConfig(Section):
     lora: LoraConfig | None = Field(
         default=None, description="Low-rank adapters; null: all weights are trained."
     )
-    averaging: Literal["token", "sequence", "prompt"] = Field(
+    averaging: Literal["token", "sequence", "prompt", "constant"] = Field(
         default="token",
         description="Unit with equal weight in the loss of a mini-batch: a token, a trajectory "
-        "(`sequence`) or a prompt.",
+        "(`sequence`) or a prompt. `constant`: the mean over trajectories of the sum over their tokens / "
+        "`averaging_length` (Dr. GRPO).",
+    )
+    averaging_length: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of tokens by which `averaging: constant` divides the sum over a trajectory. "
+        "Dr. GRPO takes the largest length of a completion (`rollout.sampling.max_new_tokens`). null: for "
+        "the other values of `averaging`.",
     )
     microbatch_tokens: int = Field(
         default=8192,
@@ -134,9 +154,9 @@ class TrainedConfig(Section):
     )
     lm_head: Literal["auto", "triton", "chunked"] = Field(
         default="auto",
-        description="Implementation of the LM head: Triton kernels that keep the logits in registers, or "
-        "PyTorch's operations on one slice of the vocabulary after another (`chunked`). `auto` takes the "
-        "kernels on GPUs where Triton is installed.",
+        description="What the LM head does with the logits of one slice of the vocabulary after another: one "
+        "Triton kernel forward and one backward, or PyTorch's operations (`chunked`), which take more time "
+        "and memory. `auto` takes the kernels on GPUs where Triton is installed.",
     )
     layer_spec: Literal["auto", "transformer_engine", "local"] = Field(
         default="auto",
@@ -189,6 +209,10 @@ class ActorConfig(TrainedConfig):
         min_length=1,
         description="Terms that add up to the advantage of a token, each type at most once.",
     )
+    advantage_norm: AdvantageNorm | None = Field(
+        default=None,
+        description="Normalization of the sum of all terms over the tokens of the batch; null: none.",
+    )
     overlong: OverlongConfig | None = Field(
         default=None, description="Penalty for long trajectories; null: none."
     )
@@ -219,6 +243,11 @@ class ActorConfig(TrainedConfig):
         description="Import paths of classes with the method `metrics` of `slipstream.BatchMetrics`, which "
         "return further metrics of a training step.",
     )
+
+    @property
+    def serves_adapter(self) -> bool:
+        """True if the engines get the adapter of a version beside weights that stay as they are."""
+        return self.lora is not None and self.lora.serve == "adapter"
 
     @property
     def reward_term(self) -> RewardTerm | None:

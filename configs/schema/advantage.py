@@ -9,6 +9,9 @@ from slipstream.configs.schema.plugin import PluginConfig
 
 Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "reward"]
 
+WHITENING: tuple[Estimator, ...] = ("reinforce_pp", "reinforce_pp_baseline", "gae")
+"""Estimators that normalize over the tokens of the batch by themselves."""
+
 WEIGHT = "Factor of the term in the sum of all terms."
 
 
@@ -86,3 +89,16 @@ class PluginTerm(PluginConfig):
 
 
 AdvantageTerm = Annotated[RewardTerm | TeacherTerm | TopTokensTerm | PluginTerm, Field(discriminator="type")]
+
+
+class AdvantageNorm(Section):
+    """Statistics of a whole batch by which the advantage of each token is normalized.
+
+    They are those of all tokens that carry loss, over all ranks. Tokens of live users are left as they are.
+    """
+
+    mean: bool = Field(default=True, description="Subtract the mean of the batch.")
+    deviation: bool = Field(
+        default=True, description="Divide by the standard deviation of the batch, plus `eps`."
+    )
+    eps: float = Field(default=1e-5, gt=0, description="Added to the standard deviation.")

@@ -159,8 +159,8 @@ class EvalConfig(PromptsConfig):
     )
     before_training: bool = Field(
         default=True,
-        description="Evaluate the initial policy before the first training step. A resumed run does not "
-        "evaluate it again.",
+        description="Evaluate the initial policy before the first training step. A resumed run evaluates it "
+        "only if no earlier start has.",
     )
     max_prompts: int | None = Field(
         default=None, ge=1, description="Largest number of prompts of each file to evaluate on; null: all."

@@ -25,7 +25,7 @@ class LimitsConfig(Section):
         default=None,
         ge=16,
         description="Largest number of tokens of prompt and answer together; a longer prompt gets HTTP 400. "
-        "null: the context length of the model.",
+        "null: what the engines serve of the model's context, all but the last six tokens.",
     )
     concurrent: int = Field(
         default=1024,

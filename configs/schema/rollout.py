@@ -15,7 +15,37 @@ class EngineConfig(Section):
     """The SGLang engines."""
 
     count: int = Field(default=1, ge=1, description="Number of engines, each of which is a server.")
-    tensor_parallel: int = Field(default=1, ge=1, description="Number of tensor-parallel ranks per engine.")
+    nodes: int = Field(
+        default=1,
+        ge=1,
+        description="Number of nodes of each engine, with equally many ranks on each. More than one needs "
+        "`cluster.type: slurm`, and a transport that reaches several nodes.",
+    )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="Number of tensor-parallel ranks per engine, or per pipeline stage of an engine.",
+    )
+    data_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="Number of groups into which the tensor-parallel ranks divide for attention (SGLang's "
+        "data-parallel attention). Each group serves requests of its own and holds their KV cache alone, so "
+        "that heads are split over `tensor_parallel / data_parallel` ranks.",
+    )
+    expert_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="Number of groups into which the tensor-parallel ranks divide for experts. Each group "
+        "holds its share of the experts, each split over `tensor_parallel / expert_parallel` ranks.",
+    )
+    pipeline_parallel: int = Field(default=1, ge=1, description="Number of pipeline stages per engine.")
+    quantization: Literal["fp8"] | None = Field(
+        default=None,
+        description="How the engines hold the weights of the policy. `fp8`: projections in blocks of 128 x "
+        "128, which the trainer quantizes for each version; the trainer's own weights stay as they are. "
+        "null: in `model.dtype`.",
+    )
     colocated: bool = Field(
         default=False,
         description="Place the engines on the trainer's GPUs. Trainer and engines take turns, and the one "
@@ -54,6 +84,16 @@ class EngineConfig(Section):
     args: dict[str, object] = Field(
         default={}, description="Further fields of SGLang's ServerArgs, under their own names."
     )
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of an engine, each of which takes a GPU."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Number of ranks of an engine on each of its nodes."""
+        return self.ranks // self.nodes
 
 
 class JudgingConfig(Section):

@@ -21,14 +21,23 @@ from slipstream.configs.schema.weights import WeightsConfig
 
 
 class RunSection(Section):
-    """Name, length and folder of the run."""
+    """Name, length and folder of the run. Its length is either ``steps`` or ``epochs``."""
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run and of its folder."
     )
     root: PathSetting = Field(default=Path("runs"), description="Directory in which run folders are created.")
-    steps: int = Field(
-        ge=1, description="Number of training steps, each of which publishes one policy version."
+    steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of training steps, each of which publishes one policy version; null: those of "
+        "`run.epochs`.",
+    )
+    epochs: float | None = Field(
+        default=None,
+        gt=0,
+        description="Number of passes over the data, in place of `run.steps`: the run has as many steps as "
+        "these passes fill, rounded up; null: the run has `run.steps`.",
     )
     seed: int = Field(default=0, ge=0, description="Random seed of the run and of its engines.")
     step_timeout_s: float = Field(
@@ -74,6 +83,15 @@ class RunSection(Section):
     def folder(self) -> Path:
         """The run folder."""
         return self.root / self.name
+
+    @property
+    def total_steps(self) -> int:
+        """Number of training steps. Raises ValueError while ``epochs`` are not turned into steps, for which
+        the data has to be counted.
+        """
+        if self.steps is None:
+            raise ValueError(f"the number of steps of run.epochs = {self.epochs} is not known yet")
+        return self.steps
 
 
 _OF_SLIPSTREAM = (

@@ -16,10 +16,17 @@ class _Bucketed(Section):
     )
 
 
-class DistributedTransportConfig(_Bucketed):
-    """Broadcast from the trainer to the engines over a process group (NCCL on GPUs, gloo on CPUs)."""
+class ShardsTransportConfig(Section):
+    """From the shards of the trainer's ranks into the engines' parameters, in place (NCCL on GPUs, gloo on
+    CPUs)."""
 
-    type: Literal["distributed"] = "distributed"
+    type: Literal["shards"] = "shards"
+    packed_mb: int = Field(
+        default=8,
+        ge=1,
+        description="Largest message in MiB into which small or scattered parts are packed. A rank has up to "
+        "eight of them in flight.",
+    )
 
 
 class TensorTransportConfig(_Bucketed):
@@ -29,11 +36,12 @@ class TensorTransportConfig(_Bucketed):
 
 
 class DiskTransportConfig(_Bucketed):
-    """A checkpoint per version in a folder that trainer and engines share."""
+    """A checkpoint of the newest version in a folder that trainer and engines share."""
 
     type: Literal["disk"] = "disk"
     path: PathSetting | None = Field(
-        default=None, description="Folder of the versions; null: `weights` in the run folder."
+        default=None,
+        description="Folder of the versions, of this run alone; null: `weights` in the run folder.",
     )
 
 
@@ -48,7 +56,7 @@ class DeltaTransportConfig(_Bucketed):
 
 
 TransportConfig = Annotated[
-    DistributedTransportConfig | TensorTransportConfig | DiskTransportConfig | DeltaTransportConfig,
+    ShardsTransportConfig | TensorTransportConfig | DiskTransportConfig | DeltaTransportConfig,
     Field(discriminator="type"),
 ]
 
@@ -58,7 +66,7 @@ class _Verifying(Section):
         default=None,
         gt=0,
         description="Largest mean absolute difference between the log-probs of an engine and of the trainer; "
-        "null: 0.001 in float32, 0.1 in bfloat16.",
+        "null: 0.001 in float32, 0.1 in bfloat16, 0.3 with engines in fp8.",
     )
     tokens: int = Field(
         default=256, ge=8, description="Number of prompt tokens whose log-probs are compared."
@@ -78,6 +86,12 @@ class VerifyEveryN(_Verifying):
     n: int = Field(default=10, ge=1, description="Number of versions from one verified version to the next.")
 
 
+class VerifyDigests(_Verifying):
+    """As ``always``, and every engine parameter is read back and compared with what was sent."""
+
+    type: Literal["digests"] = "digests"
+
+
 class VerifyOff(Section):
     """No version is verified: an engine's report of the version that it holds is trusted."""
 
@@ -92,18 +106,16 @@ def _from_type(value: object) -> object:
 
 
 Verify = Annotated[
-    Annotated[VerifyAlways | VerifyEveryN | VerifyOff, Field(discriminator="type")],
+    Annotated[VerifyAlways | VerifyEveryN | VerifyDigests | VerifyOff, Field(discriminator="type")],
     BeforeValidator(_from_type),
 ]
-"""``always``, ``every_n`` or ``off``; or ``{type: every_n, n: 5}``."""
+"""``always``, ``every_n``, ``digests`` or ``off``; or ``{type: every_n, n: 5}``."""
 
 
 class WeightsConfig(Section):
     """How a new policy version reaches the engines."""
 
-    transport: TransportConfig = Field(
-        default=DistributedTransportConfig(), description="How the buckets travel."
-    )
+    transport: TransportConfig = Field(default=ShardsTransportConfig(), description="How the weights travel.")
     interrupt: Literal["retract", "in_place", "abort", "drain"] = Field(
         default="retract",
         description="Effect of an update on running requests. `retract`: they go on, and their KV cache is "

@@ -1,13 +1,22 @@
-"""The Ray actor that owns one SGLang server."""
+"""The Ray actor that owns the SGLang server of one node of an engine."""
 
 import asyncio
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from slipstream.rollout.engine.process import ReplicaSpec, ServerAccess, ServerProcess, ServerSpec
-from slipstream.rollout.network import hold_port, port_of
+from slipstream.rollout.engine.adapters import AdapterServing
+from slipstream.rollout.engine.process import (
+    MEETING_PORTS,
+    MeetingPoint,
+    ReplicaSpec,
+    ServerAccess,
+    ServerProcess,
+    ServerSpec,
+)
+from slipstream.rollout.network import hold_port, hold_ports, port_of
 
 
 class EngineActor:
@@ -28,16 +37,23 @@ class EngineActor:
         log_folder: str,
         loopback: bool,
         start_timeout_s: float,
+        data_parallel: int = 1,
+        expert_parallel: int = 1,
+        pipeline_parallel: int = 1,
+        nodes: int = 1,
+        node: int = 0,
         shared_gpus: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         replica: ReplicaSpec | None = None,
+        adapters: AdapterServing | None = None,
     ) -> None:
+        """``nodes``: of the engine. ``node``: number of this one."""
         import ray
 
         os.umask(umask)
-        self._name = name
+        self._name = name if nodes == 1 else f"{name}-node-{node}"
         self._host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
-        self._log_path = Path(log_folder) / f"{name}.log"
+        self._log_path = Path(log_folder) / f"{self._name}.log"
         self._start_timeout_s = start_timeout_s
         self._spec = ServerSpec(
             model_path=Path(model_path),
@@ -48,29 +64,46 @@ class EngineActor:
             port=0,  # each start draws a port and has a version
             version=0,
             seed=seed,
+            data_parallel=data_parallel,
+            expert_parallel=expert_parallel,
+            pipeline_parallel=pipeline_parallel,
+            nodes=nodes,
+            node=node,
             args=args,
             shared_gpus=tuple(shared_gpus),
             environment=environment or {},
             replica=replica,
-            label=f"{name}-{run:.20}",
+            adapters=adapters,
+            label=f"{self._name}-{run:.20}",
         )
         self._server: ServerProcess | None = None
+        self._ending = asyncio.Lock()
+        self._meeting_ports: list[socket.socket] = []
 
-    async def start(self, version: int) -> ServerAccess:
+    async def meeting_point(self) -> MeetingPoint:
+        """Return where the ranks of the engine meet at its next start. The ports are held until then."""
+        self._release_meeting_ports()
+        self._meeting_ports = hold_ports(self._host, MEETING_PORTS)
+        return MeetingPoint(self._host, port_of(self._meeting_ports[0]))
+
+    async def start(self, version: int, meeting: MeetingPoint | None = None) -> ServerAccess:
         """Start the server, or start it again, from ``model_path``, whose weights are of ``version``.
 
-        Return its address and key once it is healthy. Raises EngineStartError.
+        ``meeting``: where the ranks of the engine meet. Return the server's address and key once it is
+        healthy. Raises EngineStartError.
         """
         await self.stop()
         with hold_port(self._host) as holder:
-            spec = replace(self._spec, port=port_of(holder), version=version)
-            self._server = ServerProcess(spec, self._log_path)
+            spec = replace(self._spec, port=port_of(holder), version=version, meeting=meeting)
+            self._server = server = ServerProcess(spec, self._log_path)
             try:
-                await self._server.wait_healthy(self._start_timeout_s)
+                await server.wait_healthy(self._start_timeout_s)
             except BaseException:
                 await self.stop()
                 raise
-            return self._server.access
+            finally:
+                self._release_meeting_ports()
+            return server.access
 
     async def wait_exit(self) -> int:
         """Wait until the server has ended for any reason, and return its exit code."""
@@ -79,6 +112,13 @@ class EngineActor:
         return await self._server.wait_exit()
 
     async def stop(self) -> None:
-        if self._server is not None:
-            server, self._server = self._server, None
-            await asyncio.to_thread(server.stop)
+        """End the server. Returns when it has ended, also if another call is about to end it."""
+        async with self._ending:
+            if self._server is not None:
+                server, self._server = self._server, None
+                await asyncio.to_thread(server.stop)
+
+    def _release_meeting_ports(self) -> None:
+        for holder in self._meeting_ports:
+            holder.close()
+        self._meeting_ports = []

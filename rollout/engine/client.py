@@ -104,6 +104,7 @@ class EngineClient(ServerControl):
             "return_logprob": True,
             "stream": True,
             "extra_key": cache_key,
+            **self._adapter_field,
             **request_fields(
                 sampling,
                 done=len(completion.tokens),
@@ -184,6 +185,7 @@ class EngineClient(ServerControl):
                 "return_logprob": True,
                 "logprob_start_len": 0,
                 "extra_key": uuid.uuid4().hex,
+                **self._adapter_field,
             },
         )
         try:
@@ -210,6 +212,7 @@ class EngineClient(ServerControl):
             # The log-prob of the first token that is reported is missing: it is the last one of the prompt.
             "logprob_start_len": len(prompt_ids) - 1,
             "extra_key": uuid.uuid4().hex,
+            **self._adapter_field,
         }
         if top_k:
             body["top_logprobs_num"] = top_k
@@ -218,6 +221,11 @@ class EngineClient(ServerControl):
             return parse_token_scores(reply, token_ids, top_k)
         except ValueError as error:
             raise Malformed(f"{self.name} /generate: {error}") from error
+
+    @property
+    def _adapter_field(self) -> dict[str, object]:
+        adapter = self.address.adapter
+        return {} if adapter is None else {"lora_path": adapter}
 
     def _check(self, input_ids: Sequence[int], max_new_tokens: int) -> None:
         """Raise InvalidRequest for a request that must not be sent.

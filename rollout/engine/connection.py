@@ -58,7 +58,7 @@ class EngineAddress:
     name: str
     url: str
     ranks: int
-    """Processes of the server, which together hold the weights (tensor parallelism)."""
+    """Processes of the engine that together hold the weights, on all of its nodes."""
     vocab_size: int
     max_length: int
     """Largest number of tokens of prompt and completion together."""
@@ -71,6 +71,8 @@ class EngineAddress:
     """Tokens between two chunks of a completion."""
     key: Key = NO_KEY
     """Secret without which the server refuses every request."""
+    adapter: str | None = None
+    """Name of the adapter that requests ask for; None: the server's weights are those of the policy."""
 
 
 class EngineConnection:

@@ -1,19 +1,22 @@
 """Lets SGLang 0.5.21 run on a machine without a GPU. Used only when the device is ``cpu``.
 
-Without AMX every SGLang layer takes its native PyTorch path. Only two things are missing then: packages that
-SGLang imports and that have no CPU build, for which ``stand_ins/`` has replacements, and settings that fit
-small CPUs. One thing is better: a process without CUDA can be forked.
+Without AMX every SGLang layer takes its native PyTorch path. Only three things are missing then: packages
+that SGLang imports and that have no CPU build, for which ``stand_ins/`` has replacements; settings that fit
+small CPUs; and latent attention that reads what it has cached. One thing is better: a process without CUDA
+can be forked.
 """
 
+import functools
 import importlib.util
 import json
 import multiprocessing
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from slipstream.configs.installed import package_folder
+from slipstream.configs.installed.served import files_of, model_files
 
 STAND_INS = Path(__file__).with_name("stand_ins")
 """Folders for the PYTHONPATH of the server's process only: they would break torch.compile elsewhere."""
@@ -28,12 +31,19 @@ SERVER_ARGS: dict[str, object] = {
 """ServerArgs for the CPU; the recipe's ``rollout.engine.args`` override them."""
 
 
-PREPARE = f"{__name__}.fork_processes"
+PREPARE = f"{__name__}.prepare"
 """Import path of what is done in the server's process before the server starts."""
 
 
-def environment(tensor_parallel: int) -> dict[str, str]:
-    """Return the additional environment variables of the server's process."""
+PREPARE_ADAPTERS = f"{__name__}.pin_no_memory"
+"""Import path of what is done besides in the process of a server that loads adapters."""
+
+
+def environment(ranks: int, here: range | None = None) -> dict[str, str]:
+    """Return the additional environment variables of the server's process.
+
+    ``ranks``: number of ranks of the engine. ``here``: those of this server; None: all of them.
+    """
     variables = {
         "SGLANG_USE_CPU_ENGINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
@@ -41,11 +51,11 @@ def environment(tensor_parallel: int) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [*_stand_in_paths(), os.environ.get("PYTHONPATH", "")])),
     }
-    if tensor_parallel > 1:
+    if ranks > 1:
         # One core per rank: SGLang otherwise wants a NUMA node for each.
         cores = sorted(os.sched_getaffinity(0))
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
-            str(cores[rank % len(cores)]) for rank in range(tensor_parallel)
+            str(cores[rank % len(cores)]) for rank in here or range(ranks)
         )
     return variables
 
@@ -55,15 +65,33 @@ def without_other_models(model: Path) -> dict[str, str]:
 
     It has no effect, and is absent, if no model of SGLang's is called as ``config.json`` says.
     """
-    folder = package_folder("sglang.srt.models")
     architectures: list[str] = []
     with suppress(OSError, ValueError):
         architectures = json.loads((model / "config.json").read_text()).get("architectures") or []
-    files = sorted(folder.glob("*.py")) if folder and architectures else []
-    needed = [file for file in files if f"class {architectures[0]}(".encode() in file.read_bytes()]
+    needed = files_of(architectures[0]) if architectures else []
     if not needed:
         return {}
-    return {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(file.stem for file in files if file not in needed)}
+    return {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(f.stem for f in model_files() if f not in needed)}
+
+
+def prepare() -> None:
+    """Change SGLang in the server's process, of which its other processes are copies."""
+    fork_processes()
+    attend_to_cached_latents()
+    fill_padding()
+
+
+def attend_to_cached_latents() -> None:
+    """Let ``torch_native`` compute the latent attention of DeepSeek-V3 from its cache.
+
+    The cache has a latent vector for each token. SGLang chooses for each attention backend whether keys and
+    values are expanded from it or the expansion is absorbed into queries and outputs. It knows no choice for
+    ``torch_native`` and takes that of triton, which expands them in the prefill and passes them by the cache.
+    But ``torch_native`` reads the cache, so its log-probs would be nonsense.
+    """
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+    handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)
 
 
 def fork_processes() -> None:
@@ -81,6 +109,36 @@ def fork_processes() -> None:
         multiprocessing.set_start_method("fork", force=True)
 
     engine._set_envs_and_config = prepare_for_forks
+
+
+def pin_no_memory() -> None:
+    """Let torch ignore that memory is to be pinned, which it refuses without a GPU.
+
+    SGLang's adapters ask for it wherever they are.
+    """
+    import torch
+
+    for name in ("arange", "empty", "tensor", "zeros"):
+        setattr(torch, name, _without_pinning(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, device=None: self
+
+
+def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made(*args: Any, pin_memory: bool = False, **options: Any) -> Any:
+        return make(*args, **options)
+
+    return made
+
+
+def fill_padding() -> None:
+    """Let data-parallel attention pad its batches, for which this backend of attention lacks a number.
+
+    A group of ranks without a request computes one token that nobody reads, as on the other backends.
+    """
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1  # pyright: ignore
 
 
 def _stand_in_paths() -> list[str]:

@@ -1,12 +1,18 @@
 """The SGLang server as a program that cannot outlive the process that started it.
 
     python -m slipstream.rollout.engine.launch \\
-        '{"server": {...}, "prepare": null, "replica": null, "temporary": "/tmp/x"}'
+        '{"server": {...}, "prepare": [], "replica": null, "meeting": null, "temporary": "/tmp/x"}'
 
-``server`` has fields of SGLang's ServerArgs. ``prepare`` is null, or the import path of a function that
-changes SGLang before the server starts. ``replica`` is null, or has the import path of a function that adds
-routes for a copy of the weights to the server (``mount``), and the folder of that copy (``folder``).
+``server`` has fields of SGLang's ServerArgs. ``prepare`` has the import paths of functions that change SGLang
+before the server starts. ``replica`` is null, or has the import path of a function that adds
+routes for a copy of the weights to the server (``mount``), the folder of that copy (``folder``) and the
+checkpoint from which the server starts (``model``).
+``meeting`` is null, or has the address and port at which all ranks of an engine meet (``address``, ``port``).
 ``temporary`` is an empty folder for temporary files, which is removed at the end.
+
+An engine over several nodes has one such program on each of them. That of node rank 0 answers requests. The
+others listen on no port for them; each leaves the file ``READY`` in its temporary folder once its ranks are
+ready.
 
 Standard input is a pipe from the owner. Its first line is the key that every request must carry. It closes
 when the owner ends, by kill -9 too, and then the whole process group, with the scheduler and detokenizer in
@@ -20,10 +26,11 @@ import socket
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.rollout import plugins
 from slipstream.rollout.engine.key import Key, KeyRequired
@@ -35,6 +42,9 @@ if TYPE_CHECKING:
 
 STORE_TIMEOUT = timedelta(minutes=30)
 """Torch's own patience with the other ranks of a process group."""
+
+READY = "ready"
+"""File by which a server that answers no requests says that its ranks are ready."""
 
 
 def _read_key() -> Key:
@@ -59,22 +69,31 @@ def _require_key(key: Key) -> None:
     app.build_middleware_stack = lambda: KeyRequired(build(), key)
 
 
-def _open_store() -> "TCPStore":
-    """Open the store in which the server's processes find each other, on loopback: they share a node.
+def _open_store(meeting: Mapping[str, Any] | None, *, is_first: bool) -> "TCPStore | None":
+    """Let the engine's processes find each other in one store, which is opened here on the first node.
 
-    Left to itself, SGLang opens one on every interface of the machine. The store lives as long as the object
-    that is returned.
+    Without a meeting point they share a node, and the store is on loopback. Left to itself, SGLang opens one
+    on every interface of the machine. The store lives as long as the object that is returned.
     """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    listener = socket.create_server(("127.0.0.1", 0))
-    address, port = listener.getsockname()
+    listener = None
+    if is_first:
+        listener = socket.create_server(
+            (meeting["address"], meeting["port"]) if meeting else ("127.0.0.1", 0)
+        )
+        address, port = listener.getsockname()
+    else:
+        assert meeting is not None
+        address, port = meeting["address"], meeting["port"]
     os.environ |= {
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
+    if listener is None:
+        return None
     return TCPStore(
         address,
         port,
@@ -85,10 +104,26 @@ def _open_store() -> "TCPStore":
     )
 
 
-def _add_routes(mount: str, folder: str) -> None:
+def _be_another_node(folder: Path) -> None:
+    """Change what SGLang does on a node that is not the first.
+
+    It leaves ``READY`` in ``folder`` in place of its server of health checks, which asks for no key. It does
+    not wait until the ports of the first node are free on this one too.
+    """
+    from sglang.srt import server_args
+    from sglang.srt.entrypoints import engine
+
+    def announce(host: str, port: int, enable_metrics: bool) -> None:
+        (folder / READY).touch()
+
+    engine.launch_dummy_health_check_server = announce
+    server_args.wait_port_available = lambda port, port_name: True
+
+
+def _add_routes(mount: str, folder: str, model: str) -> None:
     from sglang.srt.entrypoints.http_server import app
 
-    plugins.resolve(mount)(app, folder)
+    plugins.resolve(mount)(app, folder, model)
 
 
 def _use_for_temporary_files(folder: str) -> None:
@@ -141,13 +176,16 @@ def main() -> None:
         from sglang.srt.server_args import ServerArgs
         from sglang.srt.utils import kill_process_tree
 
-        if settings["prepare"]:
-            plugins.resolve(settings["prepare"])()
+        for prepare in settings["prepare"]:
+            plugins.resolve(prepare)()
         if replica:
             _add_routes(**replica)
         _require_key(key)
         _announce_shared_memory(temporary)
-    store = _open_store()
+        is_first = settings["server"].get("node_rank", 0) == 0
+        if not is_first:
+            _be_another_node(temporary)
+    store = _open_store(settings["meeting"], is_first=is_first)
     try:
         # SGLang needs the key as well, because it calls some of its own routes.
         run_server(ServerArgs(**settings["server"], **{"api_key": key}))

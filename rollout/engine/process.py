@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -13,13 +14,15 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
 
-from slipstream.rollout.engine import cpu
+from slipstream.rollout.engine import adapters, cpu
+from slipstream.rollout.engine.adapters import AdapterServing
 from slipstream.rollout.engine.key import Key, new_key
+from slipstream.rollout.engine.launch import READY
 from slipstream.rollout.engine.leftovers import announced, kill_group, members, shared_memory_of
 from slipstream.rollout.garbage import kept_for_good
 from slipstream.rollout.network import process_group_variables
@@ -44,6 +47,15 @@ class ServerSpec:
     version: int
     """Policy version of the weights at ``model_path``."""
     seed: int
+    data_parallel: int = 1
+    expert_parallel: int = 1
+    pipeline_parallel: int = 1
+    nodes: int = 1
+    """Nodes of the engine, each of which has a server for its share of the ranks."""
+    node: int = 0
+    """Number of this server's node. The server of node 0 answers requests."""
+    meeting: "MeetingPoint | None" = None
+    """Meeting point of the ranks. Needed for several nodes and for data parallelism."""
     args: Mapping[str, object] = field(default_factory=dict[str, object])
     """Further ServerArgs, by field name."""
     shared_gpus: tuple[str, ...] = ()
@@ -51,8 +63,34 @@ class ServerSpec:
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment variables that the run sets for its engines."""
     replica: "ReplicaSpec | None" = None
+    adapters: AdapterServing | None = None
+    """Adapters of the policy that the server can load; None: it gets whole weights."""
     label: str = "engine"
     """Part of the names of the server's temporary folders, for who finds one."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the engine, on all of its nodes."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def ranks_here(self) -> range:
+        """Ranks of the engine whose processes this server has."""
+        share = self.ranks // self.nodes
+        return range(self.node * share, (self.node + 1) * share)
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """An address of an engine's first node, and the first of the ports that its ranks use there to meet."""
+
+    address: str
+    port: int
+
+
+MEETING_PORTS = 14
+"""Number of consecutive ports of a meeting point: that of the store of the process groups, and those that
+SGLang derives from it for data-parallel attention, the last of which is that port + 13."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +125,30 @@ def server_args(spec: ServerSpec) -> dict[str, object]:
         "skip_server_warmup": True,
         "incremental_streaming_output": True,  # else every chunk repeats all before it
     }
+    if spec.data_parallel > 1:
+        arguments |= {"dp_size": spec.data_parallel, "enable_dp_attention": True}
+    if spec.expert_parallel > 1:
+        arguments["ep_size"] = spec.expert_parallel
+    if spec.pipeline_parallel > 1:
+        arguments["pp_size"] = spec.pipeline_parallel
+    if spec.nodes > 1:
+        arguments |= {"nnodes": spec.nodes, "node_rank": spec.node}
+    if spec.meeting is not None:
+        arguments["dist_init_addr"] = f"{spec.meeting.address}:{spec.meeting.port}"
     if spec.shared_gpus:
         # Lets the server release its GPU memory; its weights wait on the host meanwhile.
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+    if spec.adapters is not None:
+        arguments |= spec.adapters.server_args(spec.device)
     return arguments | (cpu.SERVER_ARGS if spec.device == "cpu" else {}) | dict(spec.args)
+
+
+def _preparations(spec: ServerSpec) -> list[str]:
+    """Return the import paths of what is done in the server's process before the server starts."""
+    on_cpu = [cpu.PREPARE] if spec.device == "cpu" else []
+    if spec.adapters is None:
+        return on_cpu
+    return [*on_cpu, *([cpu.PREPARE_ADAPTERS] if on_cpu else []), adapters.PREPARE]
 
 
 LIVE_SERVER_ARGS: Mapping[str, object] = {
@@ -115,6 +173,9 @@ WITHOUT_DIAGNOSIS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUM
 """Let a server that has lost a process end at once. SGLang's diagnosis takes 66 seconds, in which requests
 hang; a user who wants it sets these variables."""
 
+SGLANGS_OWN = b"sglang::"
+"""Begins the title of the processes of schedulers, of the detokenizer and of the controller."""
+
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opens URLs without the http_proxy of the environment, which does not reach servers of this cluster."""
 
@@ -126,6 +187,8 @@ class ServerProcess:
         # A key for each start: what a client sends to a server that is gone may reach whoever got its port.
         self.access = ServerAccess(f"http://{spec.host}:{spec.port}", new_key())
         self._address = (spec.host, spec.port)
+        self._answers_requests = spec.node == 0
+        self._watches_processes = spec.node > 0 or spec.data_parallel > 1
         self._log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = OwnedFolder(TEMPORARY, spec.label)
@@ -133,12 +196,17 @@ class ServerProcess:
         replica = None
         if spec.replica:
             self._folders.append(OwnedFolder(Path(spec.replica.memory), spec.label))
-            replica = {"mount": spec.replica.mount, "folder": str(self._folders[-1].path)}
+            replica = {
+                "mount": spec.replica.mount,
+                "folder": str(self._folders[-1].path),
+                "model": str(spec.model_path),
+            }
         self._shared_memory: set[Path] = set()
         arguments = {
             "server": server_args(spec),
-            "prepare": cpu.PREPARE if spec.device == "cpu" else None,
+            "prepare": _preparations(spec),
             "replica": replica,
+            "meeting": None if spec.meeting is None else asdict(spec.meeting),
             "temporary": str(self._temporary.path),
         }
         with log_path.open("ab") as log:
@@ -162,13 +230,19 @@ class ServerProcess:
         return self._process.pid
 
     async def wait_healthy(self, timeout_s: float) -> None:
-        """Wait until /health returns 200. Raises EngineStartError if it does not, or the server ends."""
+        """Wait until /health returns 200, or, on a node that is not the first, until the ranks are ready.
+
+        Raises EngineStartError if that takes too long, or if the server ends.
+        """
         deadline = time.monotonic() + timeout_s
         exited = asyncio.ensure_future(self.wait_exit())
         try:
             while time.monotonic() < deadline:
                 if await asyncio.to_thread(self._is_healthy):
-                    self._shared_memory |= shared_memory_of(members(self._process.pid))
+                    processes = members(self._process.pid)
+                    self._shared_memory |= shared_memory_of(processes)
+                    if self._watches_processes:
+                        self._end_with_first(processes)
                     return
                 # SGLang does not announce that it is ready, so it is asked; its exit is an event.
                 done, _ = await asyncio.wait({exited}, timeout=0.25)
@@ -204,7 +278,38 @@ class ServerProcess:
         with suppress(BrokenPipeError):  # it has ended already, which is noticed elsewhere
             self._process.stdin.write(f"{self.access.key}\n".encode())
 
+    def _end_with_first(self, processes: Sequence[int]) -> None:
+        """End the server as soon as any of SGLang's processes among ``processes`` ends.
+
+        SGLang does so itself only for the processes that the server of the first node has started: not on the
+        other nodes, and not for those of its controller of data parallelism.
+        """
+        watched = [self._process.pid, *filter(_is_sglangs, processes)]
+        descriptors: list[int] = []
+        try:
+            for pid in watched:
+                descriptors.append(os.pidfd_open(pid))
+        except ProcessLookupError:  # it has ended already
+            for descriptor in descriptors:
+                os.close(descriptor)
+            kill_group(self._process.pid)
+            return
+        ends = select.poll()
+        for descriptor in descriptors:
+            ends.register(descriptor, select.POLLIN)
+
+        def wait() -> None:
+            ended = {descriptor for descriptor, _ in ends.poll()}
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if descriptors[0] not in ended:
+                kill_group(self._process.pid)
+
+        threading.Thread(target=wait, name="engine-processes", daemon=True).start()
+
     def _is_healthy(self) -> bool:
+        if not self._answers_requests:
+            return (self._temporary.path / READY).exists()
         # Whoever else has taken the port must not see the key.
         if not self._listens():
             return False
@@ -230,6 +335,13 @@ class ServerProcess:
         with self._log_path.open(errors="replace") as log:
             tail = "".join(deque(log, lines))
         return f"; the end of {self._log_path}:\n{tail}"
+
+
+def _is_sglangs(pid: int) -> bool:
+    """True for a process to which SGLang has given a title."""
+    with suppress(OSError):  # processes come and go
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(SGLANGS_OWN)
+    return False
 
 
 def environment_without_gpu() -> dict[str, str]:
@@ -269,6 +381,6 @@ def _environment(spec: ServerSpec) -> dict[str, str]:
     if spec.shared_gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.shared_gpus)
     if spec.device == "cpu":
-        environment |= cpu.environment(spec.tensor_parallel)
+        environment |= cpu.environment(spec.ranks, spec.ranks_here)
         environment = cpu.without_other_models(spec.model_path) | environment
     return environment

@@ -5,11 +5,12 @@
 
 import asyncio
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypedDict, cast
 
 from slipstream.rollout.control.concurrency import EngineLoad
+from slipstream.rollout.engine.adapters import adapter_name, leftover_adapters
 from slipstream.rollout.engine.connection import EngineConnection, EngineError, EngineLost, NotSent
 
 EngineMemory = Literal["weights", "kv_cache", "cuda_graph"]
@@ -74,62 +75,23 @@ class ServerControl(EngineConnection):
 
     # ---- weights
 
-    async def join_group(
-        self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
-    ) -> None:
-        """Join a process group with all ranks of the server."""
-        await self._post(
-            "/init_weights_update_group",
-            {
-                "master_address": address,
-                "master_port": port,
-                "rank_offset": rank_offset,
-                "world_size": world_size,
-                "group_name": group,
-                "backend": backend,
-            },
-        )
-
-    async def leave_group(self, group: str) -> None:
-        await self._post("/destroy_weights_update_group", {"group_name": group})
-
     async def begin_update(self) -> None:
         await self._post("/begin_weight_update", {})
 
     async def end_update(self) -> None:
         await self._post("/end_weight_update", {})
 
-    async def receive(
-        self,
-        *,
-        names: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        dtype: str,
-        group: str,
-        flush_cache: bool,
-        version: int | None,
+    async def take(
+        self, handles: Sequence[bytes], *, load_format: str, flush_cache: bool, version: int | None
     ) -> None:
-        """Receive one flat bucket from the broadcast that is under way in ``group``."""
-        await self._post(
-            "/update_weights_from_distributed",
-            {
-                "names": list(names),
-                "dtypes": [dtype] * len(names),
-                "shapes": [list(shape) for shape in shapes],
-                "group_name": group,
-                "load_format": "flattened_bucket",
-                "flush_cache": flush_cache,
-                "weight_version": None if version is None else str(version),
-            },
-        )
-
-    async def take(self, handles: Sequence[bytes], *, flush_cache: bool, version: int | None) -> None:
-        """Load a flat bucket from shared memory, with one handle for each rank."""
+        """Load what the handles lead to, one for each rank: a flat bucket in shared memory, or whatever the
+        weight loader ``load_format`` makes of it.
+        """
         await self._post(
             "/update_weights_from_tensor",
             {
                 "serialized_named_tensors": [base64.b64encode(handle).decode() for handle in handles],
-                "load_format": "flattened_bucket",
+                "load_format": load_format,
                 "flush_cache": flush_cache,
                 "weight_version": None if version is None else str(version),
             },
@@ -141,6 +103,46 @@ class ServerControl(EngineConnection):
             "/update_weights_from_disk",
             {"model_path": str(folder), "flush_cache": flush_cache, "weight_version": str(version)},
         )
+
+    async def load_adapter(self, version: int, config: Mapping[str, object], tensors: bytes) -> None:
+        """Load the adapter of ``version`` beside the one that the server serves, and unload any other.
+
+        No request uses others: those that did were cut off before the served one took their place.
+        """
+        served, name = await self.weight_version(), adapter_name(version)
+        loaded = await self._adapters()
+        for other in leftover_adapters(loaded, served):
+            await self._unload(other)
+        if served == version and name in loaded:
+            await self._unload(name)
+        await self._post(
+            "/load_lora_adapter_from_tensors",
+            {
+                "lora_name": name,
+                "config_dict": dict(config),
+                "serialized_named_tensors": [base64.b64encode(tensors).decode()] * self.ranks,
+                "load_format": "flattened_bucket",
+            },
+        )
+
+    async def serve_adapter(self, version: int) -> None:
+        """Let requests that start from now on be of ``version`` and use its adapter.
+
+        No request may run: its tokens would be taken for ones of ``version``.
+        """
+        await self.rename_version(version)
+
+    async def _adapters(self) -> list[str]:
+        """Return the names of all adapters that the server has loaded."""
+        reply = cast("dict[str, list[dict[str, object]]]", await self._get("/v1/models"))
+        try:
+            return [str(model["id"]) for model in reply["data"] if model.get("parent") is not None]
+        except (LookupError, TypeError, AttributeError) as error:
+            raise EngineError(f"{self.name} /v1/models: no models in {reply}") from error
+
+    async def _unload(self, adapter: str) -> None:
+        """Unload an adapter that no request uses."""
+        await self._post("/unload_lora_adapter", {"lora_name": adapter})
 
     async def rename_version(self, version: int) -> None:
         """Let tokens that are sampled from now on be of ``version``, with the same weights."""
@@ -162,9 +164,9 @@ class ServerControl(EngineConnection):
         await self._request("POST", f"{REPLICA}/commit/{version}", b"")
 
     async def load_replica(self, *, flush_cache: bool, version: int) -> None:
-        """Load all weights from the replica."""
-        folder = Path((await self._replica())["folder"])
-        await self.load_files(folder, flush_cache=flush_cache, version=version)
+        """Load all weights from the replica, if it still holds ``version`` as it was committed."""
+        checked = cast(_Replica, await self._request("POST", f"{REPLICA}/check/{version}", b""))
+        await self.load_files(Path(checked["folder"]), flush_cache=flush_cache, version=version)
 
     async def _replica(self) -> _Replica:
         return cast(_Replica, await self._get(REPLICA))

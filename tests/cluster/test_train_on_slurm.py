@@ -1,50 +1,18 @@
 """The main job on a real Slurm of two fake nodes: the trainer on one, the engine on the other."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from slipstream.backend.quickstart import prepare
+from tests.cluster.quickstart_job import submit_quickstart
 from tests.cluster.slurm_cluster import SlurmCluster, tree
 
 
 @pytest.mark.timeout(600)
 def test_sbatch_trains_the_quickstart_policy_across_two_nodes(slurm_cluster: SlurmCluster, tmp_path: Path):
-    inputs = tmp_path / "inputs"
-    inputs.mkdir()
-    model, data, held_out = inputs / "policy", inputs / "train.jsonl", inputs / "heldout.jsonl"
-    prepare(model, data, held_out, say=lambda _: None, warm_start_steps=5)
-    script = subprocess.run(
-        [sys.executable, "-m", "slipstream.backend.cli", "slurm-script"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    job = slurm_cluster.submit(
-        script,
-        "quickstart",
-        "run.steps=3",
-        f"run.root={tmp_path / 'runs'}",
-        f"model.path={model}",
-        f"data.path={data}",
-        f"eval.path={held_out}",
-        "eval.max_prompts=50",
-        "rollout.batch_size=4",
-        cwd=inputs,  # no clone is there
-        env={
-            "SLIPSTREAM_VENV": sys.prefix,
-            "SLIPSTREAM_LOG_DIR": str(tmp_path / "node-logs"),
-            "SLIPSTREAM_CPUS_PER_NODE": "2",
-            "SLIPSTREAM_OBJECT_STORE": "100000000",
-        },
-        nodes=2,
-        gpus_per_node=0,
-        output=tmp_path / "out.log",
-    )
+    job = submit_quickstart(slurm_cluster, tmp_path, "run.steps=3", "eval.max_prompts=50", nodes=2)
     slurm_cluster.wait_for_output(job, "step 1/3", 240)
     # Each where it belongs, and nowhere else.
     where = {

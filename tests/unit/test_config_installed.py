@@ -8,6 +8,7 @@ import pytest
 
 from slipstream.configs import installed
 from slipstream.configs.installed import MEGATRON, SGLANG, Library, check_passthrough
+from slipstream.configs.installed.served import can
 from slipstream.configs.installed.source import read_megatron, read_sglang
 from slipstream.configs.schema import ActorConfig, EngineConfig, RunConfig
 
@@ -226,8 +227,14 @@ def test_megatron_fields_that_slipstream_sets_are_refused(field, setting):
         ("device", "cluster.device"),
         ("tp_size", "rollout.engine.tensor_parallel"),
         ("tp", "rollout.engine.tensor_parallel"),
+        ("dp", "rollout.engine.data_parallel"),
+        ("enable_dp_attention", "rollout.engine.data_parallel"),
+        ("ep_size", "rollout.engine.expert_parallel"),
+        ("pp_size", "rollout.engine.pipeline_parallel"),
+        ("nnodes", "rollout.engine.nodes"),
         ("random_seed", "run.seed"),
         ("weight_version", "policy version"),
+        ("quantization", "rollout.engine.quantization"),
     ],
 )
 def test_sglang_fields_that_slipstream_sets_are_refused(field, setting):
@@ -271,6 +278,8 @@ def test_installed_sglang_is_understood():
         "tensor_parallel_size",
         "dp",
         "data_parallel_size",
+        "ep",
+        "expert_parallel_size",
         "pp",
         "pipeline_parallel_size",
         "model",
@@ -280,6 +289,23 @@ def test_installed_sglang_is_understood():
     assert check(sglang={"mem_fraction_static": "half", "attention_backend": None}).keys() == {
         "rollout.engine.args.mem_fraction_static"
     }
+
+
+@needs_sglang
+@pytest.mark.parametrize(
+    ("architecture", "data", "pipeline"),
+    [
+        ("Qwen3MoeForCausalLM", True, True),
+        ("DeepseekV3ForCausalLM", True, True),
+        ("LlamaForCausalLM", False, True),
+        ("MistralForCausalLM", False, True),
+        ("Olmo2ForCausalLM", False, False),
+        ("NobodysForCausalLM", None, None),
+    ],
+)
+def test_what_sglang_can_do_with_a_model_is_read_from_its_source(architecture, data, pipeline):
+    assert can(architecture, "data_parallel") is data
+    assert can(architecture, "pipeline_parallel") is pipeline
 
 
 @needs_sglang

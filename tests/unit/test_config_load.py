@@ -107,7 +107,7 @@ def test_the_report_counts_and_lists_every_violation(recipe):
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("2 violations in ")
     assert lines[1:] == [
-        "  run.steps = 0: expected at least 1",
+        "  run.steps = 0: expected at least 1 or null",
         "  actor.optimizer.lr = -1: expected more than 0",
     ]
 
@@ -134,7 +134,8 @@ def test_an_unknown_key_comes_with_the_nearest_valid_one(recipe, key, hint):
         ("run.steps", "40", "expected a whole number"),
         ("run.steps", True, "expected a whole number"),
         ("run.steps", 1.5, "expected a whole number"),
-        ("run.steps", None, "expected a whole number"),
+        ("run.seed", None, "expected a whole number"),
+        ("run.epochs", 0, "expected more than 0"),
         ("run.name", 3, "expected text"),
         ("run.name", "a/b", "expected text that matches "),
         ("actor.optimizer.lr", "fast", "expected a number"),
@@ -143,7 +144,7 @@ def test_an_unknown_key_comes_with_the_nearest_valid_one(recipe, key, hint):
         ("actor.optimizer.lr", 0, "expected more than 0"),
         ("rollout.over_sampling", 5, "expected at most 4"),
         ("actor.parallel.expert_tensor", 0, "expected at least 1 or null"),
-        ("weights.verify", 3, "expected a mapping whose `type` is 'always', 'every_n' or 'off'"),
+        ("weights.verify", 3, "expected a mapping whose `type` is 'always', 'every_n', 'digests' or 'off'"),
         ("actor.use_decoupled_loss", "yes", "expected true or false"),
         ("actor.use_decoupled_loss", 1, "expected true or false"),
         (
@@ -194,7 +195,7 @@ def test_adapters_of_unknown_layers_are_refused_with_the_names_of_all(recipe, ta
     assert list(reported) == ["actor.lora.targets"]
     reason = reported["actor.lora.targets"].reason
     assert reason.startswith(f"{start}'linear_qkv', 'linear_proj', 'linear_fc1', ")
-    assert reason.endswith(", 'linear_kv_up_proj' or null")
+    assert reason.endswith(", 'in_proj', 'out_proj' or null")
     assert reported["actor.lora.targets"].value == targets
 
 
@@ -312,7 +313,7 @@ TYPE_THAT_HAS = {
     "simulate.layout.": "cluster",
     "weights.transport.path": "disk",
     "weights.transport.memory": "delta",
-    "weights.transport.": "distributed",
+    "weights.transport.": "shards",
     "weights.verify.n": "every_n",
     "weights.verify.": "always",
 }

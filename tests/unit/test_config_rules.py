@@ -1,6 +1,7 @@
 """Rules between settings: each names its setting, and declares what it reads."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ from slipstream.configs.schema.paths import schema_paths
 from slipstream.configs.violations import RecipeError
 
 PREPARE = "slipstream.backend.quickstart.prepare"
+FP8 = "rollout.engine.quantization=fp8"
 
 
 @pytest.fixture
@@ -44,6 +46,8 @@ def base(tmp_path):
     return file
 
 
+DISK = ("weights.transport={type: disk}",)
+TWO_NODES = ("cluster={type: slurm}", "rollout.engine.tensor_parallel=2", "rollout.engine.nodes=2")
 TOOLS = "{path: slipstream.rollout.workflow.ToolUse, args: {tools: [a.b], parser: %s}}"
 
 
@@ -231,6 +235,83 @@ def violations(file, *overrides: str) -> dict[str, str]:
             "actor.correction.sequence",
         ),
         (["actor.objective={type: gspo}", "actor.correction.sequence={type: product}"], None, ""),
+        (["run.steps=null"], "run.steps", "or of passes in run.epochs"),
+        (["run.steps=null", "run.epochs=1.5"], None, ""),
+        (["run.epochs=1"], "run.epochs", "leave one of them out"),
+        (
+            ["run.steps=null", "run.epochs=1", "data=null", "rollout.data_source=base64.b64encode"],
+            "run.epochs",
+            "the order of rollout.data_source is endless, and has no length to pass over",
+        ),
+        (
+            ["run.steps=null", "run.epochs=1", "rollout.hooks={data_source: base64.b64encode}"],
+            "run.epochs",
+            "gives as many prompts as it is asked for",
+        ),
+        (
+            ["run.steps=null", "run.epochs=1", "data=null", "gateway={}", "live={share: 1}"],
+            "run.epochs",
+            "there are no prompts to train on",
+        ),
+        (
+            ["run.steps=null", "run.epochs=1", "gateway={}", "live={share: 1}"],
+            "run.epochs",
+            "all places of a batch are those of live users",
+        ),
+        (["actor.averaging=constant"], "actor.averaging_length", "rollout.sampling.max_new_tokens"),
+        (["actor.averaging_length=64"], "actor.averaging_length", "actor.averaging is token"),
+        (["actor.averaging=constant", "actor.averaging_length=64"], None, ""),
+        (["actor.advantage_norm={}"], None, ""),
+        (
+            ["actor.advantage_norm={mean: false, deviation: false}"],
+            "actor.advantage_norm",
+            "set one of them to true",
+        ),
+        *(
+            (
+                [f"actor.advantage=[{{type: reward, estimator: {estimator}}}]", "actor.advantage_norm={}"],
+                "actor.advantage_norm",
+                f"estimator: {estimator} normalizes over the tokens of the batch already",
+            )
+            for estimator in ("reinforce_pp", "reinforce_pp_baseline")
+        ),
+        (
+            [
+                "actor.advantage=[{type: reward, estimator: reinforce_pp}]",
+                "actor.turns={}",
+                "actor.advantage_norm={}",
+            ],
+            None,
+            "",
+        ),
+        (
+            ["actor.advantage=[{type: reward, estimator: gae}]", "critic={}", "actor.advantage_norm={}"],
+            "actor.advantage_norm",
+            "estimator: gae normalizes",
+        ),
+        (
+            [
+                "actor.advantage=[{type: reward, estimator: reinforce_pp}, {type: teacher}]",
+                "actor.advantage_norm={}",
+            ],
+            None,
+            "",
+        ),
+        (
+            ["actor.advantage=[{type: reward, shift: 0.1}]", "actor.advantage_norm={}"],
+            "actor.advantage_norm.mean",
+            "actor.advantage.shift",
+        ),
+        (
+            ["actor.advantage=[{type: reward, shift: 0.1}]", "actor.advantage_norm={mean: false}"],
+            None,
+            "",
+        ),
+        (
+            ["rollout.hooks={custom_advantage_function: base64.b64encode}", "actor.advantage_norm={}"],
+            "actor.advantage_norm",
+            "let the function normalize them",
+        ),
         (["actor.overlong={start: 50, end: 50}"], "actor.overlong.end", "more than actor.overlong.start"),
         (["actor.overlong={start: 40, end: 50}"], None, ""),
         (["actor.layer_spec=local", "actor.lora={rank: 8, alpha: 16}"], None, ""),
@@ -363,6 +444,53 @@ def violations(file, *overrides: str) -> dict[str, str]:
         (["actor.parallel.tensor=4"], "actor.parallel.tensor", "divisor of 2"),
         (["rollout.engine.tensor_parallel=4"], None, ""),
         (["rollout.engine.tensor_parallel=8"], "rollout.engine.tensor_parallel", "divisor of 4"),
+        (["rollout.engine.tensor_parallel=4", "rollout.engine.data_parallel=2"], None, ""),
+        (
+            ["rollout.engine.tensor_parallel=16", "rollout.engine.data_parallel=2"],
+            "rollout.engine.tensor_parallel",
+            "heads over 8 ranks (tensor_parallel / data_parallel); expected a divisor of 4",
+        ),
+        (
+            ["rollout.engine.tensor_parallel=4", "rollout.engine.data_parallel=3"],
+            "rollout.engine.data_parallel",
+            "divisor of 4",
+        ),
+        (["rollout.engine.pipeline_parallel=5", *DISK], "rollout.engine.pipeline_parallel", "at most 4"),
+        (["rollout.engine.pipeline_parallel=4", *DISK], None, ""),
+        (["rollout.engine.pipeline_parallel=2"], "weights.transport.type", "expected 'disk' or 'delta'"),
+        (
+            ["rollout.engine.tensor_parallel=4", "rollout.engine.expert_parallel=2"],
+            "rollout.engine.expert_parallel",
+            "no experts",
+        ),
+        (["rollout.engine.tensor_parallel=2", "rollout.engine.nodes=2"], "rollout.engine.nodes", "slurm"),
+        (
+            [*TWO_NODES, "actor.lora={rank: 2, alpha: 4, serve: adapter}", "weights.interrupt=abort"],
+            "actor.lora.serve",
+            "not been verified in SGLang with rollout.engine.nodes above 1",
+        ),
+        (
+            [
+                "rollout.engine.tensor_parallel=2",
+                "rollout.engine.expert_parallel=2",
+                "cluster={type: local, device: cpu}",
+            ],
+            "rollout.engine.expert_parallel",
+            "on GPUs only",
+        ),
+        ([*TWO_NODES, *DISK], None, ""),
+        (TWO_NODES, None, ""),
+        ([*TWO_NODES, "rollout.engine.tensor_parallel=1"], "rollout.engine.nodes", "divisor of 1"),
+        (
+            [*TWO_NODES, "rollout.engine.pipeline_parallel=3", *DISK],
+            "rollout.engine.nodes",
+            "divisor or a multiple of 3",
+        ),
+        (
+            [*TWO_NODES, "weights.transport={type: delta}"],
+            "weights.transport.type",
+            "on the first node alone",
+        ),
         (["actor.parallel.pipeline=3"], "actor.parallel.pipeline", "divisor of 4"),
         (["actor.parallel.pipeline=3", "actor.parallel.layers=[1,2,1]"], None, ""),
         (["actor.parallel.pipeline=2", "actor.parallel.layers=[1,2]"], "actor.parallel.layers", "sum to 4"),
@@ -386,6 +514,22 @@ def violations(file, *overrides: str) -> dict[str, str]:
             "has no linear_q_proj; its linear layers are linear_fc1, linear_fc2, linear_proj, linear_qkv",
         ),
         (["actor.lora={rank: 8, alpha: 16, targets: [linear_qkv]}"], None, ""),
+        (
+            ["actor.lora={rank: 8, alpha: 16, serve: adapter}"],
+            "weights.interrupt",
+            "cut off and continued with the next (abort), or end before (drain)",
+        ),
+        (["actor.lora={rank: 8, alpha: 16, serve: adapter}", "weights.interrupt=abort"], None, ""),
+        (["actor.lora={rank: 8, alpha: 16, serve: adapter}", "weights.interrupt=drain"], None, ""),
+        (
+            [
+                "actor.lora={rank: 8, alpha: 16, serve: adapter}",
+                "weights={interrupt: abort, transport: {type: tensor}}",
+                "rollout.engine.colocated=true",
+            ],
+            "actor.lora.serve",
+            "expected 'merged', or set rollout.engine.colocated to false",
+        ),
         (["actor.lora={rank: 8, alpha: 16}"], None, ""),
         (["rollout.max_head_offpolicyness=17", "rollout.allow_extreme_offpolicyness=true"], None, ""),
         (["actor.recompute_logprobs=false", "actor.use_decoupled_loss=false"], None, ""),
@@ -396,6 +540,20 @@ def violations(file, *overrides: str) -> dict[str, str]:
         ),
         (["weights.transport={type: delta}", "cluster={type: slurm}"], None, ""),
         (["weights.transport={type: tensor}"], None, ""),
+        ([FP8, "weights.transport={type: delta}", "cluster={type: local, device: gpu}"], None, ""),
+        ([FP8, "weights.transport={type: disk}"], None, ""),
+        ([FP8], "weights.transport.type", "get their versions from files"),
+        (
+            [FP8, "actor.lora={rank: 8, alpha: 16, serve: adapter}", "weights.interrupt=abort"],
+            "rollout.engine.quantization",
+            "not verified",
+        ),
+        ([FP8, "weights.transport={type: delta}", "model.dtype=float32"], "model.dtype", "expected bfloat16"),
+        (
+            [FP8, "weights.transport={type: delta}", "cluster={type: local, device: cpu}"],
+            "rollout.engine.quantization",
+            "only through AMX kernels",
+        ),
         (["rollout.engine.colocated=true"], "weights.transport.type", "two processes on one GPU"),
         (["rollout.engine.colocated=true", "weights.transport={type: tensor}"], None, ""),
         (
@@ -469,6 +627,28 @@ def test_a_rule_reports_its_own_setting_and_only_that(base, overrides, path, par
     reasons = violations(base, *overrides)
     assert list(reasons) == ([path] if path else [])
     assert part in reasons.get(path, "")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "part"),
+    [
+        (["actor.parallel.tensor=2"], "actor.parallel.tensor", "divisor of 3, the number of key heads"),
+        (["rollout.engine.tensor_parallel=2"], "rollout.engine.tensor_parallel", "divisor of 3"),
+        (["actor.parallel.context=2"], "actor.parallel.context", "has linear attention"),
+        (
+            ["actor.lora={rank: 8, alpha: 16, targets: [in_proj, linear_q_proj]}"],
+            "actor.lora.targets",
+            "has no linear_q_proj; its linear layers are in_proj, .*, out_proj",
+        ),
+        (["actor.lora={rank: 8, alpha: 16, targets: [in_proj, out_proj, linear_qkv]}"], None, ""),
+    ],
+)
+def test_a_model_with_linear_attention_is_split_by_its_key_heads(base, overrides, path, part):
+    file = base.parent / "model/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"linear_num_key_heads": 3}))
+    reasons = violations(base, *overrides)
+    assert (path in reasons) == (path is not None) and not (path is None and reasons)
+    assert path is None or re.search(part, reasons[path])
 
 
 @pytest.mark.parametrize(
@@ -582,6 +762,42 @@ def test_every_rule_is_skipped_when_everything_is_unsure(base):
     assert not list(check_rules(None, every))
 
 
+def test_the_experts_of_a_model_divide_over_the_groups_of_an_engine(base):
+    config = base.parent / "model/config.json"
+    experts = {"n_routed_experts": 6, "moe_intermediate_size": 30}
+    config.write_text(json.dumps(json.loads(config.read_text()) | experts))
+
+    def reasons(tensor: int, expert: int) -> str:
+        split = (f"rollout.engine.tensor_parallel={tensor}", f"rollout.engine.expert_parallel={expert}")
+        return violations(base, *split).get("rollout.engine.expert_parallel", "")
+
+    assert not reasons(2, 2)
+    assert "divisor of 2, which is rollout.engine.tensor_parallel" in reasons(2, 3)
+    assert "divisor of 6, the number of experts" in reasons(4, 4)
+    assert not reasons(4, 2)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"moe_intermediate_size": 31}))
+    assert "leaves 2 ranks for an expert" in reasons(4, 2)
+
+
+def test_all_that_an_engine_cannot_be_is_said_at_once(base):
+    config = base.parent / "model/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["LlamaForCausalLM"]}))
+    found = violations(
+        base,
+        "cluster={type: slurm}",
+        "rollout.engine={tensor_parallel: 4, data_parallel: 2, expert_parallel: 3, nodes: 3}",
+        "weights.transport={type: tensor}",
+    )
+    said = {
+        "rollout.engine.data_parallel": "SGLang's LlamaForCausalLM has no data-parallel attention",
+        "rollout.engine.expert_parallel": "the model has no experts",
+        "rollout.engine.nodes": "divisor of 4, the ranks",
+        "weights.transport.type": "shares no memory",
+    }
+    assert found.keys() == said.keys()
+    assert all(part in found[path] for path, part in said.items()), found
+
+
 @pytest.mark.parametrize(
     ("overrides", "path", "part"),
     [
@@ -615,3 +831,16 @@ def test_transformer_engine_has_to_be_installed_where_it_is_asked_for(base, monk
     if not installed:
         assert "`pip install .[gpu]`" in reasons["actor.layer_spec"]
         assert "set this to auto or local" in reasons["actor.layer_spec"]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe", "deepseek_v3", "seed_oss", "of_mine"])
+def test_an_adapter_that_sglang_is_not_known_to_serve_is_refused_with_the_way_out(base, kind):
+    config = base.parent / "model/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": kind}))
+    lora = "actor.lora={rank: 8, alpha: 16, serve: %s}"
+    reasons = violations(base, lora % "adapter", "weights.interrupt=abort")
+    assert list(reasons) == ([] if kind in ("qwen3", "llama") else ["actor.lora.serve"])
+    if reasons:
+        assert f"of the type {kind}" in reasons["actor.lora.serve"]
+        assert "expected 'merged'" in reasons["actor.lora.serve"]
+    assert not violations(base, lora % "merged", "weights.interrupt=abort")

@@ -32,10 +32,10 @@ def test_the_limits_are_those_of_the_language_model_and_of_the_recipe(tmp_path):
     inner = {"vocab_size": 7, "max_position_embeddings": 128}
     for config in (inner, {"text_config": inner, "vision_config": {"max_position_embeddings": 3}}):
         limits = limits_of(model(tmp_path, **config), request_timeout_s=11)
-        assert (limits.vocab_size, limits.max_length, limits.ranks) == (7, 128, 2)
+        assert (limits.vocab_size, limits.max_length, limits.ranks) == (7, 122, 2)
         assert limits.request_timeout_s == 11
     shorter = model(tmp_path, **inner).model_copy(update={"args": {"context_length": 64}})
-    assert limits_of(shorter, 11).max_length == 64
+    assert limits_of(shorter, 11).max_length == 58
 
 
 def test_a_model_that_does_not_say_its_limits_is_refused(tmp_path):

@@ -19,7 +19,8 @@ from slipstream.backend.driver.run_folder import (
     refuse_without_ledger,
 )
 from slipstream.configs.schema import DataConfig, RunConfig
-from slipstream.rollout.control.core import Loss, Ticket
+from slipstream.rollout.control.core import Ticket
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.ledger.recovery import open_ledger
 from slipstream.rollout.ledger.transaction import Training
 from slipstream.rollout.ledger.writer import SAMPLES, Ledger

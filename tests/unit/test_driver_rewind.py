@@ -14,7 +14,7 @@ from slipstream.backend.driver.rewind import Rewind
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.collect.leases import Leases
-from slipstream.rollout.control.core import Loss
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.ledger.audit import audit_ledger
 from slipstream.rollout.ledger.turns import RecoveredTurns
 from slipstream.rollout.messages import JUDGED, TRAIN, Event, GroupVerdict, Lease, Up

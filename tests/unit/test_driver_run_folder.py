@@ -27,7 +27,7 @@ from slipstream.backend.driver.resume import RunState, open_run
 from slipstream.backend.driver.run_folder import FIXED, check_same_run, recipe_text
 from slipstream.backend.driver.sft import open_folder
 from slipstream.configs.schema import CheckpointConfig, RunConfig
-from slipstream.rollout.control.core import GroupCounts
+from slipstream.rollout.control.ends import GroupCounts
 from slipstream.rollout.durable import write_durably
 from slipstream.rollout.ledger.database import LedgerBusy
 from slipstream.rollout.ledger.driver_file import look

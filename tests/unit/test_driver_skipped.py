@@ -14,7 +14,7 @@ from slipstream.backend.driver.skipped import SkippedUpdateLimit, TooManySkipped
 from slipstream.backend.driver.training import training_loop, training_steps
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.run import RunSection
-from slipstream.rollout.collect.gate import ReadyGroup
+from slipstream.rollout.collect.ready_groups import ReadyGroup
 from tests.unit.doubles import Policy
 
 

@@ -15,7 +15,7 @@ from slipstream.backend.driver.served_weights import ServedWeights
 from slipstream.backend.driver.training import training_loop, training_steps
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.run import RunSection
-from slipstream.rollout.collect.gate import ReadyGroup
+from slipstream.rollout.collect.ready_groups import ReadyGroup
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.engine.roster import EngineRoster
 from tests.unit.doubles import Collector, advance

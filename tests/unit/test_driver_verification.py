@@ -174,6 +174,7 @@ class Trainer:
     def __init__(self) -> None:
         self.published: list[tuple[int, list[str]]] = []
         self.reports: list[dict] = []
+        self.unservable: str | None = None
 
     async def train(self, batch):
         return {}
@@ -182,8 +183,12 @@ class Trainer:
         names = [address.name for address in engines]
         self.published.append((version, names))
         trouble = self.reports.pop(0) if self.reports else {}
+        if "no_room" in trouble:
+            return PublishReport(version, no_room=trouble["no_room"])
         out = {name for where in trouble.values() for name in where}
-        return PublishReport(version, [name for name in names if name not in out], **trouble)
+        return PublishReport(
+            version, [name for name in names if name not in out], unservable=self.unservable, **trouble
+        )
 
     async def logprobs(self, ids):
         return EXPECTED
@@ -194,12 +199,17 @@ async def advance(weights: ServedWeights) -> TrainedWeights:
     return await doubles.advance(weights, weights._owner.version + 1)
 
 
-async def serving(world: World, *names: str) -> tuple[ServedWeights, EngineRoster, Trainer]:
+async def serving(
+    world: World, *names: str, starts_served: bool = True
+) -> tuple[ServedWeights, EngineRoster, Trainer]:
     trainer, policy = Trainer(), Policy()
     roster = EngineRoster(policy, limit=4)
     for name in names:
         roster.add(world.connect(engine(name)))
-    return ServedWeights(trainer, roster, Separate(), policy, verifier=world.verifier()), roster, trainer
+    weights = ServedWeights(
+        trainer, roster, Separate(), policy, verifier=world.verifier(), starts_served=starts_served
+    )
+    return weights, roster, trainer
 
 
 def test_engines_are_in_doubt_from_before_the_update_until_the_verdict():
@@ -214,6 +224,28 @@ def test_engines_are_in_doubt_from_before_the_update_until_the_verdict():
         client, reason = roster.lost.get_nowait()
         assert client.name == "b"
         assert "does not hold version 1" in reason
+
+    asyncio.run(main())
+
+
+def test_a_version_without_room_is_tried_again_until_there_is_and_told_once(monkeypatch):
+    monkeypatch.setattr("slipstream.backend.driver.served_weights.ROOM_RETRY_S", 0.01)
+
+    async def main():
+        world, notes, owner = World(), list[str](), Policy()
+        trainer, roster = Trainer(), EngineRoster(owner, limit=4)
+        roster.add(world.connect(engine("a")))
+        trainer.reports = [{"no_room": "make room in /versions"}] * 3
+        weights = ServedWeights(trainer, roster, Separate(), owner, note=notes.append)
+        advancing = asyncio.create_task(advance(weights))
+        while len(trainer.published) < 3:
+            assert owner.version == 0, "the engines go on with what they serve"
+            await asyncio.sleep(0.001)
+        step = await advancing
+        assert (owner.version, step.report.updated) == (1, ["a"])
+        assert trainer.published == [(1, ["a"])] * 4
+        assert notes == ["version 1 waits for room, and the engines go on without it: make room in /versions"]
+        assert [client.name for client in roster.clients] == ["a"]
 
     asyncio.run(main())
 
@@ -244,6 +276,19 @@ def test_no_weights_are_published_before_every_collector_holds_back_what_they_sa
     asyncio.run(main())
 
 
+def test_a_transport_that_no_engine_can_get_weights_by_ends_the_run():
+    """Engines that start again would be told the same."""
+
+    async def main():
+        weights, _, trainer = await serving(World(), "a")
+        trainer.unservable = "nothing fills lm_head.weight"
+        with pytest.raises(WeightsMismatch, match=r"nothing fills lm_head.weight"):
+            await advance(weights)
+        await weights.cancel()
+
+    asyncio.run(main())
+
+
 def test_the_next_version_waits_for_the_verdict_on_the_last_one():
     async def main():
         world = World()
@@ -254,24 +299,6 @@ def test_the_next_version_waits_for_the_verdict_on_the_last_one():
         await weights.settled()
         assert world.asked == [("a", 1), ("a", 2)]
         assert [version for version, _ in trainer.published] == [1, 2]
-
-    asyncio.run(main())
-
-
-def test_interrupted_engines_are_published_to_again_once():
-    async def main():
-        world = World()
-        weights, roster, trainer = await serving(world, "a", "b", "c")
-        trainer.reports = [{"failed": {"b": "gone"}, "interrupted": {"a": "b", "c": "b"}}]
-        step = await advance(weights)
-        assert trainer.published == [(1, ["a", "b", "c"]), (1, ["a", "c"])]
-        assert step.report.updated == ["a", "c"]
-        assert [client.name for client in roster.clients] == ["a", "c"]
-        trainer.reports = [{"interrupted": {"a": "x"}}, {"interrupted": {"a": "y"}}]
-        step = await advance(weights)
-        assert step.report.failed == {"a": "y"}
-        assert [client.name for client in roster.clients] == ["c"]
-        await weights.settled()
 
     asyncio.run(main())
 
@@ -292,6 +319,19 @@ def test_an_engine_is_admitted_when_it_was_found_to_hold_the_version():
         assert admitted == [1]
         assert trainer.published[1:] == [(1, ["late"]), (1, ["other"])]
         await weights.settled()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("starts_served", "published"), [(True, []), (False, [(0, ["new"])])])
+def test_an_engine_gets_the_initial_policy_where_it_is_not_in_the_files(starts_served, published):
+    async def main():
+        weights, _, trainer = await serving(World(), starts_served=starts_served)
+        assert await weights.bring_up_to_date(engine("new"), lambda: None) is None
+        assert trainer.published == published
+        trainer.reports = [{"failed": {"new": "it refuses"}}]
+        refused = await weights.bring_up_to_date(engine("new"), lambda: None)
+        assert refused == (None if starts_served else "it refuses")
 
     asyncio.run(main())
 

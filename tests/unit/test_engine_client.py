@@ -211,40 +211,13 @@ def test_prompt_log_probs_ask_for_no_new_token_and_skip_the_first():
         (lambda c: c.abort("x"), ("/abort_request", {"rid": "x"})),
         (lambda c: c.begin_update(), ("/begin_weight_update", {})),
         (lambda c: c.end_update(), ("/end_weight_update", {})),
-        (lambda c: c.leave_group("g"), ("/destroy_weights_update_group", {"group_name": "g"})),
         (
-            lambda c: c.join_group(
-                address="h", port=5, rank_offset=1, world_size=3, group="g", backend="gloo"
-            ),
+            lambda c: c.take([b"\x00", b"\x01"], load_format="a.loader", flush_cache=True, version=7),
             (
-                "/init_weights_update_group",
+                "/update_weights_from_tensor",
                 {
-                    "master_address": "h",
-                    "master_port": 5,
-                    "rank_offset": 1,
-                    "world_size": 3,
-                    "group_name": "g",
-                    "backend": "gloo",
-                },
-            ),
-        ),
-        (
-            lambda c: c.receive(
-                names=["a", "b"],
-                shapes=[(2, 3), (4,)],
-                dtype="float32",
-                group="g",
-                flush_cache=True,
-                version=7,
-            ),
-            (
-                "/update_weights_from_distributed",
-                {
-                    "names": ["a", "b"],
-                    "dtypes": ["float32", "float32"],
-                    "shapes": [[2, 3], [4]],
-                    "group_name": "g",
-                    "load_format": "flattened_bucket",
+                    "serialized_named_tensors": ["AA==", "AQ=="],
+                    "load_format": "a.loader",
                     "flush_cache": True,
                     "weight_version": "7",
                 },
@@ -264,9 +237,7 @@ def test_control_calls_are_what_sglang_expects(call, expected):
 def test_a_bucket_before_the_last_names_no_version():
     async def main():
         async with serving({"success": True}) as (server, client):
-            await client.receive(
-                names=["a"], shapes=[(1,)], dtype="float32", group="g", flush_cache=False, version=None
-            )
+            await client.take([b""], load_format="flattened_bucket", flush_cache=False, version=None)
             assert server.requests[0][2]["weight_version"] is None
 
     asyncio.run(main())

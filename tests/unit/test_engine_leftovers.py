@@ -29,7 +29,9 @@ ELSEWHERE = "another boot, or another node's process ids"
 
 
 def test_the_segments_of_a_process_are_found_by_its_identity(segment: Path):
-    assert segments_of_torch(this_process()) == {segment}
+    # Other tests of this process may have shared tensors.
+    assert segment in segments_of_torch(this_process())
+    assert all(f"_{os.getpid()}_" in each.name for each in segments_of_torch(this_process()))
 
 
 def test_a_process_of_another_node_with_the_same_id_has_none_here(segment: Path):

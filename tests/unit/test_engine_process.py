@@ -16,12 +16,14 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slipstream.rollout.engine import cpu
 from slipstream.rollout.engine.process import (
     LAUNCHER,
     EngineStartError,
+    MeetingPoint,
     ServerProcess,
     ServerSpec,
     server_args,
@@ -51,13 +53,17 @@ STAND_IN = textwrap.dedent(
         import time
         time.sleep(300)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    child = subprocess.Popen(["sleep", "300"])
+    child = subprocess.Popen(["sglang::scheduler_TP1", "300"], executable="/bin/sleep")
     with open(f"/dev/shm/slipstream-test-{os.getpid()}", "w+b") as file:
         file.truncate(4096)
         shared = mmap.mmap(file.fileno(), 4096)
     reported = {"arguments": arguments, "environment": dict(os.environ), "child": child.pid}
     reported["temporary"] = settings["temporary"]
     print(json.dumps(reported), flush=True)
+    if arguments.get("node_rank"):
+        if mode != "unhealthy":
+            open(os.path.join(settings["temporary"], "ready"), "w").close()
+        signal.pause()
 
     class Health(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -141,6 +147,43 @@ def test_server_arguments_are_the_fields_of_server_args():
         "skip_server_warmup": True,
         "incremental_streaming_output": True,
     }
+
+
+MEETING = MeetingPoint("10.0.0.1", 20_000)
+
+
+def test_the_ranks_of_an_engine_are_split_as_the_recipe_says():
+    arguments = server_args(
+        spec(
+            tensor_parallel=8,
+            data_parallel=4,
+            expert_parallel=8,
+            pipeline_parallel=2,
+            nodes=4,
+            node=3,
+            meeting=MEETING,
+        )
+    )
+    assert (
+        arguments.items()
+        >= {
+            "tp_size": 8,
+            "dp_size": 4,
+            "enable_dp_attention": True,
+            "ep_size": 8,
+            "pp_size": 2,
+            "nnodes": 4,
+            "node_rank": 3,
+            "dist_init_addr": "10.0.0.1:20000",
+        }.items()
+    )
+
+
+def test_each_node_of_an_engine_on_cpus_binds_its_own_ranks_to_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    for node in range(2):
+        part = spec(device="cpu", tensor_parallel=2, nodes=2, node=node)
+        assert cpu.environment(part.ranks, part.ranks_here)["SGLANG_CPU_OMP_THREADS_BIND"] == str(node)
 
 
 def test_the_recipe_overrides_the_defaults_of_the_cpu_which_a_gpu_does_not_have():
@@ -326,6 +369,45 @@ def test_the_exit_of_a_server_is_noticed(tmp_path):
         assert not any(task.done() for task in waiting)
         os.kill(server.pid, signal.SIGKILL)
         assert await asyncio.wait_for(asyncio.gather(*waiting), 2) == [-9, -9]
+
+    with started(tmp_path) as server:
+        asyncio.run(main(server))
+
+
+OTHER_NODE = {"tensor_parallel": 2, "nodes": 2, "node": 1, "meeting": MEETING}
+
+
+def test_a_server_of_another_node_is_ready_when_it_says_so_and_listens_on_nothing(tmp_path):
+    async def main(server):
+        await server.wait_healthy(10)
+        listening = {c for c in psutil.Process(server.pid).net_connections() if c.status == "LISTEN"}
+        assert not listening
+
+    with started(tmp_path, **OTHER_NODE) as server:
+        asyncio.run(main(server))
+    never = pytest.raises(EngineStartError, match="not healthy within 1 s")
+    with started(tmp_path, "unhealthy", **OTHER_NODE) as server, never:
+        asyncio.run(server.wait_healthy(0.6))
+
+
+@pytest.mark.parametrize("split", [OTHER_NODE, {"tensor_parallel": 2, "data_parallel": 2}])
+def test_processes_that_sglang_does_not_watch_take_their_server_with_them(tmp_path, split):
+    async def main(server):
+        await server.wait_healthy(10)
+        child = report(tmp_path)["child"]
+        os.kill(child, signal.SIGKILL)
+        assert await asyncio.wait_for(server.wait_exit(), 2) == -9
+
+    with started(tmp_path, **split) as server:
+        asyncio.run(main(server))
+
+
+def test_a_process_that_sglang_watches_is_left_to_sglang(tmp_path):
+    async def main(server):
+        await server.wait_healthy(10)
+        os.kill(report(tmp_path)["child"], signal.SIGKILL)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(server.wait_exit(), 0.3)
 
     with started(tmp_path) as server:
         asyncio.run(main(server))

@@ -2,16 +2,25 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
+from slipstream.bridge.engine.orders import TAKE
+from slipstream.rollout.engine.adapters import POLICY, AdapterServing
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
-from slipstream.rollout.engine.process import ReplicaSpec, ServerProcess, ServerSpec
+from slipstream.rollout.engine.process import (
+    MEETING_PORTS,
+    MeetingPoint,
+    ReplicaSpec,
+    ServerProcess,
+    ServerSpec,
+)
+from slipstream.rollout.network import hold_ports, port_of
 from tests.models import make_checkpoint
 from tests.ports import held_port
 
@@ -27,6 +36,9 @@ async def version_of(client: EngineClient) -> int:
 class Server:
     address: EngineAddress
     process: ServerProcess
+    """The process that answers requests."""
+    others: tuple[ServerProcess, ...] = ()
+    """The servers on the engine's other nodes."""
 
     def ask(self, *questions) -> list:
         """Run client calls one after another: ``ask(lambda client: client.checksum())``."""
@@ -46,7 +58,15 @@ class Server:
         return self.ask(*(lambda client, ids=ids: client.prompt_logprobs(ids) for ids in sequences))
 
 
-def spec_of(model: Path, device: str = "cpu", *, ranks: int = 1, replica: bool = False) -> ServerSpec:
+def spec_of(
+    model: Path,
+    device: str = "cpu",
+    *,
+    ranks: int = 1,
+    replica: bool = False,
+    adapters: AdapterServing | None = None,
+    args: Mapping[str, object] | None = None,
+) -> ServerSpec:
     return ServerSpec(
         model,
         "float32",
@@ -57,6 +77,8 @@ def spec_of(model: Path, device: str = "cpu", *, ranks: int = 1, replica: bool =
         version=0,
         seed=0,
         replica=ReplicaSpec("slipstream.bridge.transport.replica.mount", "/dev/shm") if replica else None,
+        adapters=adapters,
+        args={"custom_weight_loader": [TAKE], **(args or {})},
     )
 
 
@@ -69,15 +91,46 @@ def serve(
     name: str = "engine",
     ranks: int = 1,
     replica: bool = False,
+    adapters: AdapterServing | None = None,
+    args: Mapping[str, object] | None = None,
 ) -> Iterator[Server]:
-    """``replica``: with a copy of the weights beside it."""
-    process = ServerProcess(spec_of(model, device, ranks=ranks, replica=replica), log)
+    """``replica``: with a copy of the weights beside it. ``adapters``: which requests are to use."""
+    spec = spec_of(model, device, ranks=ranks, replica=replica, adapters=adapters, args=args)
+    process = ServerProcess(spec, log)
     try:
         asyncio.run(process.wait_healthy(120))
         url, key = process.access.url, process.access.key
-        yield Server(EngineAddress(name, url, ranks, VOCAB, 256, 60, stream_interval=8, key=key), process)
+        adapter = None if adapters is None else POLICY
+        address = EngineAddress(name, url, ranks, VOCAB, 256, 60, stream_interval=8, key=key, adapter=adapter)
+        yield Server(address, process)
     finally:
         process.stop()
+
+
+@contextlib.contextmanager
+def serve_over_nodes(model: Path, logs: Path, **split: int) -> Iterator[Server]:
+    """Serve with an engine of two ranks over two nodes, which are both this machine."""
+    with contextlib.ExitStack() as held:
+        ports = [held.enter_context(holder) for holder in hold_ports("127.0.0.1", MEETING_PORTS)]
+        meeting = MeetingPoint("127.0.0.1", port_of(ports[0]))
+        parts = [
+            replace(spec_of(model, ranks=2), nodes=2, node=node, meeting=meeting, **split)
+            for node in range(2)
+        ]
+        processes = [ServerProcess(part, logs / f"node-{part.node}.log") for part in parts]
+        try:
+            first, *others = processes
+
+            async def healthy() -> None:
+                await asyncio.gather(*(process.wait_healthy(240) for process in processes))
+
+            asyncio.run(healthy())
+            url, key = first.access.url, first.access.key
+            address = EngineAddress("over-nodes", url, 2, VOCAB, 256, 60, stream_interval=8, key=key)
+            yield Server(address, first, tuple(others))
+        finally:
+            for process in processes:
+                process.stop()
 
 
 @pytest.fixture(scope="package")
