@@ -9,7 +9,8 @@ from pathlib import Path
 
 from slipstream.backend.commands.import_slime import import_slime
 from slipstream.backend.commands.outcome import WrongInput
-from slipstream.rollout.compat.slime.launch_recipe import UNKNOWN, recipe_of
+from slipstream.rollout.compat.slime.imported_recipe import UNKNOWN
+from slipstream.rollout.compat.slime.launch_recipe import recipe_of
 from slipstream.rollout.compat.slime.launch_script import Flag, LaunchScript
 
 CHECKOUT = Path(os.environ["SLIME_CHECKOUT"])

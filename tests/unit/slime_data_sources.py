@@ -59,6 +59,38 @@ class Empty(Counting):
         return []
 
 
+class TakesBack(Counting):
+    """Gives what it gets back before anything else."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.back = []
+
+    def add_samples(self, samples):
+        assert all(sample.status is Sample.Status.ABORTED for group in samples for sample in group)
+        assert all(len(group) == self.args.n_samples_per_prompt for group in samples)
+        self.back += [
+            [sample.prompt, sample.label, sample.metadata["number"], sample.group_index]
+            for sample, *_ in samples
+        ]
+
+    def group(self):
+        if not self.back:
+            return super().group()
+        prompt, label, number, position = self.back.pop(0)
+        metadata = {"number": number, "was": position}
+        return [
+            Sample(prompt=prompt, label=label, metadata=dict(metadata))
+            for _ in range(self.args.n_samples_per_prompt)
+        ]
+
+    def save(self, rollout_id):
+        self._file(rollout_id).write_text(json.dumps([self.next, self.back]))
+
+    def load(self, rollout_id=None):
+        self.next, self.back = json.loads(self._file(rollout_id).read_text())
+
+
 class Uneven(Counting):
     def group(self):
         return super().group()[:1]

@@ -12,7 +12,7 @@ from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.backend.driver.hooked_batches import HookedBatches, records_of, with_training_data
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.collect.gate import ReadyGroup, StoredTrajectory
+from slipstream.rollout.collect.ready_groups import ReadyGroup, StoredTrajectory
 from slipstream.rollout.compat.slime.batch_hooks import BatchHooks
 from slipstream.rollout.evaluated_set import EvaluatedSet
 from slipstream.rollout.linux import children_of

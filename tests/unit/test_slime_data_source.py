@@ -1,6 +1,7 @@
 """A data source gives prompts from a process of its own, and they are on disk before they are used."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.data_source_process import slime_drawing
 from slipstream.rollout.compat.slime.episode_samples import drawn_onto, fields_of, is_done
 from slipstream.rollout.control.core import RolloutControl
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.plugins import resolve
 from slipstream.rollout.programs.hook_process import HookProcessFailed
-from slipstream.rollout.sources.drawn_prompts import FILE, DrawnPrompts
+from slipstream.rollout.sources.drawn_prompts import FILE, GIVEN_BACK, DrawnPrompts
 from slipstream.rollout.trajectory import Prompt
 from tests.unit.doubles import Listener
 
@@ -51,15 +53,30 @@ def config(model: Path, root: Path, name: str, timeout_s: float = 60) -> RunConf
     )
 
 
-async def drawing(model: Path, root: Path, name: str, *, until: int, take: int = 0, **more) -> DrawnPrompts:
-    """Draw until so many prompts are there. ``take``: number of prompts that are used first."""
+async def drawing(
+    model: Path,
+    root: Path,
+    name: str,
+    *,
+    until: int,
+    take: int = 0,
+    lost: Sequence[tuple[int, Loss]] = (),
+    notes: list[str] | None = None,
+    **more,
+) -> DrawnPrompts:
+    """Draw until so many prompts are there. ``take``: number of prompts that are used first. ``lost``: groups
+    that the run then loses.
+    """
     settings = config(model, root, name, **more)
     prompts = DrawnPrompts(root / "run" / FILE)
     for _ in range(take):
         prompts.draw()
     drawn = asyncio.Event()
     prompts.when_ready(lambda: drawn.set() if prompts.drawn >= until else None)
-    source = slime_drawing(settings, prompts, root / "logs", ahead=until - take)
+    note = (notes if notes is not None else []).append
+    source = slime_drawing(settings, prompts, root / "logs", ahead=until - take, note=note)
+    for position, loss in lost:
+        source.lost(position, prompts.at(position), loss, "", None)
     task = asyncio.create_task(source.run())
     waiting = asyncio.create_task(drawn.wait())
     try:
@@ -90,6 +107,39 @@ def test_what_was_drawn_is_read_again_and_the_source_goes_on_behind_it(model, tm
     assert list((tmp_path / "run").glob("source-*.json")), "its state was saved on the way"
     with pytest.raises(OSError, match="holds 6 groups, expected the one at position 6"):
         second.at(6)
+
+
+ALL_LOSSES = [(0, Loss.STALE), (1, Loss.SURPLUS), *((2, loss) for loss in Loss if loss not in GIVEN_BACK)]
+
+
+@pytest.mark.parametrize("save_every", [1000, 2])
+def test_a_source_gets_the_groups_back_that_are_given_up_and_no_others(
+    model, tmp_path, monkeypatch, save_every
+):
+    """What it does with them outlives its process, whether or not its state was saved since."""
+    monkeypatch.setattr("slipstream.rollout.sources.drawn_prompts.SAVE_EVERY", save_every)
+    notes: list[str] = []
+    asyncio.run(drawing(model, tmp_path, "TakesBack", until=4))
+    more = {"lost": ALL_LOSSES, "notes": notes}
+    second = asyncio.run(drawing(model, tmp_path, "TakesBack", until=6, take=4, **more))
+    again = [second.at(position) for position in (4, 5)]
+    assert [(each.prompt, each.label, each.metadata["was"]) for each in again] == [
+        ("0+1=", "1", 0),
+        ("1+1=", "2", 1),
+    ]
+    third = asyncio.run(drawing(model, tmp_path, "TakesBack", until=7, take=6))
+    assert third.at(6).prompt == "4+1=" and not notes
+    assert (tmp_path / "run" / FILE).read_text().count("given_back") == 2
+
+
+def test_a_source_that_takes_no_group_back_goes_on_and_the_user_hears_of_it(model, tmp_path):
+    notes: list[str] = []
+    asyncio.run(drawing(model, tmp_path, "Counting", until=2))
+    lost = [(0, Loss.STALE), (1, Loss.STALE)]
+    second = asyncio.run(drawing(model, tmp_path, "Counting", until=4, take=2, lost=lost, notes=notes))
+    assert [second.at(position).prompt for position in range(4)] == [f"{n}+1=" for n in range(4)]
+    [note] = notes
+    assert "Counting) gets no group back: its add_samples has raised NotImplementedError" in note
 
 
 def test_a_position_that_the_ledger_knows_and_the_file_does_not_is_an_error(tmp_path):

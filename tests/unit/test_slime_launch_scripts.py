@@ -115,7 +115,7 @@ def test_what_has_no_counterpart_is_listed_with_its_reason(script):
     assert flags["hidden-dropout"]["outcome"] == "refused" and "dropout" in flags["hidden-dropout"]["reason"]
     assert (
         flags["sglang-dp-size"]["outcome"] == "refused"
-        and "engine.count" in flags["sglang-dp-size"]["reason"]
+        and "rollout.engine.count" in flags["sglang-dp-size"]["reason"]
     )
     assert flags["num-layers"]["outcome"] == "needs nothing"
     assert flags["rm-type"]["outcome"] == "mapped"
@@ -129,6 +129,18 @@ def test_an_asynchronous_script_is_one_version_behind_and_has_engines_of_its_own
     assert result.exit_code == 0, result.output
     rollout = load_recipe(out, [f"prepare={NO_INPUTS}"]).rollout
     assert rollout.max_head_offpolicyness == 3 and rollout.engine.count == 2 and not rollout.engine.colocated
+
+
+def test_an_engine_that_is_larger_than_a_node_is_spread_over_nodes(script):
+    text = SCRIPT.replace("--rollout-num-gpus-per-engine 2", "--rollout-num-gpus-per-engine 32")
+    text = text.replace("--colocate", "--rollout-num-gpus 64")
+    text = text.replace("--sglang-dp-size 2", "--sglang-dp 4 --sglang-enable-dp-attention --sglang-pp-size 2")
+    script.write_text(text)
+    _, out = imported(script)
+    engine = yaml.safe_load(out.read_text())["rollout"]["engine"]
+    sizes = {"count": 2, "tensor_parallel": 16, "data_parallel": 4, "pipeline_parallel": 2, "nodes": 4}
+    assert engine.items() >= sizes.items()
+    assert load_recipe(out, [f"prepare={NO_INPUTS}"]).weights.transport.type == "disk"
 
 
 def test_a_supervised_script_is_refused_with_the_command_for_it(script):
@@ -160,7 +172,8 @@ def test_a_missing_backslash_is_noticed(script):
     assert "hf-checkpoint" in {flag.name for flag in launch.flags}
 
 
-FURTHER = """python3 train.py --hf-checkpoint /m --prompt-data /d.jsonl --rm-type math --num-rollout 3 \\
+FURTHER = """python3 train.py --rollout-num-gpus-per-engine 2 \\
+ --hf-checkpoint /m --prompt-data /d.jsonl --rm-type math --num-rollout 3 \\
  --rollout-batch-size 8 --n-samples-per-prompt 4 --context-parallel-size 2 --no-rope-fusion \\
  --rollout-sample-hook-path hooks.first --rollout-sample-hook-path hooks.second --eps-clip-c 3.5 \\
  --sglang-config engines.yaml --sglang-expert-parallel-size 2 --use-rollout-logprobs --no-offload-train \\
@@ -180,7 +193,7 @@ def test_flags_that_need_more_than_a_name_are_mapped_or_refused_with_what_to_do(
         "clip_high": 0.2,
     }
     assert recipe["actor"]["megatron"] == {"apply_rope_fusion": False}
-    assert recipe["rollout"]["engine"]["args"] == {"ep_size": 2}
+    assert recipe["rollout"]["engine"]["expert_parallel"] == 2
     assert (recipe["actor"]["use_decoupled_loss"], recipe["actor"]["recompute_logprobs"]) == (False, False)
     flags = {entry["flag"]: entry for entry in json.loads(result.stdout)["flags"]}
     assert {name for name, entry in flags.items() if entry["outcome"] == "refused"} == {
@@ -284,6 +297,15 @@ def test_metrics_go_to_weights_and_biases_only_with_its_switch(script):
     assert refusals_and_recipe(script, "--use-wandb")[0] == {"use-wandb"}
 
 
+def test_advantages_are_normalized_over_the_batch_once(script):
+    refused, recipe = refusals_and_recipe(script, "--normalize-advantages")
+    assert not refused and recipe["actor"]["advantage_norm"] == {"eps": 1e-4}
+    for estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"):
+        flags = f"--normalize-advantages --advantage-estimator {estimator}"
+        refused, recipe = refusals_and_recipe(script, flags)
+        assert not refused and "advantage_norm" not in recipe["actor"]
+
+
 def test_importance_weights_are_capped_as_in_slime(script):
     for flags, cap in (("--use-tis", 2.0), ("--use-tis --tis-clip 3 --tis-clip-low 0", 3.0)):
         refused, recipe = refusals_and_recipe(script, flags)
@@ -298,3 +320,60 @@ def test_sequences_are_masked_where_slime_compares_with_the_policy_that_sampled(
     assert recipe["actor"]["correction"]["negative"] == {"delta": 1e-3, "errors": None}
     refused, recipe = refusals_and_recipe(script, "--use-opsm --opsm-delta 1e-3")
     assert refused == {"use-opsm", "opsm-delta"} and "correction" not in recipe["actor"]
+
+
+def test_epochs_are_the_length_of_a_run_that_has_no_number_of_rollouts(script):
+    script.write_text(LEFT_OUT.replace("--num-rollout 3", "--num-epoch 2 --lr-warmup-fraction 0.1"))
+    result, out = imported(script, "--json")
+    assert yaml.safe_load(out.read_text())["run"] == {"name": "run-tiny", "epochs": 2}
+    said = json.loads(result.stdout)
+    assert not [note for note in said["notes"] if "num-rollout" in note]
+    [refused] = [each for each in said["flags"] if each["outcome"] == "refused"]
+    assert refused["flag"] == "lr-warmup-fraction" and "actor.optimizer.warmup_steps" in refused["reason"]
+    both = refusals_and_recipe(script, "--num-epoch 2")
+    assert both[1]["run"] == {"name": "run-tiny", "steps": 3} and not both[0]
+
+
+def test_a_teacher_is_a_term_of_the_advantage(script):
+    megatron = "--use-opd --opd-type megatron --opd-teacher-load /teacher_torch_dist --opd-kl-coef 0.5"
+    refused, recipe = refusals_and_recipe(script, megatron)
+    reward = {"type": "reward", "estimator": "grpo"}
+    term = {"type": "teacher", "weight": 0.5, "clip": None}
+    assert not refused
+    assert recipe["actor"]["advantage"] == [
+        reward,
+        {**term, "scores": {"type": "model", "path": "/teacher_torch_dist"}},
+    ]
+    script.with_name("recipe.yaml").unlink()
+    notes = json.loads(imported(script, "--json")[0].stdout)["notes"]
+    assert any("expected a directory in the format of Hugging Face" in note for note in notes)
+    slimes = "slime.rollout.on_policy_distillation"
+    server = (
+        f"--use-opd --opd-type sglang --opd-kl-coef 0.5 --custom-rm-path {slimes}.reward_func "
+        f"--custom-reward-post-process-path {slimes}.post_process_rewards --rm-url http://teacher/generate"
+    )
+    text = LEFT_OUT.replace("--rm-type math ", "").replace("--num-rollout", f"{server} --num-rollout")
+    script.with_name("recipe.yaml").unlink()
+    script.write_text(text)
+    result, out = imported(script, "--json")
+    recipe = yaml.safe_load(out.read_text())
+    assert not [each for each in json.loads(result.stdout)["flags"] if each["outcome"] == "refused"]
+    assert recipe["actor"]["advantage"] == [reward, {**term, "scores": {"type": "trajectory"}}]
+    assert recipe["rollout"]["hooks"] == {
+        "custom_rm": "slipstream.rollout.compat.slime.teacher_server.taught_by_server",
+        "rm_url": "http://teacher/generate",
+        "apply_chat_template": False,
+    }
+
+
+def test_a_teacher_of_whom_slime_would_know_nothing_is_refused(script):
+    for flags in (
+        "--use-opd",
+        "--use-opd --opd-type megatron",
+        "--use-opd --opd-type sglang --opd-teacher-load /t",
+    ):
+        refused, recipe = refusals_and_recipe(script, flags)
+        assert "use-opd" in refused and len(recipe["actor"]["advantage"]) == 1
+    for flags in ("--opd-type megatron --opd-teacher-load /t", "--use-opd --opd-type sglang --opd-kl-coef 0"):
+        refused, recipe = refusals_and_recipe(script, flags)
+        assert not refused and len(recipe["actor"]["advantage"]) == 1

@@ -38,7 +38,7 @@ def published(hook, tmp_path, monkeypatch) -> list:
     """Publish a version to files with the hook, and return what has happened, in order."""
     calls: list = []
 
-    def write_hf(buckets, source, folder):
+    def write_hf(buckets, source, folder, **_):
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(b"weights")
         calls.append("written")

@@ -115,8 +115,8 @@ def _of_generation(config: RunConfig) -> dict[str, Any]:
         "colocate": engine.colocated,
         "hf_checkpoint": str(config.model.path),
         "rollout_num_engines": engines,
-        "rollout_num_gpus": engines * engine.tensor_parallel,
-        "rollout_num_gpus_per_engine": engine.tensor_parallel,
+        "rollout_num_gpus": engines * engine.ranks,
+        "rollout_num_gpus_per_engine": engine.ranks,
         "sglang_server_concurrency": max(1, rollout.max_concurrent // engines),
         "rollout_batch_size": rollout.batch_size,
         "over_sampling_batch_size": round(rollout.batch_size * rollout.over_sampling),
@@ -210,7 +210,7 @@ def _of_training(config: RunConfig) -> dict[str, Any]:
         "use_critic": config.critic is not None,
         "gamma": config.critic.discount if config.critic is not None else 1.0,
         "lambd": config.critic.gae_lambda if config.critic is not None else 1.0,
-        "normalize_advantages": False,
+        "normalize_advantages": actor.advantage_norm is not None,
     }
 
 

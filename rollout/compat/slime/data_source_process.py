@@ -1,11 +1,13 @@
 """The process in which a recipe's data source lives. Started by ``slime_drawing``.
 
 first request   SourceSetup ──► {"ready": true}
-the others      Draw ──► {"value": groups, each as a row of the file of drawn prompts}
-                Save ──► {"value": null}
+the others      draw ──► {"value": groups, each as a row of the file of drawn prompts}
+                save ──► {"value": null}
+                give_back ──► {"value": null, or what add_samples has raised}
 """
 
 import json
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -15,10 +17,11 @@ import msgspec
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.compat.slime.alias_path import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import slime_arguments
-from slipstream.rollout.compat.slime.episode_samples import DRAWN
+from slipstream.rollout.compat.slime.episode_samples import DRAWN, drawn_onto, metadata_of
 from slipstream.rollout.plugins import resolve
 from slipstream.rollout.programs.hook_process import LOG, HookProcess, WrongAnswer, serve_answers
-from slipstream.rollout.sources.drawn_prompts import Drawing, DrawnPrompts, SourceRequest
+from slipstream.rollout.sources.drawn_prompts import Drawing, DrawnPrompts, GivenBack, SourceRequest
+from slipstream.rollout.trajectory import Prompt
 
 SERVE = "slipstream.rollout.compat.slime.data_source_process.serve"
 
@@ -39,8 +42,9 @@ class SourceSetup(msgspec.Struct, array_like=True, frozen=True):
     """Import path of the class."""
     saved: int | None
     """Number under which its state was saved last; None: never."""
-    skipped: int
-    """Groups that were drawn behind that state: the run has them already."""
+    behind: list[int | GivenBack]
+    """What came behind that state, in order: numbers of groups that were drawn, which the run has already,
+    and groups that were given back."""
 
 
 class Source:
@@ -55,19 +59,42 @@ class Source:
         self._source: Any = resolve(setup.path)(args)
         if setup.saved is not None:
             self._source.load(setup.saved)
-        for start in range(0, setup.skipped, CHUNK):
-            self._source.get_samples(min(CHUNK, setup.skipped - start))
+        for event in setup.behind:
+            if isinstance(event, GivenBack):
+                self._give_back(event)
+                continue
+            for start in range(0, event, CHUNK):
+                self._source.get_samples(min(CHUNK, event - start))
 
     def answer(self, request: SourceRequest) -> object:
-        """Draw or save. Raises WrongAnswer, and whatever user code raises."""
+        """Draw, save or give back. Raises WrongAnswer, and whatever user code raises."""
         if request.save is not None:
             return self._source.save(request.save)
+        if request.give_back is not None:
+            return self._give_back(request.give_back)
         returned: object = self._source.get_samples(request.draw)
         groups = cast("list[object]", returned if isinstance(returned, list) else [])
         if not groups:
             found = "an empty list" if isinstance(returned, list) else type(returned).__name__
             raise WrongAnswer(f"get_samples({request.draw}) returned {found}, expected a list of groups")
         return [self._row(group) for group in groups]
+
+    def _give_back(self, group: GivenBack) -> str | None:
+        """Give a group back, as slime does when it aborts one. Return what the source has raised."""
+        prompt = Prompt(group.position, group.prompt, group.label, group.metadata)
+        samples: list[Any] = []
+        for number in range(self._episodes):
+            sample: Any = self._kind(prompt=group.prompt, label=group.label, metadata=metadata_of(prompt))
+            drawn_onto(sample, prompt, number)
+            sample.group_index, sample.index = group.position, group.position * self._episodes + number
+            sample.status = type(sample.status)("aborted")
+            samples.append(sample)
+        try:
+            self._source.add_samples([samples])
+        except Exception as error:
+            traceback.print_exc()
+            return f"{type(error).__name__}: {error}"
+        return None
 
     def _row(self, group: object) -> dict[str, Any]:
         """Return a group as it is written down. Raises WrongAnswer."""
@@ -105,14 +132,14 @@ class Source:
         }
 
 
-def slime_drawing(config: RunConfig, prompts: DrawnPrompts, logs: Path, *, ahead: int) -> Drawing:
-    """Return what draws from ``rollout.hooks.data_source``. ``ahead``: as of ``Drawing``."""
+def slime_drawing(
+    config: RunConfig, prompts: DrawnPrompts, logs: Path, *, ahead: int, note: Callable[[str], None]
+) -> Drawing:
+    """Return what draws from ``rollout.hooks.data_source``. ``ahead``, ``note``: as of ``Drawing``."""
     hooks = config.rollout.hooks
     assert hooks is not None
     assert hooks.data_source is not None
-    setup = SourceSetup(
-        config.model_dump_json().encode(), hooks.data_source, prompts.saved, prompts.drawn_behind
-    )
+    setup = SourceSetup(config.model_dump_json().encode(), hooks.data_source, prompts.saved, prompts.behind())
     batch = max(1, config.rollout.batch_size)
     return Drawing(
         HookProcess(SERVE, msgspec.msgpack.encode(setup), logs / LOG),
@@ -122,6 +149,7 @@ def slime_drawing(config: RunConfig, prompts: DrawnPrompts, logs: Path, *, ahead
         timeout_s=hooks.batch_timeout_s,
         limit="rollout.hooks.batch_timeout_s",
         save_number=lambda drawn: drawn // batch,
+        note=note,
     )
 
 

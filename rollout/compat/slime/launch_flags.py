@@ -58,6 +58,10 @@ def _object(text: str) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
+PIPELINE = ("sglang-pp-size", "sglang-pp", "sglang-pipeline-parallel-size")
+DATA = ("sglang-dp-size", "sglang-dp", "sglang-data-parallel-size")
+"""Flags of one setting, by every name that SGLang has for it."""
+
 Setting = tuple[str, Callable[[str], Any]]
 
 SETTINGS: dict[str, Setting] = {
@@ -70,7 +74,11 @@ SETTINGS: dict[str, Setting] = {
     "rollout-max-response-len": ("rollout.sampling.max_new_tokens", _whole),
     "rollout-top-p": ("rollout.sampling.top_p", _number),
     "rollout-top-k": ("rollout.sampling.top_k", _whole),
-    "rollout-num-gpus-per-engine": ("rollout.engine.tensor_parallel", _whole),
+    **dict.fromkeys(
+        ("sglang-ep-size", "sglang-ep", "sglang-expert-parallel-size"),
+        ("rollout.engine.expert_parallel", _whole),
+    ),
+    **dict.fromkeys(PIPELINE, ("rollout.engine.pipeline_parallel", _whole)),
     "rollout-max-context-len": ("rollout.engine.args.context_length", _whole),
     "colocate": ("rollout.engine.colocated", _yes),
     "tensor-model-parallel-size": ("actor.parallel.tensor", _whole),
@@ -154,6 +162,16 @@ HOOKS = {
 }
 """The name in ``rollout.hooks`` of a flag that names code."""
 
+OWN_HOOKS = {
+    "slime.rollout.on_policy_distillation.reward_func": (
+        "slipstream.rollout.compat.slime.teacher_server.taught_by_server"
+    ),
+}
+"""Code of slime whose place other code takes, because the contract of the hook is a different one here."""
+
+TEACHER_READ = "slime.rollout.on_policy_distillation.post_process_rewards"
+"""Reads the reply of a teacher's server, which the ``custom_rm`` has read here."""
+
 DEFAULT_HOOKS = (
     "slime.rollout.sglang_rollout.generate_rollout",
     "slime.rollout.data_source.RolloutDataSourceWithBuffer",
@@ -161,8 +179,6 @@ DEFAULT_HOOKS = (
 )
 """Code that does what Slipstream does without a hook."""
 
-SGLANG_NAMES = {"expert_parallel_size": "ep_size", "data_parallel_size": "dp_size"}
-"""Fields of SGLang's ServerArgs whose flags have a second name."""
 
 _OF_CHECKPOINT = "the model's config.json says it"
 _ALWAYS = "Slipstream always does so"
@@ -266,6 +282,8 @@ NEEDLESS = {
     "lr-decay-iters": "",
     **_each("", "use-wandb wandb-project wandb-group wandb-team wandb-mode"),
     **_each("", "tis-clip tis-clip-low use-opsm opsm-delta"),
+    "num-epoch": "",
+    **_each("", "use-opd opd-type opd-kl-coef opd-teacher-load normalize-advantages"),
 }
 """Flags that a recipe needs nothing for, and why. An empty reason: ``launch_recipe`` decides by the value."""
 
@@ -275,7 +293,6 @@ _ALIKE = "all engines are alike, and each run starts its own"
 _BUFFER = "Slipstream collects by itself, without a server of rollouts"
 
 REFUSED = {
-    "num-epoch": "a run has steps: set run.steps to epochs * prompts / rollout.batch_size",
     "loss-type": "Slipstream trains `policy_loss` by reinforcement, and supervised by `slipstream sft`",
     **_each(
         "an evaluation takes each prompt as a rollout does",
@@ -286,7 +303,6 @@ REFUSED = {
     "tool-key": "a workflow has the tools: docs/agents.md",
     "disable-rollout-global-dataset": "prompts come from data.path",
     "disable-compute-advantages-and-returns": "a custom_loss_function may leave advantages alone",
-    "normalize-advantages": "the estimators reinforce_pp and reinforce_pp_baseline whiten advantages",
     "ref-update-interval": "set actor.kl (docs/objectives.md)",
     **_each(
         _STATES,
@@ -333,10 +349,6 @@ REFUSED = {
         "rollout-buffer-url fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type",
     ),
     "multimodal-keys": "prompts are text",
-    "use-opd": "add a term of type teacher to actor.advantage",
-    "opd-type": "add a term of type teacher to actor.advantage",
-    "opd-kl-coef": "set the weight of the term of type teacher in actor.advantage",
-    "opd-teacher-load": "set scores: {type: model, path: ...} in the term of type teacher",
     **_each(_ALIKE, "sglang-config prefill-num-servers rollout-external-engine-addrs"),
 }
 """Flags that a recipe has no setting for, and what to do."""

@@ -6,7 +6,7 @@ command or a variable of the environment, is reported and left out.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,31 @@ class Flag:
     def text(self) -> str:
         """All words behind the flag."""
         return " ".join(self.values)
+
+
+class FlagValues(dict[str, Flag]):
+    """The flags of a script by name. Of several with one name the last one counts, as in argparse."""
+
+    def __init__(self, flags: Sequence[Flag]) -> None:
+        super().__init__({flag.name: flag for flag in flags})
+
+    def whole(self, name: str, default: int) -> int:
+        """Return the value of a flag as a whole number; ``default`` if it is absent or none."""
+        try:
+            return int(self[name].text) if name in self else default
+        except ValueError:
+            return default
+
+    def number(self, name: str, default: float) -> float:
+        """Return the value of a flag as a number; ``default`` if it is absent or none."""
+        try:
+            return float(self[name].text) if name in self else default
+        except ValueError:
+            return default
+
+    def value(self, name: str, default: str) -> str:
+        """Return the value of a flag as it was written; ``default`` if it is absent."""
+        return self[name].text if name in self else default
 
 
 @dataclass

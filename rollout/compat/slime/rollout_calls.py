@@ -24,7 +24,7 @@ from slipstream.rollout.compat.slime.leased_groups import LeasedGroups, SampleGr
 from slipstream.rollout.compat.slime.output_metrics import OutputMetrics
 from slipstream.rollout.compat.slime.sample_matching import SampledReplies
 from slipstream.rollout.engine.pool import NoEngine
-from slipstream.rollout.trajectory import NamedNumbers
+from slipstream.rollout.named_numbers import NamedNumbers
 from slipstream.rollout.workflow import EpisodePlace, GroupRejected
 from slipstream.rollout.workflow.endpoint import EndedEpisode, Reply
 
