@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
 from rich.console import Console
 
 from benchmarks.simulation import measure as simulate
@@ -20,10 +19,10 @@ from slipstream.backend.quickstart import task
 from slipstream.backend.simulate.trace import Trace, read_trace
 from slipstream.rollout.network import hold_port, port_of
 
-HIDDEN = 384
-"""Three times the quickstart's width: a training step then takes as long as the generation of its batch."""
-BATCH = 8
-"""Groups of a step: 64 completions, half of what the engine may have at one time."""
+HIDDEN = 512
+"""Four times the quickstart's width: of the work of a step, a smaller part is then that of handing it on."""
+BATCH = 4
+"""Groups of a step, 32 completions: training then takes about as long as the generation of its batch."""
 LEARNING_RATE = 1e-4
 """Chosen on seed 100: at 4e-4 so wide a policy unlearns again what it has learned."""
 CHECKPOINT_EVERY = 8
@@ -92,10 +91,13 @@ def name_of(eta: int, seed: int) -> str:
     return f"eta-{eta}-seed-{seed}"
 
 
-def measure(root: Path, eta: int, seed: int, steps: int) -> Outcome:
-    """Do the run, and return what it shows. Raises RuntimeError, with its output, if it does not end well."""
-    name = name_of(eta, seed)
-    output = root / f"{name}.out"
+def train(root: Path, eta: int, seed: int, steps: int) -> None:
+    """Do a run. Raises RuntimeError, with its output, if it does not end well.
+
+    ``root`` is made if it does not exist.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    output = root / f"{name_of(eta, seed)}.out"
     command = [sys.executable, "-m", "slipstream.backend.cli", "train", "quickstart"]
     with output.open("w") as out:
         ended = subprocess.run(
@@ -108,8 +110,37 @@ def measure(root: Path, eta: int, seed: int, steps: int) -> Outcome:
         raise RuntimeError(
             f"slipstream train has ended with {ended.returncode}:\n{output.read_text()[-4000:]}"
         )
-    run = root / name
-    trace = read_trace(run)
+
+
+def outcomes(root: Path, etas: Sequence[int], seed: int) -> list[Outcome]:
+    """Return what the runs of a seed show, which have been done."""
+    traces = {eta: read_trace(root / name_of(eta, seed)) for eta in etas}
+    checkpoints = [
+        (eta, read_manifest(path).record.step, path)
+        for eta in etas
+        for path in (root / name_of(eta, seed) / "checkpoints").glob("v*")
+    ]
+    start = root / f"inputs-{seed}" / "policy"
+    [accuracies] = run_ranks(
+        1,
+        accuracies_of,
+        start,
+        [path for *_, path in checkpoints],
+        seed,
+        HELD_OUT,
+        timeout_s=TIMEOUT_S * len(etas),
+    )
+    curves = {eta: [Point(0, 0.0, accuracies[0])] for eta in etas}
+    for (eta, step, _), accuracy in zip(checkpoints, accuracies[1:], strict=True):
+        trace = traces[eta]
+        curves[eta].append(Point(step, float(trace.end_S[step - 1] - trace.begin_s), accuracy))
+    return [
+        outcome(root / name_of(eta, seed), eta, seed, traces[eta], sorted(curves[eta], key=lambda p: p.step))
+        for eta in etas
+    ]
+
+
+def outcome(run: Path, eta: int, seed: int, trace: Trace, curve: Sequence[Point]) -> Outcome:
     simulated = simulate(run, Console(quiet=True))
     total_s = trace.end_s - trace.begin_s
     return Outcome(
@@ -120,22 +151,8 @@ def measure(root: Path, eta: int, seed: int, steps: int) -> Outcome:
         waiting=float(trace.wait_S.sum()) / total_s,
         training=float(trace.train_S.sum()) / total_s,
         mean_lag=float(simulated["lag_real"] or 0),
-        curve=curve(root / f"inputs-{seed}" / "policy", run, trace, seed),
+        curve=tuple(curve),
         discrepancies=len(audit_run(run, print).discrepancies),
-    )
-
-
-def curve(start: Path, run: Path, trace: Trace, seed: int) -> tuple[Point, ...]:
-    """Return a point for the start policy and one for each checkpoint of ``run``."""
-    paths = {read_manifest(path).record.step: path for path in (run / "checkpoints").glob("v*")}
-    steps = sorted(paths)
-    accuracies, *_ = run_ranks(
-        1, accuracies_of, start, [paths[step] for step in steps], seed, HELD_OUT, timeout_s=TIMEOUT_S
-    )
-    ends_S = np.concatenate([[trace.begin_s], trace.end_S]) - trace.begin_s
-    return tuple(
-        Point(step, float(ends_S[step]), accuracy)
-        for step, accuracy in zip([0, *steps], accuracies, strict=True)
     )
 
 
@@ -144,11 +161,13 @@ def accuracies_of(
 ) -> list[float]:
     """Return the accuracy of the policy at ``start`` and of each checkpoint, on ``held_out`` problems."""
     from transformers import AutoTokenizer, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     from slipstream.backend.megatron.conversion import write_huggingface
     from slipstream.backend.quickstart.policy import greedy_accuracy
     from slipstream.configs.schema import ParallelConfig
 
+    disable_progress_bar()  # each model that is loaded would write one into the benchmark's log
     tokenizer, problems = AutoTokenizer.from_pretrained(start), task.held_out_set(seed, held_out)
 
     def accuracy(model: Path) -> float:

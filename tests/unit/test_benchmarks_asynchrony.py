@@ -1,11 +1,12 @@
 """The benchmark of asynchrony: times to an accuracy, speed-ups, and the settings of its runs."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from benchmarks.asynchrony.__main__ import rows_of
-from benchmarks.asynchrony.run import Outcome, Point, overrides
+from benchmarks.asynchrony.run import Outcome, Point, overrides, train
 from slipstream.configs.load import load_recipe
 
 
@@ -31,6 +32,18 @@ def test_a_speed_up_is_paired_by_seed_and_leaves_out_runs_that_never_arrive():
     [(_, _, base, _), (eta, _, to_target, of_a_step)] = rows_of(runs, 0.85)
     assert base == [1, 1]
     assert eta == 4 and to_target == [2] and of_a_step == [2, 3]
+
+
+def test_a_root_that_does_not_exist_is_made_and_a_run_that_fails_shows_its_output(tmp_path, monkeypatch):
+    def fails(command, stdout, **options):
+        stdout.write("no engine\n")
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(subprocess, "run", fails)
+    root = tmp_path / "not" / "there"
+    with pytest.raises(RuntimeError, match="ended with 3:\nno engine"):
+        train(root, 2, 0, 8)
+    assert [path.name for path in root.iterdir()] == ["eta-2-seed-0.out"]
 
 
 def test_the_runs_settings_are_those_of_the_quickstart_but_for_what_is_named(tmp_path):
