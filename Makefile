@@ -13,7 +13,7 @@
 # make test-verifiers   episodes of environments of verifiers, in an environment of its own that this makes (a minute)
 # make test-slow    tests of minutes each: engines that do not answer for one, further kills and layouts
 # make test-other-megatron   the trainer's parity and optimizer tests on Megatron-Core 0.19.2, which Python 3.11 does not get
-# make staleness-study   how methods learn from stale batches (an hour and a half on two cores; goes on where it was stopped)
+# make staleness-study   how methods learn from stale batches (a bit over an hour on two cores; goes on where it was stopped)
 # make lint         style, formatting and types
 # make docs         builds the documentation as a site in build/site; make docs-serve PORT=8000 shows it on 127.0.0.1
 # make install GPU=1   the environment for GPUs (Python 3.12); GPU=0: for CPUs; VENV=.venv-gpu: in another folder
@@ -40,10 +40,10 @@ test: install $(VENV)/.triton $(VENV)/.docs
 	@$(MAKE) --jobs=2 --keep-going --output-sync=target --no-print-directory test-runs test-others
 
 test-others: install $(VENV)/.triton $(VENV)/.docs
-	$(BIN)/python -m pytest tests/unit tests/clients tests/agents tests/integration tests/gpu
+	$(BIN)/python -m pytest tests/unit tests/integration tests/gpu
 
 test-runs: install
-	$(BIN)/python -m pytest tests/runs tests/cluster
+	$(BIN)/python -m pytest tests/runs tests/cluster tests/clients tests/agents
 
 test-fast: install $(VENV)/.triton $(VENV)/.docs
 	$(BIN)/python -m pytest tests/unit
