@@ -22,8 +22,9 @@ import msgspec
 from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.routing import PoolStatus, Routing
 from slipstream.rollout.evaluated_set import EvaluatedSet
+from slipstream.rollout.named_numbers import NamedNumbers
 from slipstream.rollout.record import UNREADABLE
-from slipstream.rollout.trajectory import NamedNumbers, PromptFields, RewardParts
+from slipstream.rollout.trajectory import PromptFields, RewardParts
 
 PIECE, ANSWERED, JUDGED = range(3)
 """Kinds of an event: a part of an unfinished episode, a trajectory without its reward, and one with it."""
@@ -40,11 +41,11 @@ KEEPALIVE_S = 10.0
 """Longest time between two messages of the driver."""
 
 FRAME_BYTES = 16 * 2**20
-"""Bytes of chunks from which no more are put into one frame. A connection that stands still for long would
-else be followed by a frame that is longer than any frame may be."""
+"""Number of bytes of chunks from which a frame takes no further chunk. After a long stand-still of a
+connection, a frame of everything that waits could be longer than any frame may be."""
 
 LONGEST_FRAME = 2**31
-"""Bytes."""
+"""Largest number of bytes of a frame."""
 
 Kind = Annotated[int, msgspec.Meta(ge=PIECE, le=JUDGED)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -55,7 +56,7 @@ NOTHING = msgspec.Raw(b"\xc0")
 
 
 class Event(msgspec.Struct, array_like=True, gc=False):
-    """Something new of one episode of a leased group."""
+    """A new part of one episode of a leased group."""
 
     group: int
     lease: int
@@ -133,7 +134,7 @@ class Up(msgspec.Struct, array_like=True, gc=False):
 
 
 class PriorSample(msgspec.Struct, array_like=True, gc=False):
-    """What exists already of an episode, from a collector or a driver that is gone."""
+    """The part of an episode that exists already, from a collector or a driver that is gone."""
 
     sample: Natural
     kind: Kind
@@ -174,9 +175,9 @@ class LostGroup(msgspec.Struct, array_like=True, gc=False):
 
     group: int
     loss: str
-    """``control.core.Loss``."""
+    """``control.ends.Loss``."""
     reason: str
-    """What is to be said of the loss; empty: nothing."""
+    """Reason of the loss, for the user; empty: there is none to show."""
     step: int
     """Training step that was under way, from 1."""
     version: int
@@ -187,7 +188,7 @@ class LostGroup(msgspec.Struct, array_like=True, gc=False):
     samples: Natural
     """Number of its episodes."""
     recorded: list[PriorSample]
-    """Those of which something is recorded."""
+    """Its episodes of which something is recorded."""
 
 
 class Down(msgspec.Struct, array_like=True, gc=False):

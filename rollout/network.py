@@ -4,6 +4,7 @@ import os
 import random
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -21,19 +22,42 @@ def hold_port(host: str) -> socket.socket:
     the range from which the kernel takes the ports of outgoing connections and of whoever binds port 0.
     Raises OSError when no port is free.
     """
+    for port in [*_drawn_ports(), 0]:
+        with suppress(OSError):
+            return _holder(host, port)
+    raise OSError(f"no TCP port is free on {host}")
+
+
+def hold_ports(host: str, count: int) -> list[socket.socket]:
+    """Return sockets that hold ``count`` consecutive ports, each as ``hold_port`` does. Raises OSError."""
+    for first in _drawn_ports():
+        holders: list[socket.socket] = []
+        try:
+            for port in range(first, first + count):
+                holders.append(_holder(host, port))
+        except OSError:
+            for holder in holders:
+                holder.close()
+        else:
+            return holders
+    raise OSError(f"no {count} consecutive TCP ports are free on {host}")
+
+
+def _drawn_ports() -> list[int]:
     kernels_first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     # SystemRandom, because the seeds of a run make all ranks draw the same numbers from `random`.
-    ports = random.SystemRandom().sample(range(FIRST_PORT, max(int(kernels_first), FIRST_PORT + 1000)), 100)
-    for port in [*ports, 0]:
-        holder = socket.socket()
-        try:
-            holder.bind((host, port))  # without SO_REUSEADDR, with which it would bind what another one holds
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        except OSError:
-            holder.close()
-        else:
-            return holder
-    raise OSError(f"no TCP port is free on {host}")
+    return random.SystemRandom().sample(range(FIRST_PORT, max(int(kernels_first), FIRST_PORT + 1000)), 100)
+
+
+def _holder(host: str, port: int) -> socket.socket:
+    holder = socket.socket()
+    try:
+        holder.bind((host, port))  # without SO_REUSEADDR, with which it would bind what another one holds
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except OSError:
+        holder.close()
+        raise
+    return holder
 
 
 def port_of(holder: socket.socket) -> int:

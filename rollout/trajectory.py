@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.rollout.named_numbers import NamedNumbers, means_by_name
 from slipstream.rollout.teacher import TeacherScores, placed
 
 Messages = list[dict[str, Any]]
@@ -153,9 +154,6 @@ class Completion:
 UNSAMPLED = int(np.iinfo(np.int32).min)
 """Version of a token that no policy sampled: prompt, tool output."""
 
-
-NamedNumbers = tuple[tuple[str, float], ...]
-"""(name, value) of each number, each name once."""
 
 RewardParts = NamedNumbers
 """Numbers that a reward has given beside the one that trains."""
@@ -442,25 +440,6 @@ def _joined_teacher(trajectories: Sequence[Trajectory], ends: Sequence[int]) -> 
         if trajectory.teacher is not None
     ]
     return placed(ends[-1], parts) if parts else None
-
-
-def by_name(numbers: Iterable[NamedNumbers]) -> dict[str, list[float]]:
-    """Return the values of each name, over those that have it."""
-    values: dict[str, list[float]] = {}
-    for each in numbers:
-        for name, value in each:
-            values.setdefault(name, []).append(value)
-    return values
-
-
-def mean_of(values: Sequence[float]) -> float:
-    """Return the mean of one or more numbers: it is finite if they are."""
-    return sum(value / len(values) for value in values)
-
-
-def means_by_name(numbers: Iterable[NamedNumbers]) -> dict[str, float]:
-    """Return the mean of the values of each name, over those that have it."""
-    return {name: mean_of(values) for name, values in by_name(numbers).items()}
 
 
 class TrajectoryBuilder:

@@ -8,13 +8,15 @@ training ──step_begins(), published()──► core frees the slots; whoever
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from slipstream.rollout.changes import Changes
 from slipstream.rollout.collect.intake import Assignment, Intake
 from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.collect.listener import CollectionListener
-from slipstream.rollout.control.core import GroupCounts, Loss, RolloutControl
+from slipstream.rollout.collect.ready_groups import ReadyGroup, masked
+from slipstream.rollout.control.core import RolloutControl
+from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.control.errors import UnknownVersion
 from slipstream.rollout.control.quarantine import Quarantine
 from slipstream.rollout.control.slots import State
@@ -26,9 +28,7 @@ from slipstream.rollout.trajectory import Prompt, TrajectoryHeader, count_tokens
 class LossListener(Protocol):
     """Hears of a group that has ended untrained, before the ledger does."""
 
-    def __call__(
-        self, id_: int, prompt: Prompt, loss: Loss, note: str, ready: "ReadyGroup | None", /
-    ) -> None:
+    def __call__(self, id_: int, prompt: Prompt, loss: Loss, note: str, ready: ReadyGroup | None, /) -> None:
         """``ready``: the group, if it was complete and waited for a batch."""
         ...
 
@@ -39,33 +39,6 @@ LEAST_FAILURES = 8
 
 class StalledRun(RuntimeError):
     """Nothing can be trained: no batch came in time, or group after group fails."""
-
-
-class StoredTrajectory(NamedTuple):
-    """A judged trajectory: its header, and where its chunks are in the ledger."""
-
-    header: TrajectoryHeader
-    refs: bytes
-    """``record.REF`` of each chunk, one behind the other."""
-
-
-@dataclass(slots=True)
-class ReadyGroup:
-    """The trajectories of one group, complete and judged. Its tokens are counted once, when it is made."""
-
-    id: int
-    trajectories: tuple[StoredTrajectory, ...]
-    trained_tokens: dict[int, int] = field(init=False)
-    """Number of tokens that carry loss, by policy version."""
-    sampled_length: int = field(init=False)
-    """Number of sampled tokens."""
-
-    def __post_init__(self) -> None:
-        self.trained_tokens, self.sampled_length = count_tokens(self.headers)
-
-    @property
-    def headers(self) -> list[TrajectoryHeader]:
-        return [trajectory.header for trajectory in self.trajectories]
 
 
 class LiveBatches(Protocol):
@@ -143,7 +116,7 @@ class AdmissionGate:
         self._failures_in_a_row = 0
         self._last_failure = ""
         self._has_changed = True
-        self._when_lost: LossListener | None = None
+        self._when_lost: list[LossListener] = []
         if live is not None:
             live.when_ready(self._turn_is_ready)
 
@@ -213,8 +186,8 @@ class AdmissionGate:
         return self._core.versions.updates(version)
 
     def when_lost(self, then: LossListener) -> None:
-        """Call ``then`` whenever a group has ended untrained."""
-        self._when_lost = then
+        """Call ``then`` too whenever a group has ended untrained."""
+        self._when_lost.append(then)
 
     # ---- collection
 
@@ -404,7 +377,7 @@ class AdmissionGate:
         self._time_the_wait_for_turns()
         if batch is None:
             return None
-        groups = [_masked(self._ready.pop(taken.id), taken.stale) for taken in batch]
+        groups = [masked(self._ready.pop(taken.id), taken.stale) for taken in batch]
         return _Batch(groups, [] if self._live is None else self._live.trajectories())
 
     def _time_the_wait_for_turns(self) -> None:
@@ -498,8 +471,10 @@ class AdmissionGate:
         self._notify()
 
     def _tell(self, id_: int, loss: Loss, note: str, ready: ReadyGroup | None) -> None:
-        if self._when_lost is not None:
-            self._when_lost(id_, self._intake.prompt_of(id_), loss, note, ready)
+        if self._when_lost:
+            prompt = self._intake.prompt_of(id_)
+            for then in self._when_lost:
+                then(id_, prompt, loss, note, ready)
 
     def _notify(self) -> None:
         self._has_changed = True
@@ -508,13 +483,3 @@ class AdmissionGate:
 
 def _sampled(headers: Sequence[TrajectoryHeader]) -> int:
     return count_tokens(headers)[1]
-
-
-def _masked(group: ReadyGroup, stale: frozenset[int]) -> ReadyGroup:
-    """Return the group, in which no token of the versions ``stale`` carries loss."""
-    if not stale:
-        return group
-    return ReadyGroup(
-        group.id,
-        tuple(StoredTrajectory(each.header.without(stale), each.refs) for each in group.trajectories),
-    )

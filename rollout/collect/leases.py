@@ -22,10 +22,11 @@ from typing import Protocol
 import msgspec
 
 from slipstream.rollout.changes import Changes
-from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup, StoredTrajectory
+from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.collect.intake import Assignment
 from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.collect.listener import CollectionListener
+from slipstream.rollout.collect.ready_groups import ReadyGroup, StoredTrajectory
 from slipstream.rollout.control.core import Ticket
 from slipstream.rollout.control.errors import UnknownVersion
 from slipstream.rollout.ledger.database import LedgerError
@@ -66,7 +67,7 @@ class Outgoing(Protocol):
 
 
 class SampleState:
-    """What exists of one episode."""
+    """The recorded state of one episode."""
 
     __slots__ = ("header", "kind", "pieces", "refs", "trajectory")
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from slipstream.rollout.control.core import Loss
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.trajectory import TrajectoryHeader
 
 

@@ -16,10 +16,11 @@ from typing import Protocol
 import msgspec
 
 from slipstream.rollout.changes import Changes
-from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup
+from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.collect.leases import Leases, SampleState
-from slipstream.rollout.control.core import Loss
+from slipstream.rollout.collect.ready_groups import ReadyGroup
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.errors import UnknownVersion
 from slipstream.rollout.episode_log.rows import is_chosen
 from slipstream.rollout.messages import JUDGED, PIECE, LostGroup, PriorSample, as_note

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from slipstream.rollout.collect.gate import ReadyGroup, StoredTrajectory
 from slipstream.rollout.collect.intake import PromptSource
 from slipstream.rollout.collect.leases import LeasedGroup, SampleState
+from slipstream.rollout.collect.ready_groups import ReadyGroup, StoredTrajectory
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.ledger import recovery
 from slipstream.rollout.messages import ANSWERED, JUDGED

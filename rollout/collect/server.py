@@ -63,11 +63,11 @@ SHUTDOWN_S = 5.0
 
 
 class CollectionFailed(RuntimeError):
-    """A collector has told why the run cannot go on."""
+    """A collector says why the run cannot go on."""
 
 
 class Connection:
-    """The way to one collector: gathers messages, and sends them in order."""
+    """Gathers messages for one collector, and sends them in order."""
 
     def __init__(self, name: str, now: float) -> None:
         self.name = name
@@ -110,7 +110,7 @@ class Connection:
         self._due.set()
 
     def log_lost(self, group: LostGroup, chunks: Sequence[bytes]) -> bool:
-        """Have a lost group written into the episode log. False: too much waits to be sent already."""
+        """Queue a lost group for the episode log. Return False if too many bytes wait to be sent."""
         size = sum(map(len, chunks))
         if self._lost_bytes > LOST_BYTES:
             return False
@@ -128,7 +128,7 @@ class Connection:
         self._due.set()
 
     def flush(self, number: int) -> None:
-        """Have the episode log written out, behind everything that was sent before."""
+        """Ask the collector to write its episode log out, after everything that was sent before."""
         self._next.flush = number
         self._begin_message()
         self._due.set()
@@ -317,7 +317,7 @@ class CollectorServer:
                 raise error
 
     def _give_up(self, connection: Connection) -> None:
-        """Let others have the work of a collector that is gone, or that does not do what it should."""
+        """Give the work of a collector that is gone, or that does not do what it should, to the others."""
         name = connection.name
         if self._connections.get(name) is connection:
             del self._connections[name]

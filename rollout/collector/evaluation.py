@@ -16,7 +16,8 @@ from slipstream.rollout.engine.sampling import LiveSampling
 from slipstream.rollout.evaluated_set import EvaluatedSet
 from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.messages import Question
-from slipstream.rollout.trajectory import Completion, NamedNumbers, Prompt, Trajectory
+from slipstream.rollout.named_numbers import NamedNumbers
+from slipstream.rollout.trajectory import Completion, Prompt, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
 
 

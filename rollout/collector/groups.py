@@ -46,7 +46,7 @@ CLOSE_TIMEOUT_S = 10.0
 """Seconds for tasks of user code to end when they are cancelled."""
 
 _Prior = tuple[PriorSample, memoryview]
-"""What exists of an episode, and its chunks."""
+"""The recorded part of an episode, and its chunks."""
 
 
 class EpisodeRecord(Generator, Protocol):

@@ -28,8 +28,9 @@ from slipstream.rollout.messages import (
     Up,
     as_note,
 )
+from slipstream.rollout.named_numbers import NamedNumbers
 from slipstream.rollout.record import PieceHeader, checksum, encode
-from slipstream.rollout.trajectory import Finish, NamedNumbers, TrajectoryHeader
+from slipstream.rollout.trajectory import Finish, TrajectoryHeader
 
 FLUSH_S = 0.002
 """Longest time that an event waits for others before they are sent in one frame."""

@@ -109,7 +109,7 @@ async def surroundings_of(
 
 @dataclass(frozen=True)
 class EpisodeParts:
-    """What episodes are made of."""
+    """The parts that run episodes."""
 
     config: RunConfig
     tokenizer: Tokenizer
@@ -124,7 +124,7 @@ class EpisodeParts:
     """Evaluates whole sets; None: evaluations are episodes."""
     endpoints: "CollectorEndpoint | None"
     evaluated: tuple[UnrecordedGenerator, Judge]
-    """What evaluations generate with, and whom they ask."""
+    """The generator and the judge of evaluations."""
 
     def context(
         self, generator: Recording | UnrecordedGenerator, reward: Judge, sampling: SamplingConfig

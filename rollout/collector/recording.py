@@ -259,7 +259,7 @@ class Recording:
         return call, None
 
     async def _ask(self, request: _Request, sampling: Sampling, grown: Callable[[], None] | None) -> None:
-        """Have the engines continue a completion, and record it while it grows. ``grown``: of the caller."""
+        """Let the engines continue a completion, and record it while it grows. ``grown``: of the caller."""
         task = asyncio.current_task()
         assert task is not None
         completion = request.completion

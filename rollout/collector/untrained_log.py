@@ -7,7 +7,7 @@ Nothing waits for the thread: what finds it too far behind is left out.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from slipstream.rollout.collector.spec import CollectorSpec
 from slipstream.rollout.episode_log.files import EPISODES, EpisodeFiles, open_files
 from slipstream.rollout.episode_log.rows import EVALUATED, LoggedEpisode, empty_row, episode_row, is_chosen
 from slipstream.rollout.episode_log.thread import LogThread, to_stderr
-from slipstream.rollout.episode_log.token_text import Decoder, TokenText, load_decoder
+from slipstream.rollout.episode_log.token_text import Decoder, load_decoder, text_when_needed
 from slipstream.rollout.messages import PIECE, LostGroup, PriorSample, Question, as_note
 from slipstream.rollout.record import (
     CorruptRecord,
@@ -52,7 +52,7 @@ class UntrainedLog:
     ) -> None:
         """``decoder`` is called in the thread, once."""
         self._settings, self._files = settings, files
-        self._text = cache(lambda: TokenText(decoder()))
+        self._text = text_when_needed(decoder)
         self._thread = LogThread(MOST_EPISODES, "lost groups and evaluations", note, most_bytes=MOST_BYTES)
 
     def lost(self, group: LostGroup, chunks: memoryview) -> None:

@@ -164,10 +164,10 @@ ready again only if its batch is given back, and it ends when the version is pub
 from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from slipstream.rollout.control.admission import AdmissionPolicy, Slots
 from slipstream.rollout.control.consumption import ConsumptionPolicy, Due, Fifo, OnStale
+from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.control.errors import ControlError
 from slipstream.rollout.control.live import LiveDoor, TurnEnd
 from slipstream.rollout.control.slots import OPEN, Slot, SlotTable, State
@@ -176,31 +176,6 @@ from slipstream.rollout.control.versions import VersionTree
 REQUEUES = 3
 """Largest number of times that a prompt is requeued. A prompt whose completions always take longer than the
 bound would otherwise hold a slot for the rest of the run."""
-
-
-class Loss(StrEnum):
-    """Reason why a group was never trained."""
-
-    FILTERED = "filtered"
-    FAILED = "failed"
-    QUARANTINED = "quarantined"
-    """Failed: the group kills the trainer."""
-    STALE = "stale"
-    """Expired: overdue, or no token is left within the bound, or `on_stale: drop`."""
-    REQUEUED = "requeued"
-    """Expired: `on_stale: requeue`; its prompt is admitted again."""
-    SURPLUS = "surplus"
-    """Expired: over-sampled, and its deadline has passed."""
-
-    @property
-    def end(self) -> State:
-        """State in which a group ends for this reason."""
-        ends = {
-            Loss.FILTERED: State.FILTERED,
-            Loss.FAILED: State.FAILED,
-            Loss.QUARANTINED: State.FAILED,
-        }
-        return ends.get(self, State.EXPIRED)
 
 
 @dataclass(frozen=True)
@@ -231,22 +206,6 @@ class Expired:
 
     id: int
     loss: Loss
-
-
-@dataclass
-class GroupCounts:
-    """Number of groups admitted, and of groups that reached each end."""
-
-    admitted: int = 0
-    trained: int = 0
-    filtered: int = 0
-    expired: int = 0
-    failed: int = 0
-
-    @property
-    def in_flight(self) -> int:
-        """Groups that have not ended."""
-        return self.admitted - self.trained - self.filtered - self.expired - self.failed
 
 
 @dataclass

@@ -12,7 +12,8 @@ from slipstream.configs.schema.rollout import (
 )
 from slipstream.rollout.control.admission import AdmissionPolicy, Slots, VolumeGate
 from slipstream.rollout.control.consumption import ConsumptionPolicy, Fifo, OnStale, ReadyFirst, Windowed
-from slipstream.rollout.control.core import GroupCounts, Loss, RolloutControl
+from slipstream.rollout.control.core import RolloutControl
+from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.control.versions import VersionTree
 
 

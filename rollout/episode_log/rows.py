@@ -1,4 +1,4 @@
-"""What a row of the episode log says of an episode. Legend: T tokens of a trajectory, M tokens with loss."""
+"""Rows of the episode log, one for each episode. Legend: T tokens of a trajectory, M tokens with loss."""
 
 import json
 import zlib
@@ -17,7 +17,7 @@ TRAINED = "trained"
 SAVED = "saved"
 """The end of an episode whose batch was saved in the place of being trained."""
 EVALUATED = "evaluated"
-"""The end of an episode of a held-out prompt. Every other end is a ``control.core.Loss``."""
+"""The end of an episode of a held-out prompt. Every other end is a ``control.ends.Loss``."""
 
 Floats = npt.NDArray[np.float32]
 
@@ -41,7 +41,7 @@ class LoggedEpisode:
     proximal_M: Floats | None = None
     """Log-probs under the policy that the step started from; None: the recipe does not recompute them."""
     reason: str | None = None
-    """What is to be said of the end beyond its name."""
+    """Explains the end beyond its name, for the user."""
 
 
 def is_chosen(group: int, share: float) -> bool:

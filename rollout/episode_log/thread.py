@@ -17,7 +17,7 @@ def to_stderr(text: str) -> None:
 
 
 class LogThread:
-    """Does jobs one behind the other. After one that raises, no further job is done."""
+    """Does queued jobs in their order. After a job that raises, no further job is done."""
 
     def __init__(
         self,
@@ -27,8 +27,8 @@ class LogThread:
         *,
         most_bytes: int | None = None,
     ) -> None:
-        """``most``: number of jobs that may wait. ``what``: what a job writes, in the plural. ``most_bytes``:
-        bytes that waiting jobs may hold; None: any number.
+        """``most``: number of jobs that may wait. ``what``: name of what jobs write, in the plural.
+        ``most_bytes``: bytes that waiting jobs may hold; None: any number.
         """
         self._what, self._note = what, note
         self._queue: queue.Queue[tuple[Job, int] | threading.Event] = queue.Queue(most)
@@ -41,7 +41,7 @@ class LogThread:
         self._thread.start()
 
     def offer(self, job: Job, size: int = 0) -> None:
-        """Have a job done, which holds ``size`` bytes, or leave it out if too many wait already."""
+        """Queue a job that holds ``size`` bytes, or leave it out if too many jobs or bytes wait already."""
         if self._most_bytes is None or self._bytes + size <= self._most_bytes:
             try:
                 self._queue.put_nowait((job, size))
@@ -55,7 +55,7 @@ class LogThread:
             self._note(f"episode log: {self.left_out} {self._what} left out, because writing takes longer")
 
     def put(self, job: Job) -> None:
-        """Have a job done. Waits while too many wait already."""
+        """Queue a job. Waits while too many wait already."""
         self._queue.put((job, 0))
 
     def flush(self) -> None:

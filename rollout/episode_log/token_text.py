@@ -1,6 +1,6 @@
 """Tokens as text: whole responses, and the piece of text that each token adds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -33,6 +33,11 @@ def load_decoder(model: Path) -> Decoder:
         return lambda ids: backend.decode(list(ids), skip_special_tokens=False)
     tokenizer = load_tokenizer(model)
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def text_when_needed(load: Callable[[], Decoder]) -> "Callable[[], TokenText]":
+    """Return a function whose first call loads the decoder, and whose every call returns its text."""
+    return cache(lambda: TokenText(load()))
 
 
 class TokenText:

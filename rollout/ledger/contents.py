@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from slipstream.rollout.control.core import Loss
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.ledger.database import few
 from slipstream.rollout.ledger.holds import Eras, Holds
 from slipstream.rollout.ledger.samples import (

@@ -141,7 +141,7 @@ CREATE TABLE groups (               -- one row per group
     version INTEGER NOT NULL,       -- policy version at the latest admission
     epoch INTEGER NOT NULL,         -- of the latest admission
     state TEXT NOT NULL,            -- admitted, ready, trained, filtered, expired, failed
-    loss TEXT,                      -- reason why it was not trained: Loss in control/core.py
+    loss TEXT,                      -- reason why it was not trained: Loss in control/ends.py
     step INTEGER,                   -- version that was trained on it
     tokens INTEGER,                 -- sampled tokens of all trajectories; NULL until it is ready or has ended
     since INTEGER NOT NULL,         -- rows of samples below this one are void: the group has started again

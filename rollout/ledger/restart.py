@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from slipstream.rollout.control.core import GroupCounts, Loss
+from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.ledger.contents import Contents, OpenGroup, RequeuedGroup, read_contents
 from slipstream.rollout.ledger.database import RESTORE, LedgerError, few
 from slipstream.rollout.ledger.history import History

@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
-from slipstream.rollout.control.core import Loss
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.live import TurnEnd
 from slipstream.rollout.ledger.database import BrokenSeal, crc_of, few, unsealed
 from slipstream.rollout.ledger.holds import Holds

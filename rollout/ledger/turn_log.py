@@ -7,7 +7,7 @@ So the ledger has an entry exactly if it says that it has: a gateway that sends 
 
 from collections.abc import Callable, Iterable
 
-from slipstream.rollout.control.core import Loss
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.live import TurnEnd
 from slipstream.rollout.ledger.segments import Buffer
 from slipstream.rollout.ledger.transaction import Forget, TurnEvents, TurnRow

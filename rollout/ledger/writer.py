@@ -14,7 +14,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from struct import error as struct_error
 
-from slipstream.rollout.control.core import Loss, Ticket
+from slipstream.rollout.control.core import Ticket
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.ledger.database import FAILURES, LedgerError, explained
 from slipstream.rollout.ledger.restart import Recovered
 from slipstream.rollout.ledger.samples import ANSWERED, GROWING, JUDGED, SAMPLES, WHOLE

@@ -1,5 +1,6 @@
 """Numbers about live users, for metrics."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -43,13 +44,17 @@ class LiveStatus:
     since: "SinceLastBatch"
 
 
+EXPIRED_KEPT = 1 << 14
+"""Turns that are told of. They expire by their age also while nothing is trained, however long that lasts."""
+
+
 @dataclass
 class SinceLastBatch:
     """What has come to an end since the last batch was taken, and the turns of that batch."""
 
-    expired_lags: list[int] = field(default_factory=list[int])
-    """Lag of each turn that has expired, in updates."""
-    expired_ages_s: list[float] = field(default_factory=list[float])
+    expired_lags: deque[int] = field(default_factory=lambda: deque[int](maxlen=EXPIRED_KEPT))
+    """Lag of each turn that has expired, in updates; of the newest ``EXPIRED_KEPT`` at most."""
+    expired_ages_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=EXPIRED_KEPT))
     """Seconds since the end of its answer."""
     trained_ages_s: list[float] = field(default_factory=list[float])
     """Seconds from the end of each turn of the batch until the batch was taken."""

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from slipstream.rollout.control.core import Loss, RolloutControl
+from slipstream.rollout.control.core import RolloutControl
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.live import TurnEnd
 from slipstream.rollout.ledger.turn_log import TurnLog
 from slipstream.rollout.live.known import KnownTurn, Session

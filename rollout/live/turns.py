@@ -16,7 +16,8 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-from slipstream.rollout.control.core import Loss, RolloutControl
+from slipstream.rollout.control.core import RolloutControl
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.errors import UnknownVersion
 from slipstream.rollout.control.live import TurnEnd
 from slipstream.rollout.ledger.segments import Buffer

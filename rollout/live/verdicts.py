@@ -9,7 +9,8 @@ from collections import deque
 from functools import partial
 
 from slipstream.rollout.changes import Changes
-from slipstream.rollout.control.core import Loss, RolloutControl
+from slipstream.rollout.control.core import RolloutControl
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.live import TurnEnd
 from slipstream.rollout.ledger.turns import JUDGE, VerdictRow
 from slipstream.rollout.live.checks import problem_of_scores

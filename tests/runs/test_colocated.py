@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.runs.test_run import Launch, finish, records, summary, wait_for_step
+from tests.runs.test_run import Launch, finish, records, summary, wait_for_record, wait_for_step
 
 COLOCATED = ("rollout.engine.colocated=true", "weights.transport.type=tensor")
 
@@ -22,6 +22,7 @@ def test_partial_answers_go_on_behind_the_trainers_turns_and_a_signal_ends_behin
         *COLOCATED,
     )
     wait_for_step(run, 4)
+    wait_for_record(run, lambda record: record["rollout/multi_version_fraction"] > 0)
     run.process.send_signal(signal.SIGTERM)
     assert finish(run, 60) == 1
     found = summary(run)

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slipstream.backend.quickstart import TRAIN_PROBLEMS
 from slipstream.rollout.trajectory import Trajectory
 from tests.crash.sweep import Kill, Sweep
 from tests.runs.conftest import LaunchedRun, run_command, start_run
@@ -183,7 +184,8 @@ def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes_w
     # Fewer steps than were asked for first: what was begun for later ones is left over.
     steps = before["steps"] + 6
     logged = len(records_in(folder))
-    run = start_run(inputs, root, NAME, *SETTINGS, f"run.steps={steps}", resume=True)
+    length = ["run.steps=null", f"run.epochs={steps * BATCH_SIZE / TRAIN_PROBLEMS}"]
+    run = start_run(inputs, root, NAME, *SETTINGS, *length, resume=True)
     try:
         wait_for("a step", lambda: len(records_in(folder)) > logged, run)
         [collector] = run.pids_of("ray::CollectorActor")
@@ -192,6 +194,8 @@ def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes_w
         run.assert_nothing_left()
     finally:
         run.end()
+    assert f"passes over 4,096 prompts are {steps} steps" in run.output()
+    assert f"step {steps}/{steps} " in run.output()
     assert "collector-0 is started again: its process has ended" in run.output()
     assert f"checkpoint {newest.name} is damaged: {shard.name} has a wrong checksum" in run.output()
     resumed = re.search(rf"resumed from version {int(older.name[1:])} \(step (\d+)\)", run.output())

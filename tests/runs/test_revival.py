@@ -97,17 +97,17 @@ def test_a_rank_killed_while_a_checkpoint_is_written(launch: Launch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["distributed", "tensor", "disk", "delta"])
+@pytest.mark.parametrize("transport", ["shards", "tensor", "disk", "delta"])
 def test_a_rank_killed_in_a_publication(launch: Launch, tmp_path: Path, transport: str):
-    """With ``distributed``, some weights have reached both engines: they wait for the next version."""
+    """With ``shards``, some weights have reached both engines: they wait for the next version."""
     held = tmp_path / "held"
-    is_held = transport == "distributed"
+    is_held = transport == "shards"
     run = launch(
         *SETTINGS,
         "rollout.engine.count=2",
         f"weights.transport.type={transport}",
-        "weights.transport.bucket_mb=1",
-        **({"fault": f"hold:11:{held}"} if is_held else {}),
+        *([] if is_held else ["weights.transport.bucket_mb=1"]),
+        **({"fault": f"hold:5:{held}"} if is_held else {}),
     )
     if is_held:
         wait_for(held)

@@ -9,21 +9,30 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
+from slipstream.bridge.families import model_spec
+from slipstream.bridge.hf.peft import write_peft
+from slipstream.bridge.hf.peft_config import PeftIndex
+from slipstream.bridge.shards.adapter import a_name, adapter_spec, b_name, peft_config_of
 from slipstream.rollout.durable import write_durably
 from slipstream.rollout.ledger.driver_file import begin_term, look
 from tests.runs.conftest import LaunchedRun
 
 
-def wait_for_step(run: LaunchedRun, step: int, timeout_s: float = 120) -> None:
+def wait_for_record(run: LaunchedRun, wanted: Callable[[dict], bool], timeout_s: float = 120) -> None:
+    """Until one of the run's steps was as `wanted`."""
     deadline = time.monotonic() + timeout_s
-    metrics = run.folder / "metrics.jsonl"
     while time.monotonic() < deadline:
-        if metrics.exists() and f'"step": {step}, ' in metrics.read_text():
+        if any(map(wanted, records(run))):
             return
         assert run.process.poll() is None, run.output()
         time.sleep(0.2)
-    pytest.fail(f"step {step} was not reached in {timeout_s} s:\n{run.output()}")
+    pytest.fail(f"no step was as it was wanted in {timeout_s} s:\n{run.output()}")
+
+
+def wait_for_step(run: LaunchedRun, step: int, timeout_s: float = 120) -> None:
+    wait_for_record(run, lambda record: record["step"] == step, timeout_s)
 
 
 def summary(run: LaunchedRun) -> dict:
@@ -31,7 +40,11 @@ def summary(run: LaunchedRun) -> dict:
 
 
 def records(run: LaunchedRun) -> list[dict]:
-    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    """The steps that the run has written so far, whole lines only."""
+    metrics = run.folder / "metrics.jsonl"
+    if not metrics.exists():
+        return []
+    lines = metrics.read_text().rpartition("\n")[0].splitlines()
     return [record for record in map(json.loads, lines) if "reward/mean" in record]
 
 
@@ -50,7 +63,7 @@ Launch = Callable[..., LaunchedRun]
 def test_a_killed_engine_is_replaced_and_brought_to_the_current_version(launch: Launch, interrupt: str):
     """Asynchronous, trained with tensor parallel 2 (retract) or pipeline parallel 2 (in place).
 
-    Of the transports that keep something for the next version, as the broadcasting one does elsewhere.
+    Of the transports that keep something for the next version, as the one by shards does elsewhere.
     """
     settings = {
         "retract": ("actor.parallel.tensor=2", "weights.transport.type=delta"),
@@ -74,6 +87,48 @@ def test_a_killed_engine_is_replaced_and_brought_to_the_current_version(launch: 
     assert fresh
     if interrupt == "retract":
         assert max(fresh) < 1e-3
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow  # test_served_adapters.py has it without a run
+def test_a_killed_engine_gets_the_adapter_of_the_current_version(launch: Launch):
+    run = launch(
+        "run.steps=8",
+        "rollout.max_head_offpolicyness=3",
+        "weights.interrupt=abort",
+        "actor.optimizer.lr=1e-2",
+        "actor.lora={rank: 8, alpha: 16, serve: adapter}",
+    )
+    wait_for_step(run, 3)
+    for pid in run.pids_of("slipstream.rollout.engine.launch"):
+        os.kill(pid, signal.SIGKILL)
+    assert finish(run) == 0, run.output()
+    assert (summary(run)["engine_restarts"], summary(run)["steps"]) == (1, 8)
+    fresh = [r["mismatch/logprob_abs_max"] for r in records(run) if "mismatch/logprob_abs_max" in r]
+    assert fresh and max(fresh) < 1e-3
+    assert (run.folder / "checkpoint-peft" / "adapter_model.safetensors").exists()
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_with_an_adapter_samples_from_it_as_version_0(
+    launch: Launch, inputs: Path, tmp_path: Path
+):
+    """Its engines are verified before they serve: without the adapter they would be refused."""
+    spec = model_spec(inputs / "policy")
+    adapter = adapter_spec(spec, rank=8, alpha=16.0, targets=None)
+    torch.manual_seed(0)
+    tensors = {
+        name: 0.1 * torch.randn(shape)
+        for layer, shapes in zip(adapter.modules, adapter.shapes, strict=True)
+        for module, (rows, columns) in zip(layer, shapes, strict=True)
+        for name, shape in ((a_name(module), (2, columns)), (b_name(module), (rows, 2)))
+    }
+    write_peft(tensors, peft_config_of(adapter, "policy") | {"r": 2, "lora_alpha": 4}, tmp_path / "adapter")
+    run = launch("run.steps=2", f"actor.lora={{rank: 8, alpha: 16, path: {tmp_path / 'adapter'}}}")
+    assert finish(run) == 0, run.output()
+    assert summary(run)["engine_restarts"] == 0
+    assert len(PeftIndex(run.folder / "checkpoint-peft").names) == len(tensors)
     run.assert_nothing_left()
 
 

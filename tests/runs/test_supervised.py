@@ -209,7 +209,7 @@ def reward_model_without_a_break(rank: RankSpec, asked: Supervised) -> dict:
 
     examples, size = read_encoded_examples(asked), asked.run.rollout.batch_size
     trainer = RewardModelRank(asked.run, rank)
-    for at in range(asked.run.run.steps):
+    for at in range(asked.run.run.total_steps):
         answers = [answer for i in range(size) for answer in examples.pairs_at(at * size + i)]
         trainer.train(demonstrated(answers, at))
     return exported(trainer._plan, trainer._parameters, rank.rank)
@@ -227,9 +227,11 @@ def test_slipstream_sft_trains_a_reward_model_that_transformers_loads(recipe, tm
         run.kill()
         run.wait()
     steps = 3 + max(int(path.name[1:]) for path in folder.glob("checkpoints/v????????"))
-    done = slipstream_sft(file, "--resume", f"run.steps={steps}")
+    epochs = steps / 2  # of 40 examples in batches of 20
+    done = slipstream_sft(file, "--resume", "run.steps=null", f"run.epochs={epochs}")
     assert done.returncode == 0, done.stderr
     assert f"resumed from step {steps - 3}" in done.stderr
+    assert f"run.epochs: {epochs:g} passes over 40 examples are {steps} steps" in done.stderr
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     versions = [record["step"] for record in records if "train/loss" in record]
     assert versions == sorted(set(versions)), "a version number was used twice"
