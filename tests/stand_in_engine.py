@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 from torch.nn import Module, Parameter
 
-VERSION = "2.6.0"
-"""The last one before Megatron wants a router from it."""
+VERSION = "2.12.0"
+"""The first one whose attention has sinks for packed sequences."""
 
 
 class _Linear(Module):
@@ -64,53 +64,90 @@ class Linear(_Linear):
 
 class LayerNormLinear(_Linear):
     def __init__(
-        self, in_features: int, out_features: int, *, eps: float, normalization: str, **rest: Any
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        eps: float,
+        normalization: str,
+        zero_centered_gamma: bool = False,
+        **rest: Any,
     ) -> None:
         super().__init__(in_features, out_features, **rest)
         if normalization != "RMSNorm":
             raise NotImplementedError(normalization)
-        self.eps = eps
+        self.eps, self.offset = eps, int(zero_centered_gamma)
         self.layer_norm_weight = Parameter(torch.ones(in_features, dtype=rest["params_dtype"]))
 
     def forward(self, hidden: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        normed = F.rms_norm(hidden, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
+        weight = self.offset + self.layer_norm_weight
+        normed = F.rms_norm(hidden, weight.shape, weight, self.eps)
         return self.linear(normed)
 
 
 class GroupedLinear(_Linear):
-    def __init__(self, num_gemms: int, in_features: int, out_features: int, **rest: Any) -> None:
+    def __init__(
+        self, num_gemms: int, in_features: int, out_features: int, *, bias: bool, **rest: Any
+    ) -> None:
         self.num_gemms = num_gemms
         self.names = tuple(f"weight{i}" for i in range(num_gemms))
-        super().__init__(in_features, out_features, **rest)
+        super().__init__(in_features, out_features, bias=False, **rest)
+        self.use_bias = bias
+        for i in range(num_gemms):
+            value = Parameter(torch.zeros(out_features, dtype=rest["params_dtype"])) if bias else None
+            self.register_parameter(f"bias{i}", value)
         self.fp8 = self.fp8_calibration = False
         self.fp8_meta = {"fp8_checkpoint": False}
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None: ...
 
-    def forward(self, hidden: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Tensor:
-        parts = hidden.split(list(m_splits))
-        return torch.cat(
-            [F.linear(part, getattr(self, name)) for part, name in zip(parts, self.names, strict=True)]
+    def forward(self, hidden: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Any:
+        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
+        added = [None] * self.num_gemms if self.return_bias else biases
+        out = torch.cat(
+            [
+                F.linear(part, getattr(self, name), bias)
+                for part, name, bias in zip(hidden.split(list(m_splits)), self.names, added, strict=True)
+            ]
         )
+        return (out, biases) if self.return_bias else out
 
 
 class RMSNorm(Module):
-    def __init__(self, *, eps: float, params_dtype: torch.dtype, **rest: Any) -> None:
+    def __init__(
+        self, *, eps: float, params_dtype: torch.dtype, zero_centered_gamma: bool = False, **rest: Any
+    ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.offset = eps, int(zero_centered_gamma)
         size = rest.get("normalized_shape", rest.get("hidden_size"))  # Megatron-Core 0.19 and 0.16
         self.weight = Parameter(torch.ones(size, dtype=params_dtype))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        weight = self.offset + self.weight
+        return F.rms_norm(hidden, weight.shape, weight, self.eps)
 
 
 class DotProductAttention(Module):
     """With a context-parallel group the keys and values of all its ranks are gathered."""
 
-    def __init__(self, *, softmax_scale: float | None = None, cp_group: Any = None, **_: Any) -> None:
+    def __init__(
+        self,
+        *,
+        num_attention_heads: int,
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        cp_group: Any = None,
+        window_size: tuple[int, int] | None = None,
+        **_: Any,
+    ) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale
+        self.softmax_offset = (
+            Parameter(torch.zeros(num_attention_heads)) if softmax_type == "learnable" else None
+        )
+        self.before = None if window_size is None else window_size[0]
+        if window_size is not None and window_size[1] != 0:
+            raise NotImplementedError("these attend to no tokens behind their own")
         self.group = cp_group
 
     def forward(
@@ -144,17 +181,27 @@ class DotProductAttention(Module):
             here = places[rank][(places[rank] >= start) & (places[rank] < end)]
             q = query[done : done + len(here)].transpose(0, 1)[None]
             k, v = (part[start:end].transpose(0, 1)[None] for part in (key, value))
-            attended = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=torch.arange(start, end) <= here[:, None],
-                scale=self.softmax_scale,
-                enable_gqa=grouped,
-            )
+            keys = torch.arange(start, end)
+            mask = keys <= here[:, None]
+            if self.before is not None:
+                mask &= keys >= here[:, None] - self.before
+            if self.softmax_offset is not None:
+                attended = self.with_sinks(q, k, v, mask)
+            else:
+                attended = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, scale=self.softmax_scale, enable_gqa=grouped
+                )
             outputs.append(attended[0].transpose(0, 1).flatten(1))
             done += len(here)
         return torch.cat(outputs)
+
+    def with_sinks(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        each = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(each, dim=1) for part in (key, value))
+        scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        scores = (scale * query @ key.transpose(2, 3)).masked_fill(~mask, -torch.inf)
+        sinks = self.softmax_offset[None, :, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1] @ value
 
 
 def places_of(ends: list[int], size: int, rank: int) -> list[int]:
@@ -189,6 +236,7 @@ def install() -> None:
         ".pytorch",
         ".pytorch.fp8",
         ".pytorch.ops",
+        ".pytorch.router",
         ".pytorch.tensor",
         ".pytorch.distributed",
     ):
@@ -209,6 +257,8 @@ def install() -> None:
         def is_fp8_enabled() -> bool:
             return False
 
+    for name in ("topk_with_score_function", "compute_score_for_moe_aux_loss", "moe_aux_loss"):
+        setattr(modules[".pytorch.router"], f"fused_{name}", None)
     modules[".pytorch.distributed"].activation_recompute_forward = contextlib.nullcontext
     modules[".pytorch.fp8"].FP8GlobalStateManager = FP8GlobalStateManager
     for name in ("fp8_autocast", "fp8_model_init"):

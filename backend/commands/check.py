@@ -83,8 +83,14 @@ def check(config: RunConfig, *, weights: bool = True, supervised: Supervised | N
     one of ``slipstream sft``.
     """
     from slipstream.backend.commands.check_data import input_problems
-    from slipstream.backend.commands.machine import host_facts, machine_problems
-    from slipstream.backend.driver.inputs import checkpoint_problems, judge_model_problems
+    from slipstream.backend.commands.machine import fp8_problems_of, host_facts, machine_problems
+    from slipstream.backend.driver.engine_model import engine_problems, quantization_notes
+    from slipstream.backend.driver.inputs import (
+        adapter_problems,
+        checkpoint_problems,
+        cpu_engine_problems,
+        judge_model_problems,
+    )
     from slipstream.backend.driver.plugin_process import imported_plugin_problems
 
     notes: list[str] = []
@@ -92,16 +98,22 @@ def check(config: RunConfig, *, weights: bool = True, supervised: Supervised | N
     if (config.model.path / "config.json").exists():
         try:
             plan = planned(config, supervised=supervised is not None)
+            notes += quantization_notes(config, plan.export.spec, has_engines=supervised is None)
+            problems += engine_problems(config, plan.export.spec)
+            problems += adapter_problems(config, plan.export.spec)
             problems += misfits(config, plan.stages, plan.engine, plan.gpu_memory)
             problems += judge_misfits(config, plan.gpu_memory)
         except WrongInput as error:
             problems.append(str(error))
+        if supervised is None:
+            problems += cpu_engine_problems(config)
         if weights:
             problems += checkpoint_problems(config, MODELS)
     if weights:
-        wrong, notes = input_problems(config, supervised)
-        problems += wrong
+        wrong, more = input_problems(config, supervised)
+        problems, notes = problems + wrong, notes + more
         problems += machine_problems(config, host_facts())
+    problems += fp8_problems_of(config, on_gpus=_on_gpus(config))
     if problems:
         raise WrongInput("\n".join(dict.fromkeys(problems)))
     return notes

@@ -10,12 +10,13 @@ from slipstream.backend.driver.inputs import (
     read_tokenizer,
     tokenizer_problems,
 )
-from slipstream.backend.driver.sft import checked_examples
+from slipstream.backend.driver.sft import checked_examples, reward_model_problems
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.configs.schema import RunConfig, is_on_hub
 from slipstream.configs.supervised import Supervised
 from slipstream.rollout import plugins
+from slipstream.rollout.engine.context import served_length
 from slipstream.rollout.tokenizer import HfTokenizer
 
 
@@ -28,15 +29,18 @@ def input_problems(config: RunConfig, supervised: Supervised | None = None) -> t
     notes: list[str] = []
     spec = _spec(config)
     tokenizer, problems = _tokenizer(config, spec)
-    context = None if spec is None else spec.geometry.max_positions
+    positions = None if spec is None else spec.geometry.max_positions
     if supervised is not None:
+        if spec is not None:
+            problems += reward_model_problems(supervised, spec)
         if tokenizer is not None:
             problems += [f"model.path: {reason}" for reason in template_problems(tokenizer)]
         if all(_is_there(file.path) for file in config.training_files):
-            problems += problems_in("data.path", checked_examples(supervised, tokenizer, context))
+            problems += problems_in("data.path", checked_examples(supervised, tokenizer, positions))
         return problems, notes
     if tokenizer is not None:
         problems += tokenizer_problems(config, tokenizer)
+    context = positions and served_length(positions, config.rollout.engine.args)
     for each in named_files(config):
         if _is_there(each.file.path):
             found, said = data_problems(each, tokenizer, context)

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
 from pathlib import Path
 from typing import TypeVar
@@ -102,9 +103,18 @@ def hf_to_megatron(
 
 
 def megatron_to_hf(
-    checkpoint: Path, out: Path, model: Path, options: LayoutOptions, families: Sequence[str] = ()
+    checkpoint: Path,
+    out: Path,
+    model: Path,
+    options: LayoutOptions,
+    families: Sequence[str] = (),
+    *,
+    adapter_alone: bool = False,
 ) -> str:
-    """Convert the weights and return a line that describes the output. Raises like ``hf_to_megatron``."""
+    """Convert the weights and return a line that describes the output. Raises like ``hf_to_megatron``.
+
+    ``adapter_alone``: write the adapter in PEFT's format, instead of weights into which it is merged.
+    """
     problems = _Problems("--model")
     own = problems.families(families)
     spec, parallel = problems.model_and_layout(model, options, own)
@@ -115,19 +125,25 @@ def megatron_to_hf(
     from slipstream.backend.megatron.conversion import write_huggingface
 
     with _whole_or_absent(out) as folder:
+        write = partial(write_huggingface, adapter_alone=adapter_alone)
         mismatches, *_ = run_ranks(
-            parallel.world_size, write_huggingface, source, model, parallel, folder, own, timeout_s=TIMEOUT_S
+            parallel.world_size, write, source, model, parallel, folder, own, timeout_s=TIMEOUT_S
         )
         if mismatches:
             heading = f"{source} is not a checkpoint of the model at {model}:"
             raise WrongInput("\n  ".join([heading, *mismatches]))
+    if adapter_alone:
+        return f"{source} -> {out}: the adapter of {model}, by {_ranks(parallel)}"
     return f"{source} -> {_account(out, spec, parallel)}"
 
 
 def _account(out: Path, spec: ModelSpec, parallel: ParallelConfig) -> str:
-    ranks = f"{parallel.world_size} ranks" if parallel.world_size > 1 else "1 rank"
     parameters = sum(entry.numel for entry in entries(spec, Layout()))
-    return f"{out}: {spec.geometry.family}, {parameters:,} parameters, by {ranks}"
+    return f"{out}: {spec.geometry.family}, {parameters:,} parameters, by {_ranks(parallel)}"
+
+
+def _ranks(parallel: ParallelConfig) -> str:
+    return f"{parallel.world_size} ranks" if parallel.world_size > 1 else "1 rank"
 
 
 # ---- the input
@@ -157,9 +173,7 @@ class _Problems:
         for each in given:
             kind, _, path = each.partition("=")
             if not kind or "." not in path:
-                self._add(
-                    f"--family {each}: expected MODEL_TYPE=IMPORT.PATH, as seed_oss=my_package.seed_oss"
-                )
+                self._add(f"--family {each}: expected MODEL_TYPE=IMPORT.PATH, as dots1=my_package.dots1")
                 continue
             try:
                 check_family(path)
@@ -221,7 +235,7 @@ def _numbers(text: str) -> list[int | str]:
 
 
 def _dtype_of(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> str:
-    """Return the narrowest dtype that holds the weights exactly."""
+    """Return the narrowest dtype that holds the weights exactly; bfloat16 for those in fp8."""
     narrow = all(
         stored[name].dtype == "BF16"
         for entry in entries(spec, Layout())

@@ -119,7 +119,9 @@ def with_sampling(config: RunConfig, temperature: float) -> RunConfig:
         update={"temperature": temperature}
     )
     rollout = config.rollout.model_copy(update={"sampling": own.over(config.rollout.sampling)})
-    return config.model_copy(update={"rollout": rollout, "data": None, "eval": None})
+    # The checkpoint of a run holds its adapter, merged into the weights.
+    actor = config.actor.model_copy(update={"lora": None})
+    return config.model_copy(update={"rollout": rollout, "data": None, "eval": None, "actor": actor})
 
 
 async def _evaluate(

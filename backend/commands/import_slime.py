@@ -9,23 +9,21 @@ from slipstream.backend.commands.check import NO_INPUTS
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.configs.load import load_recipe
 from slipstream.configs.violations import RecipeError
-from slipstream.rollout.compat.slime.launch_flags import is_supervised
-from slipstream.rollout.compat.slime.launch_recipe import (
+from slipstream.rollout.compat.slime.imported_recipe import (
     MAPPED,
     NEEDS_NOTHING,
     FlagOutcome,
     ImportedRecipe,
-    recipe_of,
-    run_name,
 )
+from slipstream.rollout.compat.slime.launch_flags import is_supervised
+from slipstream.rollout.compat.slime.launch_recipe import recipe_of, run_name
 from slipstream.rollout.compat.slime.launch_script import UnreadableScript, read_launch_script
 
 MOST_ROUNDS = 20
 """Rounds of loading a recipe without what the loader has refused before."""
 
-OF_MACHINE = "actor.layer_spec"
-"""Setting that a script leaves alone unless Transformer Engine must be installed where the run will be. This
-machine may have none."""
+OF_MACHINE = ("actor.layer_spec", "actor.advantage.scores.path")
+"""Settings that depend on what is installed, and which teachers there are, where the run will be."""
 
 
 def import_slime(script: Path, out: Path) -> ImportedRecipe:
@@ -58,9 +56,9 @@ def _keep_what_loads(recipe: ImportedRecipe, out: Path) -> None:
             # The model and the prompts may be on another machine.
             load_recipe(out, [f"prepare={NO_INPUTS}"])
         except RecipeError as error:
-            problems = [problem for problem in error.violations if problem.path != OF_MACHINE]
+            problems = [problem for problem in error.violations if problem.path not in OF_MACHINE]
             if not problems:
-                recipe.notes.append(f"{OF_MACHINE}, on this machine: {error.violations[0].reason}")
+                recipe.notes += [f"{each.path}, on this machine: {each.reason}" for each in error.violations]
                 return
             taken = [recipe.refuse(problem.path, problem.reason) for problem in problems]
             if not any(taken):

@@ -14,6 +14,7 @@ from pathlib import Path
 from slipstream.backend.cluster.placement import Node, Placement, PlacementError
 from slipstream.backend.driver.gateways import FOLDER
 from slipstream.configs.installed.environment import has_gpus
+from slipstream.configs.rules.rollout import FP8_ON_CPUS
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.judge import own_engines
 
@@ -61,6 +62,14 @@ def host_facts() -> HostFacts:
     )
 
 
+def fp8_problems_of(config: RunConfig, *, on_gpus: bool) -> list[str]:
+    """Return why engines in fp8 cannot run here, where no setting says that there are no GPUs."""
+    quantization = config.rollout.engine.quantization
+    if quantization is None or on_gpus or config.cluster.device != "auto":
+        return []
+    return [f"rollout.engine.quantization: {quantization} found, and this machine has no GPUs: {FP8_ON_CPUS}"]
+
+
 def machine_problems(config: RunConfig, machine: HostFacts, place: Place | None = None) -> list[str]:
     """Return what the machine cannot hold of a run on it alone (``cluster.type: local``).
 
@@ -81,8 +90,11 @@ def machine_problems(config: RunConfig, machine: HostFacts, place: Place | None 
 def _processes(config: RunConfig) -> tuple[int, int, str]:
     """Return the numbers of engine and of trainer processes, and how a message counts them."""
     engine, judge = config.rollout.engine, own_engines(config.judge)
-    engines = engine.count * engine.tensor_parallel
-    words = f"{engines} (rollout.engine: count {engine.count}, tensor_parallel {engine.tensor_parallel})"
+    engines = engine.count * engine.ranks
+    stages = f", pipeline_parallel {engine.pipeline_parallel}" if engine.pipeline_parallel > 1 else ""
+    words = (
+        f"{engines} (rollout.engine: count {engine.count}, tensor_parallel {engine.tensor_parallel}{stages})"
+    )
     if judge is not None:
         engines += judge.count * judge.tensor_parallel
         words += f" and {judge.count * judge.tensor_parallel} (judge.endpoint)"

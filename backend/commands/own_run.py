@@ -36,7 +36,7 @@ class OwnRun:
     """A run inside of a ``with`` block, in which you take the training steps:
 
         with slipstream.OwnRun(recipe) as run:
-            while run.steps_done < recipe.run.steps:
+            while run.steps_done < run.total_steps:
                 batch = run.batch()             # ready groups, as long as it takes to collect them
                 stats = run.step(batch)         # the batch, or a changed one
                 version = run.publish()         # into the running engines
@@ -128,6 +128,11 @@ class OwnRun:
         """Number of training steps behind it, those of earlier starts of the run included."""
         return self._gate.step
 
+    @property
+    def total_steps(self) -> int:
+        """Number of training steps that the recipe asks for: ``run.steps``, or those of ``run.epochs``."""
+        return self._loop.total_steps
+
     def batch(self) -> "TrainBatch":
         """Wait for the next batch, and return it: all of its trajectories, as numpy arrays.
 
@@ -140,7 +145,7 @@ class OwnRun:
         while isinstance(event, StepLost):
             event = self._step_event(self._ask("go on"))
         if event is None:
-            raise StepsDone(f"all {self._recipe.run.steps} steps of the recipe are done (run.steps)")
+            raise StepsDone(f"all {self.total_steps} steps of the recipe are done (run.steps)")
         assert isinstance(event, BatchTaken)
         self._next, self._taken = "step", event.batch.decoded()
         return self._taken

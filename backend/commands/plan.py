@@ -13,6 +13,7 @@ from typing import TypedDict
 from rich.console import Console
 
 from slipstream.backend.commands.check import Planned
+from slipstream.backend.megatron.export_plan import bucket_mb
 from slipstream.backend.memory.engine import EngineMemory
 from slipstream.backend.memory.trainer import StageMemory, tokens_of
 from slipstream.backend.memory.verdict import GIB, judge_weights
@@ -66,6 +67,21 @@ class SharedVariable(TypedDict):
     reason: str
 
 
+class PlacedEngines(TypedDict):
+    """The engines of the policy, and how the ranks of each are spread."""
+
+    engines: int
+    ranks: int
+    """Number of nodes of an engine. The four next numbers say how the model is divided over its ranks."""
+    tensor: int
+    data: int
+    expert: int
+    pipeline: int
+    nodes: int
+    """Nodes of each engine, with ``ranks_per_node`` ranks on each."""
+    ranks_per_node: int
+
+
 class JudgeEngines(TypedDict):
     """The judge's own engines."""
 
@@ -83,6 +99,8 @@ class PlanDocument(TypedDict):
     model: str
     family: str
     parameters: int
+    quantization: str | None
+    """Quantization of the checkpoint's weights, which the trainer dequantizes; None: they have none."""
     ranks: int
     layers: list[PipelinePart]
     bytes: int
@@ -92,8 +110,10 @@ class PlanDocument(TypedDict):
     """Bytes of a GPU's memory; None: unknown."""
     trainer_memory: list[dict[str, int]]
     """Bytes on a rank of each pipeline stage."""
+    engines: PlacedEngines | None
+    """None: supervised training has none."""
     engine_memory: dict[str, int | None] | None
-    """Bytes on a rank of an engine; None: supervised training has none."""
+    """Bytes on a rank of an engine; None: there are no engines."""
     judge: JudgeEngines | None
     """None: the judge has no engines of its own."""
     splits: list[SimulatedSplit] | None
@@ -127,6 +147,7 @@ def describe(planned: Planned, advice: SplitAdvice | None) -> PlanDocument:
         "model": str(plan.spec.path),
         "family": plan.spec.geometry.family,
         "parameters": sum(bucket.numel for bucket in plan.buckets),
+        "quantization": None if plan.spec.quantization is None else str(plan.spec.quantization),
         "ranks": layout.world_size,
         "layers": [
             {"stage": part % layout.pipeline, "chunk": part // layout.pipeline, "layers": size}
@@ -137,10 +158,25 @@ def describe(planned: Planned, advice: SplitAdvice | None) -> PlanDocument:
         "buckets": buckets,
         "gpu_memory": planned.gpu_memory,
         "trainer_memory": [asdict(stage) | {"peak": stage.peak} for stage in planned.stages],
+        "engines": None if planned.engine is None else _engines(planned.config),
         "engine_memory": None if planned.engine is None else asdict(planned.engine),
         "judge": _judge(planned.config),
         "splits": None if advice is None else _splits(advice),
         "environment": _environment(planned),
+    }
+
+
+def _engines(config: RunConfig) -> PlacedEngines:
+    engine = config.rollout.engine
+    return {
+        "engines": engine.count,
+        "ranks": engine.ranks,
+        "tensor": engine.tensor_parallel,
+        "data": engine.data_parallel,
+        "expert": engine.expert_parallel,
+        "pipeline": engine.pipeline_parallel,
+        "nodes": engine.nodes,
+        "ranks_per_node": engine.ranks_per_node,
     }
 
 
@@ -211,6 +247,12 @@ def _print_layout(planned: Planned, document: PlanDocument, console: Console) ->
         f"{document['family']}, {geometry.n_layers} layers, {document['parameters']:,} parameters: "
         f"{plan.spec.path}",
     )
+    if document["quantization"] is not None:
+        _line(
+            console,
+            f"its weights are stored in {document['quantization']}; the trainer loads them as "
+            f"{planned.config.model.dtype}",
+        )
     context = f"context {parallel.context} * " if parallel.context > 1 else ""
     ways = f"tensor {parallel.tensor} * {context}pipeline {parallel.pipeline} * data {parallel.data}"
     ranks = "rank" if document["ranks"] == 1 else "ranks"
@@ -223,6 +265,23 @@ def _print_layout(planned: Planned, document: PlanDocument, console: Console) ->
     if parallel.pipeline > 1:
         sizes = ", ".join(str(part["layers"]) for part in document["layers"])
         _line(console, f"layers of each part of the pipeline: {sizes}")
+    if (engines := document["engines"]) is not None:
+        _line(console, _placement(engines))
+
+
+def _placement(engines: PlacedEngines) -> str:
+    """Return a line that says how the ranks of the engines are spread."""
+    stages = f" * pipeline {engines['pipeline']}" if engines["pipeline"] > 1 else ""
+    ways = f"tensor {engines['tensor']}{stages}"
+    if engines["data"] > 1:
+        ways += f", attention in {engines['data']} data-parallel groups"
+    if engines["expert"] > 1:
+        ways += f", experts in {engines['expert']} groups"
+    count = "1 engine" if engines["engines"] == 1 else f"{engines['engines']} engines"
+    ranks = "1 rank" if engines["ranks"] == 1 else f"{engines['ranks']} ranks"
+    if engines["nodes"] == 1:
+        return f"{count} of {ranks}, each on one node: {ways}"
+    return f"{count} of {ranks}, each over {engines['nodes']} nodes of {engines['ranks_per_node']}: {ways}"
 
 
 def _print_memory(planned: Planned, console: Console) -> None:
@@ -371,10 +430,16 @@ def _print_environment(document: PlanDocument, console: Console) -> None:
 
 def _print_weights(planned: Planned, document: PlanDocument, console: Console) -> None:
     config, plan = planned.config, planned.export
+    if config.weights.transport.type == "shards":
+        _line(
+            console,
+            f"\n{_size(document['bytes'])} of every version go from the trainer's shards straight "
+            "into the parameters of each engine",
+        )
     _line(
         console,
-        f"\n{_size(document['bytes'])} leave through rank {SENDER} in {len(plan.buckets)} buckets, at most "
-        f"{config.weights.transport.bucket_mb} MB each unless a tensor is larger",
+        f"\n{_size(document['bytes'])} of HF tensors leave through rank {SENDER} in {len(plan.buckets)} "
+        f"buckets, at most {bucket_mb(config)} MB each unless a tensor is larger",
     )
     rows: list[tuple[object, ...]] = [
         (

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.backend.cluster.placement import place
-from slipstream.backend.commands.machine import HostFacts, Place, host_facts, machine_problems
+from slipstream.backend.commands.machine import (
+    HostFacts,
+    Place,
+    fp8_problems_of,
+    host_facts,
+    machine_problems,
+)
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.commands.submit import CONTAINER, IMAGE, container_of
 from slipstream.backend.driver.job_end import SHORTEST_S, seconds_left
@@ -59,6 +65,7 @@ def check_start(config: RunConfig, where: StartPlace | None = None, *, place: Pl
         *_wrong_address(config, where),
         *_unreadable_keys(config),
         *missing_packages(config),
+        *fp8_problems_of(config, on_gpus=where.has_gpus),
         *machine_problems(config, where.machine, place),
     ]
     if problems:

@@ -76,7 +76,7 @@ def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None
     from slipstream.backend.driver.stop import Stopped
 
     folder, began = config.run.folder, time.time()
-    progress = open_progress(config.run.steps, bound=config.rollout.max_head_offpolicyness)
+    progress = open_progress(config.run.steps or 0, bound=config.rollout.max_head_offpolicyness)
     try:
         with closing(progress), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(start(progress))

@@ -84,10 +84,12 @@ def nodes_needed(config: RunConfig, verb: str, gpus_per_node: int) -> int:
     trainer = -(-ranks // gpus_per_node)
     if verb == "sft":
         return trainer
-    if engine.tensor_parallel > gpus_per_node:
+    if engine.ranks_per_node > gpus_per_node:
+        nodes = "a node" if engine.nodes == 1 else f"{engine.nodes} nodes (rollout.engine.nodes)"
         raise WrongInput(
-            f"rollout.engine.tensor_parallel: an engine of {engine.tensor_parallel} GPUs does not fit on a "
-            f"node of {gpus_per_node} (--gpus-per-node)"
+            f"rollout.engine.tensor_parallel: an engine of {engine.ranks} GPUs does not fit on {nodes} of "
+            f"{gpus_per_node} (--gpus-per-node): set rollout.engine.nodes to at least "
+            f"{-(-engine.ranks // gpus_per_node)}"
         )
     judge = own_engines(config.judge)
     if judge is not None and judge.tensor_parallel > gpus_per_node:
@@ -96,6 +98,11 @@ def nodes_needed(config: RunConfig, verb: str, gpus_per_node: int) -> int:
             f"node of {gpus_per_node} (--gpus-per-node)"
         )
     if engine.colocated:
+        if engine.nodes > trainer:
+            raise WrongInput(
+                f"rollout.engine.nodes: an engine on the trainer's GPUs (rollout.engine.colocated) is spread "
+                f"over {engine.nodes} nodes, and {ranks} trainer ranks (actor.parallel) take {trainer}"
+            )
         return trainer + _further_nodes(judge, [trainer * gpus_per_node - ranks], gpus_per_node)
     if cluster.trainer_nodes is not None and cluster.trainer_nodes < trainer:
         raise WrongInput(
@@ -107,10 +114,10 @@ def nodes_needed(config: RunConfig, verb: str, gpus_per_node: int) -> int:
             f"cluster.trainer_nodes: null means 1, but {ranks} trainer ranks (actor.parallel) need {trainer} "
             f"nodes of {gpus_per_node} GPUs: set it to {trainer}"
         )
-    on_node = gpus_per_node // engine.tensor_parallel
-    counts = [min(on_node, engine.count - first) for first in range(0, engine.count, on_node)]
-    left = [gpus_per_node - count * engine.tensor_parallel for count in counts]
-    return (cluster.trainer_nodes or 1) + len(counts) + _further_nodes(judge, left, gpus_per_node)
+    beside = gpus_per_node // engine.ranks_per_node
+    counts = [min(beside, engine.count - first) for first in range(0, engine.count, beside)]
+    left = [gpus_per_node - count * engine.ranks_per_node for count in counts for _ in range(engine.nodes)]
+    return (cluster.trainer_nodes or 1) + len(left) + _further_nodes(judge, left, gpus_per_node)
 
 
 def _further_nodes(judge: OwnEngines | None, left: list[int], gpus_per_node: int) -> int:

@@ -24,9 +24,10 @@ from slipstream.rollout.collector.trial import TriedEpisode
 from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.engine.process import EngineStartError
 from slipstream.rollout.judge.errors import JudgeStartFailed
+from slipstream.rollout.named_numbers import by_name, mean_of
 from slipstream.rollout.plugins import PluginError
 from slipstream.rollout.tokenizer import Tokenizer
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory, by_name, mean_of
+from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 
 LONGEST_TEXT = 4000
 """Characters of a text that is printed. The middle of a longer one is left out."""
@@ -109,7 +110,7 @@ def facts(config: RunConfig, inputs: Inputs) -> Any:
 
 
 @dataclass(frozen=True)
-class TextPart:
+class EpisodePart:
     """A stretch of a trajectory's text."""
 
     text: str
@@ -117,14 +118,14 @@ class TextPart:
     """True for what the policy has sampled; otherwise it is prompt or context."""
 
 
-def parts_of(trajectory: Trajectory, tokenizer: Tokenizer) -> list[TextPart]:
+def parts_of(trajectory: Trajectory, tokenizer: Tokenizer) -> list[EpisodePart]:
     """Return the text of a trajectory in order, special tokens included."""
-    parts: list[TextPart] = []
+    parts: list[EpisodePart] = []
     start = 0
     for is_sampled, runs in groupby(trajectory.header.runs, key=lambda run: run[0] != UNSAMPLED):
         end = list(runs)[-1][2]
         ids = trajectory.tokens_T[start:end].tolist()
-        parts.append(TextPart(tokenizer.decode(ids, skip_special_tokens=False), is_sampled))
+        parts.append(EpisodePart(tokenizer.decode(ids, skip_special_tokens=False), is_sampled))
         start = end
     return parts
 

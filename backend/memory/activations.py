@@ -16,7 +16,7 @@ Experts are assumed to be chosen equally often; the tokens of a rank are then T 
 from dataclasses import dataclass
 from typing import Literal
 
-from slipstream.bridge.model.geometry import Experts, Geometry, GroupedAttention, LatentAttention
+from slipstream.bridge.model.geometry import DeltaNet, Experts, Geometry, GroupedAttention, LatentAttention
 from slipstream.bridge.model.layout import LayerSpec
 
 Kernels = Literal["fused", "plain"]
@@ -26,6 +26,8 @@ FLOAT = 4
 """Bytes of a number in single precision."""
 INDEX = 8
 """Bytes of an index."""
+DELTA_CHUNK = 64
+"""Tokens that linear attention processes at a time, as in ``backend/megatron/delta_net.py``."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,12 @@ def layer_bytes(geometry: Geometry, layer: int, sharing: Sharing) -> LayerBytes:
     """Return the bytes per token of the ``layer``-th layer."""
     mixed = geometry.has_experts(layer)
     experts = geometry.experts if mixed else None
-    attention, core = _attention(geometry, sharing)
+    delta = geometry.delta_of(layer)
+    attention, core = (_delta(geometry, delta, sharing), 0.0) if delta else _attention(geometry, sharing)
     feed_forward = _mixture(geometry, experts, sharing) if experts else _dense(geometry, sharing)
+    if geometry.post_norms:
+        around = norm_bytes(geometry.hidden, 1, sharing) / sharing.tokens
+        attention, feed_forward = attention + around, feed_forward + around
     return LayerBytes(
         input=geometry.hidden * sharing.itemsize / sharing.tokens,
         attention=attention,
@@ -135,9 +141,14 @@ def _input_norm(geometry: Geometry, sharing: Sharing) -> float:
 def _grouped(geometry: Geometry, attention: GroupedAttention, sharing: Sharing) -> tuple[float, float]:
     b, t = sharing.itemsize, sharing.tensor
     heads, groups = attention.heads / t, attention.kv_heads / t
-    query, key = heads * attention.head_dim * b, groups * attention.head_dim * b
+    dim = attention.head_dim + attention.sinks  # one more dimension holds the sinks
+    query, key = heads * dim * b, groups * dim * b
     projected, norms = 0.0, 0.0
-    if attention.qk_norm:
+    if attention.joint_qk_norm:
+        projected = query + 2 * key if b == FLOAT else 0.0
+        norms = _joint_norm_bytes(attention.head_dim * heads, sharing)
+        norms += _joint_norm_bytes(attention.head_dim * groups, sharing, kept_input=False)
+    elif attention.qk_norm:
         # Keys and values are views of the fused projection; queries are copied out of it.
         projected = query + 2 * key if sharing.kernels == "fused" or b == FLOAT else 0.0
         norms = norm_bytes(attention.head_dim, heads, sharing)
@@ -145,10 +156,44 @@ def _grouped(geometry: Geometry, attention: GroupedAttention, sharing: Sharing) 
     value = 0.0 if projected and sharing.layer_spec != "local" else key
     outside = _input_norm(geometry, sharing) + projected + norms
     inside = query + key + value + query + heads * FLOAT
+    if attention.gate:  # the sigmoid in single precision, and its product with the output
+        outside += heads * attention.head_dim * FLOAT + query
     if sharing.layer_spec != "local":
         return outside + inside, heads * FLOAT
     inputs = query + key + (0.0 if projected else query + 2 * key)
     return outside + inside + query, inside - inputs
+
+
+def _joint_norm_bytes(width: float, sharing: Sharing, *, kept_input: bool = True) -> float:
+    """Return the bytes per token of a norm over the heads of a rank, which is plain PyTorch on GPUs too.
+
+    It keeps its input in single precision, and the normalized input as it is multiplied with the weight.
+    """
+    single = (kept_input or sharing.itemsize < FLOAT) * FLOAT
+    return width * (single + sharing.itemsize) + FLOAT
+
+
+def _delta(geometry: Geometry, delta: DeltaNet, sharing: Sharing) -> float:
+    """Return the bytes of norm, projections and rule of linear attention, which is always plain PyTorch.
+
+    The rule works in single precision, on chunks of ``DELTA_CHUNK`` tokens. For pairs of tokens of a chunk it
+    keeps five numbers, and one state for a chunk.
+    """
+    b, t = sharing.itemsize, sharing.tensor
+    heads, keys, values = delta.value_heads / t, delta.keys / t, delta.values / t
+    projected = 2 * (keys + values + heads)
+    convolved = 2 * keys + values
+    repeated = heads * delta.key_dim
+    # Convolution: input, output and the activated output; the lengths of queries and keys.
+    mixing = 3 * convolved * b + 2 * FLOAT * delta.key_heads / t
+    # Single precision: query, key, weighted key, decayed query and key, correction; values, updates and what
+    # remains of them; the gates.
+    rule = FLOAT * (6 * repeated + 3 * values + 6 * heads)
+    rule += FLOAT * heads * (5 * DELTA_CHUNK + delta.key_dim * delta.value_dim / DELTA_CHUNK)
+    # The gate in the dtype of the model is a view of the whole projection.
+    gate = values * FLOAT if b < FLOAT else projected * b
+    norm = norm_bytes(delta.value_dim, heads, sharing) + 2 * values * b
+    return _input_norm(geometry, sharing) + mixing + rule + gate + values * FLOAT + norm + values * b
 
 
 def _latent(geometry: Geometry, attention: LatentAttention, sharing: Sharing) -> tuple[float, float]:
@@ -168,18 +213,23 @@ def _latent(geometry: Geometry, attention: LatentAttention, sharing: Sharing) ->
     return outside + inside + value, value + heads * FLOAT
 
 
-def _activation(width: float, sharing: Sharing, *, scaled: bool = False) -> float:
+def _activation(geometry: Geometry, width: float, sharing: Sharing, *, scaled: bool = False) -> float:
     """Return the bytes of SwiGLU, from the output of the first layer to the input of the second.
 
-    A fused kernel keeps the first layer's output (2 F) and its own (F). Plain operations also keep silu(gate)
-    and the other factor; ``scaled`` multiplies by the weight of an expert and keeps that product as well.
+    A fused kernel, which SwiGLU alone has, keeps the first layer's output (2 F) and its own (F). Plain
+    operations also keep silu(gate) and the other factor; ``scaled`` multiplies by the weight of an expert and
+    keeps that product as well. The clamped variant keeps the clamped gate and its sigmoid too.
     """
-    elements = 3 if sharing.kernels == "fused" else 5 + scaled
+    if sharing.kernels == "fused" and geometry.activation == "swiglu":
+        return 3 * width * sharing.itemsize
+    elements = 5 + scaled + 2 * (geometry.activation == "clamped_swiglu")
     return elements * width * sharing.itemsize
 
 
 def _dense(geometry: Geometry, sharing: Sharing) -> float:
-    return _input_norm(geometry, sharing) + _activation(geometry.ffn_hidden / sharing.tensor, sharing)
+    return _input_norm(geometry, sharing) + _activation(
+        geometry, geometry.ffn_hidden / sharing.tensor, sharing
+    )
 
 
 def _copies(experts: Experts, sharing: Sharing) -> float:
@@ -190,11 +240,13 @@ def _copies(experts: Experts, sharing: Sharing) -> float:
 def _mixture(geometry: Geometry, experts: Experts, sharing: Sharing) -> float:
     b, copies = sharing.itemsize, _copies(experts, sharing)
     width = experts.ffn_hidden / sharing.expert_tensor
-    routed = copies * (geometry.hidden * b + _activation(width, sharing, scaled=True))
+    routed = copies * (geometry.hidden * b + _activation(geometry, width, sharing, scaled=True))
     # Logits, probabilities and the choice: single precision and flags per expert, indices per choice.
     scores = 3 * FLOAT if experts.score == "sigmoid" else 2 * FLOAT
     router = (experts.count * (scores + 2) + experts.per_token * (2 * INDEX + 2 * FLOAT)) / sharing.tokens
-    shared = _activation(experts.shared_ffn_hidden / sharing.tensor, sharing)
+    shared = _activation(geometry, experts.shared_ffn_hidden / sharing.tensor, sharing)
+    if experts.shared_gate:  # multiplies the output
+        shared += geometry.hidden * b / sharing.tokens
     return _input_norm(geometry, sharing) + router + routed + shared
 
 

@@ -7,11 +7,13 @@ have equal shares of it (``param_and_grad_buffer`` of Megatron-Core).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import lcm, prod
+from typing import Literal
 
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.spec import ModelSpec
+from slipstream.bridge.shards.adapter import is_adapted
 from slipstream.bridge.shards.plan import Entry, entries
 from slipstream.configs.schema.actor import LoraConfig
 
@@ -28,10 +30,31 @@ class Shapes:
 
     dense: tuple[int, ...]
     expert: tuple[int, ...]
+    single: tuple[int, ...] = ()
+    """Dense parameters in single precision. In a model of half precision they have a buffer of their own."""
 
     @property
     def total(self) -> int:
-        return sum(self.dense) + sum(self.expert)
+        return sum(self.dense) + sum(self.expert) + sum(self.single)
+
+
+_Kind = Literal["dense", "expert", "single"]
+
+
+@dataclass
+class _Lists:
+    """``Shapes`` in the making."""
+
+    dense: list[int] = field(default_factory=list[int])
+    expert: list[int] = field(default_factory=list[int])
+    single: list[int] = field(default_factory=list[int])
+
+    def of(self, kind: _Kind) -> list[int]:
+        return {"dense": self.dense, "expert": self.expert, "single": self.single}[kind]
+
+    @property
+    def shapes(self) -> Shapes:
+        return Shapes(tuple(self.dense), tuple(self.expert), tuple(self.single))
 
 
 @dataclass(frozen=True)
@@ -41,35 +64,39 @@ class StageParameters:
     weights: tuple[Shapes, ...]
     """All weights, by part of the model."""
     trained: tuple[Shapes, ...]
-    """Weights with a gradient, by part of the model: the adapters, or else all."""
+    """Weights with a gradient, by part of the model: the adapters, or else all but those that are frozen."""
+    adapters: int
+    """Elements of adapters, which are not among ``weights``."""
     buffers: int
     """Elements in single precision that are no parameters: the biases that choose experts."""
 
     @property
     def total(self) -> int:
         """Number of weights, adapters included."""
-        adapters = 0 if self.trained is self.weights else sum(part.total for part in self.trained)
-        return sum(part.total for part in self.weights) + adapters
+        return sum(part.total for part in self.weights) + self.adapters
 
 
 def stage_parameters(
     spec: ModelSpec, layout: Layout, lora: LoraConfig | None = None
 ) -> list[StageParameters]:
     """Return the parameters of a rank of each pipeline stage. Raises UnevenSplit."""
-    weights = [[([], []) for _ in range(layout.chunks)] for _ in range(layout.pipeline)]
-    adapters = [[([], []) for _ in range(layout.chunks)] for _ in range(layout.pipeline)]
+    weights = [[_Lists() for _ in range(layout.chunks)] for _ in range(layout.pipeline)]
+    trained = [[_Lists() for _ in range(layout.chunks)] for _ in range(layout.pipeline)]
     buffers = [0] * layout.pipeline
 
     def add(entry: Entry, stage: int, chunk: int) -> None:
         is_expert = entry.expert is not None
         shape = entry.split.shard_shape(layout.etp if is_expert else layout.tensor)
-        if entry.mapping.float32:
+        if entry.mapping.float32 and entry.mapping.frozen:
             buffers[stage] += prod(shape)
             return
-        weights[stage][chunk][is_expert].append(prod(shape))
-        if lora is not None and _is_adapted(entry, lora):
+        kind: _Kind = "single" if entry.mapping.float32 else "expert" if is_expert else "dense"
+        weights[stage][chunk].of(kind).append(prod(shape))
+        if lora is None and not entry.mapping.frozen:
+            trained[stage][chunk].of(kind).append(prod(shape))
+        if lora is not None and is_adapted(entry.parameter, lora.targets):
             rows, columns = shape
-            adapters[stage][chunk][is_expert].extend((lora.rank * columns, rows * lora.rank))
+            trained[stage][chunk].of(kind).extend((lora.rank * columns, rows * lora.rank))
 
     for entry in entries(spec, layout):
         if entry.expert in (None, 0):
@@ -80,18 +107,11 @@ def stage_parameters(
         add(Entry(words, last, layout.chunks - 1, "output_layer.weight", words.hf, None), last, -1)
     stages: list[StageParameters] = []
     for stage in range(layout.pipeline):
-        held = tuple(Shapes(tuple(dense), tuple(expert)) for dense, expert in weights[stage])
-        added = tuple(Shapes(tuple(dense), tuple(expert)) for dense, expert in adapters[stage])
-        stages.append(StageParameters(held, held if lora is None else added, buffers[stage]))
+        held = tuple(lists.shapes for lists in weights[stage])
+        changed = tuple(lists.shapes for lists in trained[stage])
+        adapters = 0 if lora is None else sum(part.total for part in changed)
+        stages.append(StageParameters(held, changed, adapters, buffers[stage]))
     return stages
-
-
-def _is_adapted(entry: Entry, lora: LoraConfig) -> bool:
-    module, _, kind = entry.parameter.rpartition(".")
-    layer = module.rpartition(".")[2]
-    if kind != "weight" or not layer.startswith("linear_"):
-        return False
-    return lora.targets is None or layer in lora.targets
 
 
 @dataclass(frozen=True)

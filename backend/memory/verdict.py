@@ -32,12 +32,12 @@ def misfits(
             "actor.optimizer.distributed"
         )
     if engine is not None and engine.pool is not None and engine.pool <= 0:
-        ranks = config.rollout.engine.tensor_parallel
+        ranks = config.rollout.engine.ranks
         problems.append(
             f"rollout.engine.tensor_parallel: the weights take {engine.weights / GIB:.1f} GiB on each of the "
             f"{ranks} ranks of an engine, which leaves no room for a KV cache: a GPU has {memory:g} GiB "
             f"(cluster.gpu_memory_gib), of which SGLang leaves {engine.reserved / GIB:.1f} GiB free; use "
-            "more ranks, up to the GPUs of one node: an engine cannot span nodes"
+            "more ranks (tensor_parallel, pipeline_parallel), over several nodes if need be (nodes)"
         )
     return problems
 

@@ -36,7 +36,7 @@ def live_metrics(status: LiveStatus, requests_running: int) -> dict[str, Value]:
         metrics["live/score_mean"] = float(np.mean(since.scores))
         metrics["live/trained_age_s"] = float(np.mean(since.trained_ages_s))
     if since.expired_lags:
-        metrics["live/expired_lags"] = since.expired_lags
+        metrics["live/expired_lags"] = list(since.expired_lags)
         metrics["live/expired_age_s"] = float(np.mean(since.expired_ages_s))
     if status.baseline is not None:
         metrics["live/baseline"] = status.baseline

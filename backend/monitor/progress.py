@@ -118,6 +118,9 @@ class Progress(Protocol):
     def keep_in(self, folder: Path) -> None:
         """Write a log into the run folder from now on, beginning with what was shown before."""
 
+    def lasts(self, total_steps: int) -> None:
+        """Set the number of training steps of a run that is known only once its data is counted."""
+
     def close(self) -> None:
         """End the display. The last line stays visible."""
 
@@ -131,8 +134,8 @@ def open_progress(
 ) -> Progress:
     """Return the display that fits `stream` (default: stderr): live on a terminal, plain lines elsewhere.
 
-    `bound`: largest head lag that the recipe allows; None: it has no meaning here. `clock` gives seconds from
-    any origin.
+    `total_steps`: 0 if it is not known yet; see `lasts`. `bound`: largest head lag that the recipe allows;
+    None: it has no meaning here. `clock` gives seconds from any origin.
     """
     output: TextIO = stream or sys.stderr
     if output.isatty() and os.environ.get("TERM") != "dumb":
@@ -214,6 +217,10 @@ class PlainProgress:
     def keep_in(self, folder: Path) -> None:
         with self._changed:
             self._log.open(folder)
+
+    def lasts(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._timer = StepTimer(total_steps)
 
     def close(self) -> None:
         with self._changed:
@@ -318,6 +325,10 @@ class LiveProgress:
 
     def keep_in(self, folder: Path) -> None:
         self._log.open(folder)
+
+    def lasts(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._timer = StepTimer(total_steps)
 
     def close(self) -> None:
         self._spinner = Text(" ")

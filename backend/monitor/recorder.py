@@ -19,7 +19,7 @@ from slipstream.backend.monitor.trace import TraceLog
 from slipstream.backend.monitor.units import mean
 from slipstream.backend.objective.names import BATCH, HOOK
 from slipstream.bridge.publish.report import PublishReport
-from slipstream.rollout.control.core import Loss
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.trajectory import Finish, TrajectoryHeader
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.bridge.publish.report import PublishReport
-from slipstream.rollout.control.core import GroupCounts, Loss
+from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.live.status import LiveStatus
 from slipstream.rollout.trajectory import TrajectoryHeader

@@ -8,7 +8,8 @@ from slipstream.backend.monitor.status import RunStatus, TrainedStep
 from slipstream.backend.simulate.failures import Failures
 from slipstream.backend.simulate.pool import SimulatedPool
 from slipstream.backend.simulate.trainer import SimulatedTrainer
-from slipstream.rollout.control.core import GroupCounts, Loss, RolloutControl
+from slipstream.rollout.control.core import RolloutControl
+from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.trajectory import TrajectoryHeader
 
 

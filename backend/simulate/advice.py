@@ -54,7 +54,7 @@ def advise(config: RunConfig, geometry: Geometry, engine: EngineMemory) -> Split
             runs.append(SimulatedRun(schedule, split, World(config, schedule, split, work.workload()).run()))
         except SimulationStalled as stalled:
             runs.append(SimulatedRun(schedule, split, None, str(stalled)))
-    return SplitAdvice(tuple(runs), layout, config.run.steps, tuple(cost_model(work)))
+    return SplitAdvice(tuple(runs), layout, config.run.total_steps, tuple(cost_model(work)))
 
 
 def _short(config: RunConfig, geometry: Geometry, engine: EngineMemory) -> RunConfig:

@@ -57,7 +57,7 @@ def derived_model(config: RunConfig, geometry: Geometry, engine: EngineMemory) -
 
 
 def _parameters(engine: EngineMemory, config: RunConfig) -> int:
-    return engine.parameters * config.rollout.engine.tensor_parallel
+    return engine.parameters * config.rollout.engine.ranks
 
 
 def _responses(config: RunConfig) -> ResponseModel:
@@ -78,7 +78,7 @@ def _trainer(config: RunConfig, geometry: Geometry, forward: float) -> TrainerMo
 def _engine(
     config: RunConfig, geometry: Geometry, engine: EngineMemory, forward: float, context: float
 ) -> EngineModel:
-    ranks = config.rollout.engine.tensor_parallel
+    ranks = config.rollout.engine.ranks
     reading = READING * BANDWIDTH
     running = config.rollout.engine.args.get("max_running_requests")
     limit = running if isinstance(running, int) else EngineModel().max_running

@@ -44,18 +44,18 @@ def layout_of(config: RunConfig) -> GpuSplit:
     if isinstance(model.layout, ClusterLayout):
         gpus = model.layout.nodes * model.layout.gpus_per_node
         if engine.colocated:
-            return GpuSplit(gpus, gpus, gpus // engine.tensor_parallel, engine.tensor_parallel, shared=True)
+            return GpuSplit(gpus, gpus, gpus // engine.ranks, engine.ranks, shared=True)
         return split(config, gpus, model.layout.trainer_share * gpus)
     trainer = config.actor.parallel.world_size
     if engine.colocated:
-        return GpuSplit(trainer, trainer, engine.count, engine.tensor_parallel, shared=True)
-    engines = engine.count * engine.tensor_parallel
-    return GpuSplit(trainer + engines, trainer, engine.count, engine.tensor_parallel)
+        return GpuSplit(trainer, trainer, engine.count, engine.ranks, shared=True)
+    engines = engine.count * engine.ranks
+    return GpuSplit(trainer + engines, trainer, engine.count, engine.ranks)
 
 
 def split(config: RunConfig, gpus: int, trainer_gpus: float) -> GpuSplit:
     """Return the split with about ``trainer_gpus`` for training and at least one engine and one replica."""
-    unit, per_engine = trainer_unit(config), config.rollout.engine.tensor_parallel
+    unit, per_engine = trainer_unit(config), config.rollout.engine.ranks
     most = (gpus - per_engine) // unit
     replicas = min(max(round(trainer_gpus / unit), 1), most)
     return GpuSplit(gpus, replicas * unit, (gpus - replicas * unit) // per_engine, per_engine)
@@ -73,7 +73,7 @@ def splits(config: RunConfig, gpus: int, most: int = 12) -> list[GpuSplit]:
     unit = trainer_unit(config)
     if isinstance(model.layout, ClusterLayout) and gpus // model.layout.gpus_per_node > 2:
         unit = max(unit, model.layout.gpus_per_node)
-    per_engine = config.rollout.engine.tensor_parallel
+    per_engine = config.rollout.engine.ranks
     counts = range(unit, gpus - per_engine + 1, unit)
     chosen = counts[:: -(-len(counts) // most)] if counts else counts
     by_trainer = {layout.trainer_gpus: layout for layout in (split(config, gpus, count) for count in chosen)}
@@ -86,12 +86,12 @@ def layout_violations(config: RunConfig) -> list[Violation]:
     if not isinstance(layout, ClusterLayout):
         return []
     gpus = layout.nodes * layout.gpus_per_node
-    parts = (trainer_unit(config), engine.tensor_parallel)
+    parts = (trainer_unit(config), engine.ranks)
     needed = max(parts) if engine.colocated else sum(parts)
     if gpus >= needed:
         return []
     reason = (
-        f"{gpus} GPUs cannot hold an engine (rollout.engine.tensor_parallel) beside a replica of the "
+        f"{gpus} GPUs cannot hold an engine (the ranks of rollout.engine) beside a replica of the "
         f"trainer (actor.parallel.tensor * actor.parallel.pipeline): expected at least {needed}"
     )
     return [Violation("simulate.layout.nodes", layout.nodes, reason)]

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from slipstream.backend.driver.run_length import in_steps
 from slipstream.backend.simulate.compare import Work
 from slipstream.backend.simulate.fit import Fitted, fit
 from slipstream.backend.simulate.gpu_split import layout_violations, model_of
@@ -87,8 +88,25 @@ def read(options: Options) -> tuple[list[Work], Fitted | None]:
 
 
 def recipe(path: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Load a recipe as for training, except that model and prompts may be missing: no token is looked at."""
-    return load_recipe(Path(path), [*overrides, "prepare=slipstream.backend.simulate.only_simulated"])
+    """Load a recipe as for training, except that model and prompts may be missing: no token is looked at.
+
+    ``run.epochs`` are turned into steps. Raises RecipeError, also where that needs the missing.
+    """
+    config = load_recipe(Path(path), [*overrides, "prepare=slipstream.backend.simulate.only_simulated"])
+    return config if config.run.epochs is None else in_steps(config, _counted_prompts(config))
+
+
+def _counted_prompts(config: RunConfig) -> int:
+    """Return the number of prompts to train on. Raises RecipeError if it is not known without the model."""
+    epochs = config.run.epochs
+    if config.data is not None and config.data.max_prompt_tokens is not None:
+        reason = "data.max_prompt_tokens leaves prompts out, of which no token is looked at here"
+        raise RecipeError([Violation("run.epochs", epochs, f"{reason}; set run.steps=N run.epochs=null")])
+    try:
+        return sum(1 for file in config.training_files for _ in checked_prompts(file))
+    except (PromptError, OSError) as error:
+        reason = f"the prompts cannot be counted: {error}; set run.steps=N run.epochs=null"
+        raise RecipeError([Violation("run.epochs", epochs, reason)]) from None
 
 
 def read_nodes(words: Sequence[str]) -> list[int]:

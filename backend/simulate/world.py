@@ -91,7 +91,7 @@ class World:
         config, model, workload = self._config, model_of(self._config), self._workload
         rollout, interrupt = config.rollout, self._schedule.interrupt
         account, outbox = Account(), Outbox(flush_s=0)
-        control = self._schedule.control(rollout, config.run.steps)
+        control = self._schedule.control(rollout, config.run.total_steps)
         journal = NoJournal()
         gate = AdmissionGate(control, Intake(SimulatedStream()), journal, account)
         pool = SimulatedPool(self._split.engines, model.engine, workload, rollout.max_concurrent)

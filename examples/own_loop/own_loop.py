@@ -12,7 +12,7 @@ def main(overrides: list[str]) -> None:
     recipe = slipstream.load_recipe("examples/own_loop/recipe.yaml", overrides)
     with slipstream.OwnRun(recipe) as run:
         print(f"before training: reward {run.evaluate():.3f}")
-        while run.steps_done < recipe.run.steps:
+        while run.steps_done < run.total_steps:
             batch = run.batch()  # engines have collected it, and go on
             rewards = [each.reward or 0.0 for each in batch.trajectories]
             stats = run.step(batch)  # one update for each mini-batch

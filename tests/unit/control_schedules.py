@@ -17,15 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from slipstream.rollout.control.admission import AdmissionPolicy, Slots, VolumeGate
 from slipstream.rollout.control.consumption import ConsumptionPolicy, Fifo, OnStale, ReadyFirst, Windowed
-from slipstream.rollout.control.core import (
-    REQUEUES,
-    Expired,
-    GroupCounts,
-    Loss,
-    RolloutControl,
-    Taken,
-    Ticket,
-)
+from slipstream.rollout.control.core import REQUEUES, Expired, RolloutControl, Taken, Ticket
+from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.control.live import TurnEnd, TurnState
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.control.versions import VersionTree

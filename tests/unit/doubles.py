@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.backend.driver.served_weights import ServedWeights, TrainedWeights
-from slipstream.rollout.control.core import Loss
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.roster import EngineRoster

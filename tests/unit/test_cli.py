@@ -119,7 +119,8 @@ def test_a_model_that_is_not_mapped_is_exit_code_2(recipe, tmp_path):
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
     ended = slipstream("check", recipe(prepare=None), pythonpath=tmp_path)
     assert ended.returncode == 2
-    assert "model_type 'bert' is not mapped; supported: " in ended.stderr
+    assert "model_type 'bert' is not mapped; " in ended.stderr
+    assert "; supported: deepseek_v3, " in ended.stderr
 
 
 def test_the_files_of_every_model_are_checked(recipe, tmp_path):

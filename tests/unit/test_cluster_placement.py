@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.backend.cluster.placement import Node, PlacementError, place
+from slipstream.backend.cluster.placement import Node, Placement, PlacementError, place, place_engines
 from slipstream.configs.schema import RunConfig
 
 JUDGE = {"type": "engines", "path": "unused"}
@@ -16,6 +16,7 @@ def config(
     tensor: int = 1,
     engines: int = 1,
     engine_tensor: int = 1,
+    engine_nodes: int = 1,
     device: str = "auto",
     slurm: int = 0,
     colocated: bool = False,
@@ -34,7 +35,12 @@ def config(
                 "batch_size": 64,
                 "n_samples_per_prompt": 2,
                 "reward": "slipstream.rollout.reward.FinalAnswer",
-                "engine": {"count": engines, "tensor_parallel": engine_tensor, "colocated": colocated},
+                "engine": {
+                    "count": engines,
+                    "tensor_parallel": engine_tensor,
+                    "nodes": engine_nodes,
+                    "colocated": colocated,
+                },
             },
             "weights": {"transport": {"type": transport}},
             "cluster": cluster | {"device": device},
@@ -51,34 +57,39 @@ def addresses(placed) -> list[int]:
     return [int(node.address.rpartition(".")[2]) for node in placed]
 
 
+def engines_of(placement: Placement) -> list[int]:
+    """Return the addresses of engines that have one node each."""
+    return addresses(node for (node,) in placement.engines)
+
+
 def test_on_one_machine_trainer_and_engines_share_the_gpus():
     placement = place(nodes(4), config(data=2, engines=2))
     assert placement.device == "cuda"
-    assert addresses(placement.trainer) == addresses(placement.engines) == [0, 0]
+    assert addresses(placement.trainer) == engines_of(placement) == [0, 0]
 
 
 def test_without_gpus_nothing_is_counted():
     placement = place(nodes(0), config(data=3, engines=5))
     assert placement.device == "cpu"
     assert addresses(placement.trainer) == [0] * 3
-    assert addresses(placement.engines) == [0] * 5
+    assert engines_of(placement) == [0] * 5
 
 
 def test_in_a_slurm_job_trainer_ranks_fill_the_first_nodes_and_engines_the_others():
     placement = place(nodes(8, 8, 8, 8), config(data=4, tensor=4, engines=4, engine_tensor=4, slurm=2))
     assert addresses(placement.trainer) == [0] * 8 + [1] * 8
-    assert addresses(placement.engines) == [2, 2, 3, 3]
+    assert engines_of(placement) == [2, 2, 3, 3]
 
 
 def test_on_cpu_nodes_of_a_slurm_job_ranks_are_consecutive_and_engines_spread():
     placement = place(nodes(0, 0, 0, 0), config(data=3, engines=3, slurm=2))
     assert addresses(placement.trainer) == [0, 0, 1]
-    assert addresses(placement.engines) == [2, 3, 2]
+    assert engines_of(placement) == [2, 3, 2]
 
 
-def test_an_engine_is_never_split_over_nodes():
+def test_an_engine_is_on_as_many_nodes_as_the_recipe_says():
     placement = place(nodes(4, 3, 3, 4), config(data=4, engines=3, engine_tensor=2, slurm=1))
-    assert addresses(placement.engines) == [1, 2, 3]
+    assert engines_of(placement) == [1, 2, 3]
     with pytest.raises(PlacementError, match=r"5 engines .* need 2 GPUs each; there is room for 4"):
         place(nodes(4, 3, 3, 4), config(data=4, engines=5, engine_tensor=2, slurm=1))
 
@@ -87,7 +98,7 @@ def test_nodes_are_taken_in_the_order_of_their_addresses_as_numbers():
     shuffled = [Node(str(i), f"10.0.0.{i}", 1) for i in (10, 9, 2)]
     placement = place(shuffled, config(data=2, engines=1, slurm=2))
     assert addresses(placement.trainer) == [2, 9]
-    assert addresses(placement.engines) == [10]
+    assert engines_of(placement) == [10]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +112,7 @@ def test_addresses_may_be_long_ones_or_names(given_order, expected):
     found = place(
         [Node(a, a, 1) for a in given_order], config(data=len(expected) - 1, slurm=len(expected) - 1)
     )
-    assert [node.address for node in (*found.trainer, *found.engines)] == expected
+    assert [node.address for node in (*found.trainer, *found.engines[0])] == expected
 
 
 def test_a_job_without_nodes_for_the_engines_is_refused():
@@ -129,43 +140,83 @@ def test_gpus_that_are_there_can_be_left_alone():
     assert place(nodes(8), config(device="cpu", data=20)).device == "cpu"
 
 
+def test_an_engine_over_several_nodes_has_equally_many_gpus_on_each():
+    settings = {"data": 8, "engine_tensor": 8, "engine_nodes": 2, "slurm": 1}
+    placement = place(nodes(8, 8, 3, 4, 8, 4), config(engines=3, **settings))
+    assert [addresses(each) for each in placement.engines] == [[1, 3], [1, 4], [4, 5]]
+    with pytest.raises(
+        PlacementError, match=r"4 engines .* need 4 GPUs on each of 2 nodes; there is room for 3"
+    ):
+        place(nodes(8, 8, 3, 4, 8, 4), config(engines=4, **settings))
+
+
+def test_engines_over_several_nodes_without_gpus_have_different_nodes_each():
+    placement = place(nodes(0, 0, 0, 0), config(engines=2, engine_tensor=2, engine_nodes=2, slurm=1))
+    assert [addresses(each) for each in placement.engines] == [[1, 2], [3, 1]]
+    alone = config(engine_tensor=2, engine_nodes=2, slurm=1)
+    assert [addresses(each) for each in place_engines(nodes(0, 0), alone).engines] == [[0, 1]]
+    with pytest.raises(
+        PlacementError, match=r"over 2 nodes \(rollout.engine.nodes\), and engines have 1 \(10"
+    ):
+        place(nodes(0, 0), alone)
+
+
 @given(
     st.lists(st.integers(0, 8), min_size=2, max_size=6).filter(any),
     st.integers(1, 8),
     st.integers(1, 4),
     st.integers(1, 4),
+    st.integers(1, 3),
     st.integers(0, 3),
 )
-def test_no_gpu_is_given_away_twice(gpus, ranks, engines, engine_tensor, slurm):
+def test_no_gpu_is_given_away_twice(gpus, ranks, engines, ranks_per_node, engine_nodes, slurm):
     try:
         placement = place(
-            nodes(*gpus), config(data=ranks, engines=engines, engine_tensor=engine_tensor, slurm=slurm)
+            nodes(*gpus),
+            config(
+                data=ranks,
+                engines=engines,
+                engine_tensor=ranks_per_node * engine_nodes,
+                engine_nodes=engine_nodes,
+                slurm=slurm,
+            ),
         )
     except PlacementError:
         return
     assert (len(placement.trainer), len(placement.engines)) == (ranks, engines)
+    parts = [node for each in placement.engines for node in each]
     for node in nodes(*gpus):
-        used = placement.trainer.count(node) + engine_tensor * placement.engines.count(node)
+        used = placement.trainer.count(node) + ranks_per_node * parts.count(node)
         assert used <= node.gpus
+    assert all(len(set(each)) == len(each) == engine_nodes for each in placement.engines)
     if slurm:
-        assert not set(placement.trainer) & set(placement.engines)
+        assert not set(placement.trainer) & set(parts)
 
 
 def test_colocated_engines_have_the_gpus_of_trainer_ranks_on_one_node():
     found = place(nodes(8, 8), config(data=12, engines=5, engine_tensor=2, colocated=True))
     assert addresses(found.trainer) == [0] * 8 + [1] * 4
-    assert addresses(found.engines) == [0, 0, 0, 0, 1]
-    assert found.shared == ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
+    assert engines_of(found) == [0, 0, 0, 0, 1]
+    assert found.shared == (((0, 1),), ((2, 3),), ((4, 5),), ((6, 7),), ((8, 9),))
+
+
+def test_a_colocated_engine_over_nodes_has_the_gpus_of_consecutive_ranks_on_each():
+    found = place(nodes(4, 4), config(data=8, engines=2, engine_tensor=4, engine_nodes=2, colocated=True))
+    assert [addresses(each) for each in found.engines] == [[0, 1], [0, 1]]
+    assert found.shared == (((0, 1), (4, 5)), ((2, 3), (6, 7)))
 
 
 def test_no_colocated_engine_is_on_gpus_of_two_nodes():
-    with pytest.raises(PlacementError, match=r"3 engines .* 2 trainer ranks each.*room for 2 .*0: 3, .*1: 3"):
+    with pytest.raises(
+        PlacementError,
+        match=r"3 engines .* on the trainer's GPUs need 2 GPUs each.*room for 2 .*0: 3, .*1: 3",
+    ):
         place(nodes(3, 3), config(data=6, engines=3, engine_tensor=2, colocated=True))
 
 
 def test_colocated_engines_share_memory_only_with_the_node_of_the_first_rank():
     alone = config(data=2, engines=1, colocated=True, transport="tensor")
-    assert addresses(place(nodes(1, 1), alone).engines) == [0]
+    assert engines_of(place(nodes(1, 1), alone)) == [0]
     both = config(data=2, engines=2, colocated=True, transport="tensor")
     with pytest.raises(PlacementError, match=r"transport\.type is tensor.*use disk or delta"):
         place(nodes(1, 1), both)
@@ -173,7 +224,7 @@ def test_colocated_engines_share_memory_only_with_the_node_of_the_first_rank():
 
 def test_colocated_engines_without_gpus_are_where_ranks_are():
     found = place(nodes(0, 0), config(data=2, engines=3, colocated=True))
-    assert addresses(found.engines) == [0, 1, 0]
+    assert engines_of(found) == [0, 1, 0]
     assert found.shared == ()
 
 

@@ -8,12 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from slipstream.backend.simulate import clock
-from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup, StoredTrajectory
+from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.collect.intake import Intake
 from slipstream.rollout.collect.journal import NoJournal
 from slipstream.rollout.collect.leases import Leases
 from slipstream.rollout.collect.lost_groups import FLUSH_TIMEOUT_S, MOST_READ, MOST_WAITING, LostGroups
 from slipstream.rollout.collect.questions import EvaluationTasks
+from slipstream.rollout.collect.ready_groups import ReadyGroup, StoredTrajectory
 from slipstream.rollout.collect.server import LOST_BYTES, Connection
 from slipstream.rollout.control.consumption import OnStale, ReadyFirst
 from slipstream.rollout.control.core import RolloutControl

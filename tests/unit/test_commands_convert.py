@@ -98,44 +98,43 @@ def test_a_model_that_is_none_or_not_supported_is_refused(tmp_path, out):
 
 
 @pytest.fixture
-def seed_oss(tmp_path) -> Path:
-    return make_checkpoint(tmp_path / "model", "seed_oss")
+def dots1(tmp_path) -> Path:
+    return make_checkpoint(tmp_path / "model", "dots1")
 
 
-def test_a_model_of_another_family_is_read_with_the_module_that_is_named(seed_oss, out):
+def test_a_model_of_another_family_is_read_with_the_module_that_is_named(dots1, out):
     def refusal(*families: str) -> list[str]:
-        return refused(hf_to_megatron, seed_oss, out, LayoutOptions(tensor=3), None, families)
+        return refused(hf_to_megatron, dots1, out, LayoutOptions(tensor=3), None, families)
 
     assert any("with --family MODEL_TYPE=IMPORT.PATH" in line for line in refusal())
-    [tensor] = refusal("seed_oss=examples.family.seed_oss")
-    assert tensor.startswith("--tensor = 3")
-    back = refused(
-        megatron_to_hf, seed_oss, out, seed_oss, LayoutOptions(), ("seed_oss=examples.family.seed_oss",)
-    )
+    problems = refusal("dots1=examples.family.dots1")
+    assert problems[0].startswith("--tensor = 3")
+    assert not any("MODEL" in line for line in problems)
+    back = refused(megatron_to_hf, dots1, out, dots1, LayoutOptions(), ("dots1=examples.family.dots1",))
     assert len(back) == 1 and back[0].startswith("CHECKPOINT: ")
 
 
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
-        ("examples.family.seed_oss", "--family examples.family.seed_oss: expected MODEL_TYPE=IMPORT.PATH"),
-        ("seed_oss=", "expected MODEL_TYPE=IMPORT.PATH"),
-        ("seed_oss=no_such_package.family", "--family seed_oss: no_such_package.family: cannot import"),
-        ("seed_oss=json.decoder", "there is no function `geometry`, expected `def geometry(hf)`"),
+        ("examples.family.dots1", "--family examples.family.dots1: expected MODEL_TYPE=IMPORT.PATH"),
+        ("dots1=", "expected MODEL_TYPE=IMPORT.PATH"),
+        ("dots1=no_such_package.family", "--family dots1: no_such_package.family: cannot import"),
+        ("dots1=json.decoder", "there is no function `geometry`, expected `def geometry(hf)`"),
     ],
 )
-def test_a_family_that_cannot_be_used_is_named(family, expected, seed_oss, out):
-    lines = refused(hf_to_megatron, seed_oss, out, LayoutOptions(), None, (family,))
+def test_a_family_that_cannot_be_used_is_named(family, expected, dots1, out):
+    lines = refused(hf_to_megatron, dots1, out, LayoutOptions(), None, (family,))
     assert expected in lines[0]
 
 
-def test_a_family_that_raises_is_named_with_its_line(seed_oss, out, tmp_path, monkeypatch):
+def test_a_family_that_raises_is_named_with_its_line(dots1, out, tmp_path, monkeypatch):
     (tmp_path / "my_family_that_raises.py").write_text(
         "class family:\n    def geometry(hf):\n        return hf['no']\n    def mappings(geometry): ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    family = ("seed_oss=my_family_that_raises.family",)
-    [line] = refused(hf_to_megatron, seed_oss, out, LayoutOptions(), None, family)
+    family = ("dots1=my_family_that_raises.family",)
+    [line] = refused(hf_to_megatron, dots1, out, LayoutOptions(), None, family)
     assert line.startswith("--family: it raised") and "my_family_that_raises.py:3" in line
 
 

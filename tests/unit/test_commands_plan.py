@@ -1,6 +1,7 @@
 """``slipstream plan`` and what ``check`` says about the model."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,12 +10,20 @@ from typer.testing import CliRunner
 
 from slipstream.backend.cli import app
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
+from slipstream.bridge.families import FAMILIES
+from slipstream.rollout.engine.unserved import UNSERVED_ON_CPUS
+from tests.bridge_cases import MIXTURES
 from tests.models import make_checkpoint
+from tests.quantized_models import FP8, write_quantized
 
 
 @pytest.fixture
 def recipe(tmp_path):
     make_checkpoint(tmp_path / "model", "deepseek_v3", tied=False)
+    return written_recipe(tmp_path)
+
+
+def written_recipe(tmp_path: Path) -> Path:
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
     file = tmp_path / "recipe.yaml"
     file.write_text(
@@ -24,7 +33,7 @@ def recipe(tmp_path):
         "rollout: {max_head_offpolicyness: 4, batch_size: 4, n_samples_per_prompt: 4,\n"
         "          reward: slipstream.rollout.reward.FinalAnswer, sampling: {max_new_tokens: 64}}\n"
         "actor: {parallel: {tensor: 2, sequence: true, pipeline: 2, data: 2, expert: 4, expert_tensor: 1}}\n"
-        "weights: {transport: {type: distributed, bucket_mb: 1}}\n"
+        "weights: {transport: {type: tensor, bucket_mb: 1}}\n"
     )
     return file
 
@@ -46,6 +55,18 @@ def test_a_plan_shows_the_layout_and_with_weights_the_way_of_every_tensor(recipe
     assert "0-7" in weights.stdout, "experts come from all ranks"
 
 
+def test_plan_and_check_say_how_the_weights_of_the_checkpoint_are_stored(recipe, tmp_path):
+    hf = json.loads((tmp_path / "model/config.json").read_text())
+    write_quantized(tmp_path / "model", hf, FP8)
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    planned, checked = call("plan", recipe), call("check", recipe)
+    told = "stored in fp8 in blocks of 128x128; the trainer loads them as bfloat16"
+    for ended in (planned, checked):
+        assert told in " ".join(ended.output.split()), ended.output
+    assert "engines hold the weights in bfloat16, and start from a copy" in " ".join(checked.output.split())
+    assert json.loads(call("plan", recipe, "--json").stdout)["quantization"] == "fp8 in blocks of 128x128"
+
+
 def test_the_json_document_has_every_tensor_of_the_checkpoint_once(recipe, tmp_path):
     ended = call("plan", recipe, "--json")
     assert ended.exit_code == 0, ended.output
@@ -56,6 +77,28 @@ def test_the_json_document_has_every_tensor_of_the_checkpoint_once(recipe, tmp_p
     assert found["parameters"] == sum(tensor.numel() for tensor in stored.values())
     assert found["bytes"] == sum(found["bytes_from_rank"].values())
     assert [bucket["dtype"] for bucket in found["buckets"]] == ["bfloat16", "float32"]
+
+
+def test_a_plan_shows_how_engines_are_spread_over_nodes(recipe):
+    assert "1 engine of 1 rank, each on one node: tensor 1" in call("plan", recipe).stdout
+    spread = (
+        recipe,
+        "cluster={type: slurm}",
+        "weights.transport={type: disk}",
+        "rollout.engine={count: 3, nodes: 2, tensor_parallel: 4, data_parallel: 2, expert_parallel: 4}",
+    )
+    line = "tensor 4, attention in 2 data-parallel groups, experts in 4 groups"
+    assert f"3 engines of 4 ranks, each over 2 nodes of 2: {line}" in call("plan", *spread).stdout
+    assert json.loads(call("plan", *spread, "--json").stdout)["engines"] == {
+        "engines": 3,
+        "ranks": 4,
+        "tensor": 4,
+        "data": 2,
+        "expert": 4,
+        "pipeline": 1,
+        "nodes": 2,
+        "ranks_per_node": 2,
+    }
 
 
 def test_plan_and_check_know_the_judges_own_engines(recipe, tmp_path):
@@ -167,3 +210,75 @@ def test_a_checkpoint_that_is_cut_off_or_no_checkpoint_is_exit_code_2(recipe, tm
         assert ended.exit_code == 2
         assert "cannot be read" in ended.output
         assert "Traceback" not in ended.output
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_plan_and_check_take_a_checkpoint_of_every_family(tmp_path, family):
+    folder = make_checkpoint(tmp_path / "model", family, tied=False)
+    build_tokenizer().save_pretrained(folder)
+    file = written_recipe(tmp_path)
+    experts = family in MIXTURES
+    layout = "{tensor: 2, sequence: true, pipeline: 2" + (
+        ", expert: 2, expert_tensor: 1}" if experts else "}"
+    )
+    shown = call("plan", file, f"actor.parallel={layout}", "--no-split")
+    assert shown.exit_code == 0, shown.output
+    assert f"{family}, 4 layers" in shown.stdout
+    checked = call("check", file, f"actor.parallel={layout}", "cluster={type: local, device: cpu}")
+    if family in UNSERVED_ON_CPUS:
+        assert checked.exit_code == 2
+        assert f"SGLang cannot serve {family} on CPUs: {UNSERVED_ON_CPUS[family]}" in " ".join(
+            checked.output.split()
+        )
+    else:
+        assert checked.exit_code == 0, checked.output
+
+
+def test_check_refuses_engines_that_cannot_divide_the_experts_of_a_model(tmp_path):
+    folder = make_checkpoint(tmp_path / "model", "gpt_oss", tied=False)
+    build_tokenizer().save_pretrained(folder)
+    engine = "rollout.engine={tensor_parallel: 2, expert_parallel: 2}"
+    refused = call("check", written_recipe(tmp_path), engine, "cluster={type: local, device: gpu}")
+    assert refused.exit_code == 2
+    assert (
+        "rollout.engine.expert_parallel: 2: SGLang cannot divide the experts of gpt_oss among ranks"
+        in " ".join(refused.output.split())
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        (
+            "gpt_oss",
+            {"actor.parallel": "{tensor: 2, sequence: true}"},
+            "each of the 2 tensor-parallel ranks that share an expert would add its bias; set "
+            "actor.parallel.expert_tensor to 1",
+        ),
+        (
+            "deepseek_v32",
+            {"actor.parallel": "{}", "cluster": "{type: local, device: gpu}"},
+            "Megatron's sparse attention takes no packed sequences; set actor.layer_spec to local",
+        ),
+    ],
+)
+def test_a_layout_that_megatron_s_layers_cannot_compute_is_exit_code_2(tmp_path, family, changes, message):
+    build_tokenizer().save_pretrained(make_checkpoint(tmp_path / "model", family, tied=False))
+    overrides = [f"{name}={value}" for name, value in changes.items()]
+    ended = call("plan", written_recipe(tmp_path), *overrides, "--no-split")
+    assert ended.exit_code == 2
+    assert f"{family}: {message}" in " ".join(ended.output.split())
+
+
+def test_check_refuses_adapters_of_experts_that_hf_stacks(tmp_path):
+    build_tokenizer().save_pretrained(make_checkpoint(tmp_path / "model", "gpt_oss", tied=False))
+    recipe = written_recipe(tmp_path)
+    settings = ("actor.parallel={}", "actor.layer_spec=local", "cluster={type: local, device: cpu}")
+    refused = call("check", recipe, *settings, "actor.lora={rank: 2, alpha: 4}")
+    said = " ".join(refused.output.split())
+    assert refused.exit_code == 2
+    assert "actor.lora.targets: experts whose weights HF stacks in one tensor cannot have adapters" in said
+    of_attention = call(
+        "check", recipe, *settings, "actor.lora={rank: 2, alpha: 4, targets: [linear_qkv, linear_proj]}"
+    )
+    assert "actor.lora" not in of_attention.output

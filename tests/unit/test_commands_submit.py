@@ -51,6 +51,9 @@ def recipe(
         ({"tensor": 8, "data": 2}, {"count": 3, "tensor_parallel": 4}, {"trainer_nodes": 2}, 4),
         ({"tensor": 8, "data": 2}, {"count": 3, "tensor_parallel": 3}, {"trainer_nodes": 3}, 5),
         ({"tensor": 8, "data": 2}, {"count": 16, "colocated": True}, {}, 2),
+        ({"tensor": 8}, {"count": 2, "tensor_parallel": 16, "nodes": 2}, {}, 5),
+        ({"tensor": 8}, {"count": 3, "tensor_parallel": 8, "nodes": 2}, {}, 5),
+        ({"tensor": 8, "data": 2}, {"tensor_parallel": 16, "nodes": 2, "colocated": True}, {}, 2),
     ],
 )
 def test_a_job_has_the_nodes_that_trainer_and_engines_need(parallel, engine, cluster, nodes):
@@ -84,7 +87,9 @@ def test_supervised_training_has_no_engines():
     [
         ({"data": 16}, {}, {}, 8, "cluster.trainer_nodes"),
         ({"data": 16}, {}, {"trainer_nodes": 1}, 8, "cluster.trainer_nodes"),
-        ({}, {"tensor_parallel": 8}, {}, 4, "rollout.engine.tensor_parallel"),
+        ({}, {"tensor_parallel": 8}, {}, 4, r"rollout.engine.tensor_parallel.*rollout.engine.nodes to .* 2$"),
+        ({}, {"tensor_parallel": 32, "nodes": 2}, {}, 8, r"rollout.engine.tensor_parallel.*2 nodes.* 4$"),
+        ({"tensor": 8}, {"tensor_parallel": 8, "nodes": 2, "colocated": True}, {}, 8, "rollout.engine.nodes"),
         ({}, {}, {}, 0, "--nodes"),
     ],
 )

@@ -7,15 +7,8 @@ import pytest
 
 from slipstream.rollout.control.admission import VolumeGate
 from slipstream.rollout.control.consumption import Fifo, OnStale, ReadyFirst, Windowed
-from slipstream.rollout.control.core import (
-    REQUEUES,
-    Expired,
-    GroupCounts,
-    Loss,
-    RolloutControl,
-    Taken,
-    Ticket,
-)
+from slipstream.rollout.control.core import REQUEUES, Expired, RolloutControl, Taken, Ticket
+from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.control.errors import ControlError, UnknownVersion
 from slipstream.rollout.control.filters import MixedRewards
 from slipstream.rollout.control.live import TakenTurn

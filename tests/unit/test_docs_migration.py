@@ -19,8 +19,9 @@ from slipstream.configs.rules import trainer
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.paths import schema_paths
 from slipstream.configs.violations import RecipeError
+from slipstream.rollout.compat.slime.imported_recipe import MAPPED, NEEDS_NOTHING, FlagOutcome
 from slipstream.rollout.compat.slime.launch_flags import HOOKS, SETTINGS
-from slipstream.rollout.compat.slime.launch_recipe import MAPPED, NEEDS_NOTHING, FlagOutcome, recipe_of
+from slipstream.rollout.compat.slime.launch_recipe import recipe_of
 from slipstream.rollout.compat.slime.launch_script import Flag, LaunchScript
 from tests.environment import ROOT
 from tests.migration_keys import Usage, recorded
@@ -134,6 +135,8 @@ def around(piece: Piece) -> Piece:
         recipe["rollout"]["workflow"] = agent
     if given.get("rollout.engine.colocated"):
         recipe["weights"] = {"transport": {"type": "tensor"}}
+    if given.get("rollout.engine.quantization"):
+        recipe["weights"] = {"transport": {"type": "delta"}}
     return merged(recipe, piece)
 
 
@@ -227,6 +230,8 @@ WORDS = {
     "kl-loss-coef": "0.01",
     "kl-loss-type": "low_var_kl",
     "lr-decay-style": "cosine",
+    "opd-teacher-load": "/teacher",
+    "opd-type": "sglang",
     "optimizer": "adam",
     "prompt-data": "/train.jsonl",
     "recompute-granularity": "full",
@@ -243,6 +248,13 @@ BESIDE = {
     "kl-loss-type": ("use-kl-loss", "kl-loss-coef 0.01"),
     "use-kl-loss": ("kl-loss-coef 0.01",),
     "tis-clip": ("use-tis",),
+    "use-opd": ("opd-type sglang",),
+    "opd-type": ("use-opd",),
+    "opd-kl-coef": ("use-opd", "opd-type sglang"),
+    "opd-teacher-load": ("use-opd", "opd-type megatron"),
+    **dict.fromkeys(
+        ("sglang-dp-size", "sglang-dp", "sglang-data-parallel-size"), ("sglang-enable-dp-attention",)
+    ),
     "use-opsm": ("use-rollout-logprobs",),
     "opsm-delta": ("use-opsm", "use-rollout-logprobs"),
     "use-wandb": ("wandb-project mine",),

@@ -254,7 +254,7 @@ def test_a_recipe_asks_for_what_the_preparation_makes(name):
 
 
 def test_the_recipe_for_a_gpu_is_also_valid_with_an_engine_on_another_gpu():
-    apart = ["rollout.engine.colocated=false", "weights.transport.type=distributed"]
+    apart = ["rollout.engine.colocated=false", "weights.transport.type=shards"]
     config = slipstream.load_recipe(FOLDER / "gpu.yaml", apart)
     assert (config.model.dtype, config.cluster.device) == ("bfloat16", "gpu")
     assert not config.rollout.engine.colocated

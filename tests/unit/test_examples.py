@@ -37,7 +37,8 @@ def test_the_recipe_of_an_example_is_valid_and_its_code_has_the_right_shape(path
 
 def test_the_guide_shows_every_example():
     folders = {path.parent.name for path in EXAMPLES.glob("*/*.py")}
-    assert folders - {"smollm2"} == {path.split("/")[1] for path in SHOWN}, "docs/smollm2.md shows that one"
+    shown = {path.split("/")[1] for path in SHOWN}
+    assert folders - {"smollm2"} == shown, "docs/smollm2.md shows that one, and the guide its kind"
     assert all((EXAMPLES / folder / "README.md").exists() for folder in folders)
 
 
@@ -56,17 +57,17 @@ def test_the_notebook_holds_python_and_no_outputs():
 
 
 def test_a_family_by_import_path_maps_the_tensors_that_transformers_writes(tmp_path):
-    folder = make_checkpoint(tmp_path, "seed_oss", tied=False)
-    with pytest.raises(UnsupportedModel, match=r"'seed_oss' is not mapped; .* model\.families"):
+    folder = make_checkpoint(tmp_path, "dots1", tied=False)
+    with pytest.raises(UnsupportedModel, match=r"'dots1' is not mapped; .* model\.families"):
         model_spec(folder)
-    spec = model_spec(folder, resolved({"seed_oss": "examples.family.seed_oss"}))
+    spec = model_spec(folder, resolved({"dots1": "examples.family.dots1"}))
     mapped = {
         name: shape
         for entry in entries(spec, Layout())
         for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True)
     }
     assert mapped == tensors_in(folder)
-    assert "seed_oss" not in FAMILIES
+    assert "dots1" not in FAMILIES
 
 
 def test_a_recipe_may_be_a_dict_or_built_from_its_sections():

@@ -36,10 +36,10 @@ FLOORS = {
         {"commands"},
         {"api", "cli"},
     ),
-    "bridge": ({"hf"}, {"model"}, {"families", "shards"}, {"publish"}, {"transport"}),
+    "bridge": ({"hf"}, {"model"}, {"families", "shards"}, {"publish", "group"}, {"engine"}, {"transport"}),
     "rollout": (
         {"changes", "durable", "garbage", "gpu_environment", "heaps", "lines", "linux", "network", "plugins"}
-        | {"teacher", "temporary", "torch_compiler"},
+        | {"named_numbers", "teacher", "temporary", "torch_compiler"},
         {"imports", "sandbox", "trajectory"},
         {"control", "conversation", "evaluated_set", "prompts", "record", "tokenizer"},
         {"episode_log", "programs", "turns"},
@@ -210,6 +210,7 @@ def test_sglang_is_imported_only_where_its_server_is_launched_or_its_endpoints_a
     }
     assert {name for name in importers if not name.startswith("slipstream.rollout.gateway.serving.")} <= {
         "slipstream.rollout.engine.launch",
+        "slipstream.rollout.engine.adapters",
         "slipstream.rollout.engine.cpu",
         "slipstream.rollout.environment.parsers",
     }

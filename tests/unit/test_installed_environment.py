@@ -174,9 +174,11 @@ def start(
     kind: str | None = "cpu",
     has_gpus: bool = False,
     variables: dict[str, str] | None = None,
+    engine: dict[str, object] | None = None,
 ) -> str:
     """Return the refusal of a start; an empty text if there is none."""
-    config = RunConfig.model_validate({**VALID, "cluster": cluster})
+    rollout = {**VALID["rollout"], "engine": engine or {}}
+    config = RunConfig.model_validate({**VALID, "cluster": cluster, "rollout": rollout})
     job = {"RAY_ADDRESS": "10.0.0.1:6379"} if cluster["type"] == "slurm" else {}
     installed = InstalledEnvironment(kind, "3.12.1", "") if kind else None  # type: ignore[arg-type]
     try:
@@ -207,6 +209,13 @@ def test_a_run_on_the_wrong_kind_of_environment_is_refused(device, kind, has_gpu
     assert ("cluster.device" in message) is wrong
     if wrong:
         assert "make install GPU=" in message
+
+
+@pytest.mark.parametrize(("device", "has_gpus", "wrong"), [("auto", False, True), ("auto", True, False)])
+def test_engines_in_fp8_are_refused_on_a_machine_without_gpus(device, has_gpus, wrong):
+    cluster = {"type": "local", "device": device}
+    message = start(cluster, kind=None, has_gpus=has_gpus, engine={"quantization": "fp8"})
+    assert ("rollout.engine.quantization: fp8 found, and this machine has no GPUs" in message) is wrong
 
 
 def test_a_container_that_the_job_does_not_run_in_is_refused():

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.rollout.control.core import GroupCounts, Loss, Ticket
+from slipstream.rollout.control.core import Ticket
+from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.ledger.database import LedgerBusy, LedgerError, open_for_reading
 from slipstream.rollout.ledger.recovery import LEDGER, Recovered, open_ledger
 from slipstream.rollout.ledger.samples import OpenSample

@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from slipstream.rollout.control.core import Loss, Ticket
+from slipstream.rollout.control.core import Ticket
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.versions import VersionTree
 from slipstream.rollout.ledger.audit import audit_ledger
 from slipstream.rollout.ledger.database import crc_of, sealed

@@ -15,7 +15,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from slipstream.rollout.control.core import Loss, Ticket
+from slipstream.rollout.control.core import Ticket
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.ledger import store
 from slipstream.rollout.ledger.audit import audit_ledger
 from slipstream.rollout.ledger.database import FAILURES, PAGE_BYTES, LedgerError, open_without_log

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.rollout.control.core import Loss, Ticket
+from slipstream.rollout.control.core import Ticket
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.ledger.audit import audit_ledger
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.ledger.recovery import Recovered, open_ledger

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slipstream.rollout.control.core import Loss, Ticket
+from slipstream.rollout.control.core import Ticket
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.live import TurnEnd
 from slipstream.rollout.ledger.audit import audit_ledger
 from slipstream.rollout.ledger.history import history_of

@@ -16,7 +16,7 @@ from slipstream.backend.checkpoint.watermarks import check_watermarks
 from slipstream.backend.commands.audit import audit_run
 from slipstream.backend.driver.checkpointing import TrainerCheckpoints
 from slipstream.configs.schema import CheckpointConfig
-from slipstream.rollout.control.core import GroupCounts
+from slipstream.rollout.control.ends import GroupCounts
 from slipstream.rollout.ledger.history import history_of
 from slipstream.rollout.ledger.recovery import LEDGER, open_ledger
 from slipstream.rollout.ledger.segments import FOLDER

@@ -12,8 +12,9 @@ import pytest
 
 from slipstream.backend.driver.training import encoded
 from slipstream.configs.schema.live import NoBaseline, RunningBaseline
-from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup, StoredTrajectory
+from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.collect.intake import Intake
+from slipstream.rollout.collect.ready_groups import ReadyGroup, StoredTrajectory
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.live import TurnEnd, TurnState
 from slipstream.rollout.control.versions import VersionTree
@@ -727,7 +728,7 @@ def test_tokens_beyond_the_bound_carry_no_loss_and_a_turn_without_others_expires
             busy.append(talk.say(busy[-1], spans=spans, session="busy", score=0.5))
             await run.hear(talk, first=heard + 1)
         since = run.live.status().since
-        assert (since.expired_lags, since.expired_ages_s) == ([3], [10.0])
+        assert (list(since.expired_lags), list(since.expired_ages_s)) == ([3], [10.0])
         assert run.core.live.ends[TurnEnd.EXPIRED] == 1
         batch = await run.step()
         assert trained(batch) == [[talk.sampled[busy[-1]][1:]]], "one of its three tokens is too old"

@@ -1,19 +1,26 @@
 """Formulas of the memory estimate that no allocation on one rank can show."""
 
+from dataclasses import replace
 from math import prod
 
 import pytest
 
 from slipstream.backend.memory import trainer
 from slipstream.backend.memory.activations import Sharing, layer_bytes
-from slipstream.backend.memory.engine import kv_bytes
+from slipstream.backend.memory.engine import EngineMemory, engine_memory, kv_bytes, stage_sizes
 from slipstream.backend.memory.parameters import buffer_of, stage_parameters
 from slipstream.backend.memory.pipeline import parts_in_flight
 from slipstream.backend.objective import logprob
 from slipstream.bridge.families import model_spec
+from slipstream.bridge.hf.index import stored_tensors
+from slipstream.bridge.model.geometry import LatentAttention
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.shards.plan import entries_of
+from slipstream.configs.schema import RunConfig
 from tests.environment import ROOT
+from tests.integration.test_megatron_parity import config_for
+from tests.models import make_checkpoint
+from tests.unit.test_rollout_gpu_environment import VALID
 
 CONFIGS = ROOT / "tests/unit/model_configs"
 LAYOUTS = {
@@ -33,7 +40,7 @@ def test_every_rank_holds_the_parameters_that_the_trainers_plan_gives_it(model):
         held = [
             prod(entry.split.shard_shape(shard.size))
             for entry, shard in entries_of(spec, layout, rank)
-            if not entry.mapping.float32
+            if not (entry.mapping.float32 and entry.mapping.frozen)
         ]
         assert stages[rank // per_stage].total == sum(held)
 
@@ -76,10 +83,81 @@ def test_the_kv_cache_of_a_token_has_its_published_size():
     llama = model_spec(CONFIGS / "llama-3.1-70b").geometry
     assert kv_bytes(llama, 1, 2) == 327_680
     assert kv_bytes(llama, 16, 2) == 327_680 // 8, "heads are repeated, not split further"
+    assert kv_bytes(llama, 1, 2, 4) == 327_680 // 4, "a stage holds the cache of its layers"
     assert kv_bytes(model_spec(CONFIGS / "deepseek-v3").geometry, 8, 2) == 70_272
+
+
+def engine_of(**split: int) -> EngineMemory:
+    """DeepSeek-V3's engine on GPUs of 79 GiB."""
+    spec = model_spec(CONFIGS / "deepseek-v3")
+    config = RunConfig.model_validate(VALID | {"rollout": {**VALID["rollout"], "engine": split}})
+    return engine_memory(config, spec, 79 * 2**30)
+
+
+def test_the_ranks_of_an_engine_over_nodes_hold_a_share_of_the_model_each():
+    whole = engine_of(tensor_parallel=8)
+    spread = engine_of(tensor_parallel=32)
+    assert whole.tokens == 0 and whole.weights > 2 * spread.weights
+    assert spread.weights == pytest.approx(whole.weights / 4, rel=0.05)
+    assert spread.tokens
+
+
+def test_groups_of_data_parallel_attention_repeat_its_weights_and_have_caches_of_their_own():
+    alone, groups = engine_of(tensor_parallel=32), engine_of(tensor_parallel=32, data_parallel=4)
+    geometry = model_spec(CONFIGS / "deepseek-v3").geometry
+    attention = geometry.attention
+    assert isinstance(attention, LatentAttention) and attention.query_rank is not None
+    heads = attention.heads * (
+        attention.query_rank * (attention.plain_dim + attention.rotated_dim)
+        + attention.kv_rank * (attention.plain_dim + attention.value_dim)
+        + attention.value_dim * geometry.hidden
+    )
+    split = geometry.n_layers * heads + geometry.vocab * geometry.hidden
+    assert groups.parameters - alone.parameters == split // 8 - split // 32
+    assert groups.token == alone.token
+    assert groups.tokens == 4 * (groups.pool // groups.token)
+
+
+def test_pipeline_stages_divide_the_layers_and_the_last_ones_have_one_more():
+    assert stage_sizes(61, 4) == (15, 15, 15, 16)
+    stages = engine_of(tensor_parallel=8, pipeline_parallel=4)
+    assert stages.token == 70_272 * 16 // 61
+    whole = engine_of(tensor_parallel=8)
+    assert 0.25 * whole.weights < stages.weights < 0.29 * whole.weights
+
+
+def test_weights_of_engines_in_fp8_take_a_byte_and_their_scales():
+    spec = model_spec(CONFIGS / "deepseek-v3")
+
+    def weights(**engine: object) -> int:
+        rollout = {"max_head_offpolicyness": 0, "batch_size": 1, "n_samples_per_prompt": 2, "reward": "a.B"}
+        config = RunConfig.model_validate(
+            {
+                "run": {"name": "test", "steps": 1},
+                "model": {"path": str(spec.path)},
+                "data": {"path": "train.jsonl"},
+                "rollout": {**rollout, "engine": engine},
+            }
+        )
+        return engine_memory(config, spec, None).weights
+
+    plain, quantized = weights(), weights(quantization="fp8")
+    assert plain == pytest.approx(671.03e9 * 2, rel=1e-3)
+    unquantized = 2 * 129_280 * 7168 + 58 * 256 * 7168  # embedding and head, routers
+    assert quantized == pytest.approx(671.03e9 * (1 + 4 / 128**2) + unquantized, rel=1e-4)
 
 
 def test_the_head_is_counted_with_the_slices_that_it_uses():
     slices = {"cpu": trainer.HEAD_SLICE["plain"], "cuda": trainer.HEAD_SLICE["fused"]}
     assert slices == logprob.SLICE_ELEMENTS
     assert (trainer.HEAD_MIN_COLUMNS, trainer.HEAD_KEPT) == (logprob.MIN_COLUMNS, logprob.KEPT_BYTES)
+
+
+def test_engines_hold_the_parts_that_are_not_of_the_language_model(tmp_path):
+    spec = model_spec(make_checkpoint(tmp_path / "model", "qwen3_vl", tied=False))
+    config = config_for(spec.path, {})
+    alone = replace(spec, mappings=replace(spec.mappings, passed_through=()))
+    stored = stored_tensors(spec.path)
+    tower = sum(prod(tensor.shape) for name, tensor in stored.items() if name.startswith("model.visual."))
+    assert tower > 0
+    assert engine_memory(config, spec, None).weights - engine_memory(config, alone, None).weights == 4 * tower

@@ -11,7 +11,7 @@ from slipstream.backend.monitor.progress import HeldOut
 from slipstream.backend.monitor.recorder import Recorder
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.bridge.publish.report import PublishReport
-from slipstream.rollout.control.core import GroupCounts, Loss
+from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.control.live import TurnEnd
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.live.status import LiveStatus, SinceLastBatch

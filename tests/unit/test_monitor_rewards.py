@@ -21,7 +21,7 @@ from slipstream.backend.monitor.summary import RunSummary, print_summary, write_
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema import EvalConfig, EvalSamplingConfig
 from slipstream.rollout.collect.questions import EvaluationTasks
-from slipstream.rollout.control.core import GroupCounts
+from slipstream.rollout.control.ends import GroupCounts
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.messages import Evaluated
 from slipstream.rollout.reward import FinalAnswer, Reward, is_accuracy
@@ -138,15 +138,32 @@ def test_several_samples_of_a_prompt_have_avg_and_pass_by_set(tmp_path: Path):
     assert record["eval/reward"] == pytest.approx(both["avg_at_4"])
 
 
-@pytest.mark.parametrize(
-    ("before", "epoch", "is_due"), [(True, 0, True), (True, 1, False), (False, 0, False)]
-)
-def test_the_initial_policy_is_evaluated_once_unless_the_recipe_says_otherwise(before, epoch, is_due):
+@pytest.mark.parametrize("before", [True, False])
+def test_the_initial_policy_is_evaluated_once_unless_the_recipe_says_otherwise(before, tmp_path):
     settings = EvalConfig(path=Path("heldout.jsonl"), every=2, before_training=before)
-    asked, listener = Asked(PlusMinus()), SimpleNamespace()
-    evaluation = Evaluation(settings, PROMPTS, asked, listener, step_of=int)  # type: ignore[arg-type]
-    assert evaluation.is_due_first(epoch) == is_due
+    started = MetricsLog(tmp_path)
+    started.log(0, {"run/recipe": "first start"})
+    recorder = Recorder(started, PlainProgress(1, io.StringIO(), clock=lambda: 0.0), is_accuracy=False)
+    evaluation = Evaluation(settings, PROMPTS, Asked(PlusMinus()), recorder, step_of=int)  # type: ignore[arg-type]
+    assert evaluation.is_due_first(0, tmp_path) == before
+    started.close()
+    resumed = MetricsLog(tmp_path)
+    resumed.log(0, {"run/recipe": "the first start has died before its first evaluation"})
+    resumed.close()
+    assert evaluation.is_due_first(0, tmp_path) == before
+    assert not evaluation.is_due_first(3, tmp_path), "the policy is no longer the initial one"
     assert evaluation.is_due(2, 5), "evaluations during training stay"
+
+
+def test_an_initial_policy_that_was_evaluated_is_not_evaluated_again(tmp_path):
+    metrics = MetricsLog(tmp_path)
+    recorder = Recorder(metrics, PlainProgress(1, io.StringIO(), clock=lambda: 0.0), is_accuracy=False)
+    settings = EvalConfig(path=Path("heldout.jsonl"))
+    evaluation = Evaluation(settings, PROMPTS, Asked(PlusMinus()), recorder, step_of=int)  # type: ignore[arg-type]
+    asyncio.run(evaluation.run(0))
+    assert not evaluation.is_due_first(0, tmp_path)
+    metrics.close()
+    assert not evaluation.is_due_first(0, tmp_path), "a start without a checkpoint begins with it too"
 
 
 def small_run(folder: Path, reward: Reward) -> tuple[RunSummary, list[str], list[dict]]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from slipstream.backend.objective import advantage as adv
 from slipstream.backend.objective import kl
-from slipstream.backend.objective.averaging import token_shares
+from slipstream.backend.objective.averaging import mean_scale, token_shares
 from slipstream.configs.schema.advantage import RewardTerm
 
 REWARDS = st.sampled_from([0.0, 0.1, 1.0, -2.5, 7.0])
@@ -236,7 +236,12 @@ def mean_of_means(losses, units) -> float:
 
 
 @settings(max_examples=80, deadline=None)
-@given(groups(), st.integers(0, 2**31), st.sampled_from(["token", "sequence", "prompt"]), st.booleans())
+@given(
+    groups(),
+    st.integers(0, 2**31),
+    st.sampled_from(["token", "sequence", "prompt", "constant"]),
+    st.booleans(),
+)
 def test_shares_make_of_a_token_mean_the_mean_that_is_asked_for(case, seed, averaging, some_are_empty):
     _, group, tokens = case
     if some_are_empty:
@@ -248,16 +253,32 @@ def test_shares_make_of_a_token_mean_the_mean_that_is_asked_for(case, seed, aver
         expected = np.concatenate(loss).mean()
     elif averaging == "sequence":
         expected = mean_of_means(loss, episode)
+    elif averaging == "constant":
+        sums = [sum(x.sum() for x, e in zip(loss, episode, strict=True) if e == n) for n in set(episode)]
+        expected = np.mean([total / 37 for total in sums])
     else:
         expected = mean_of_means(loss, group)
-    share = token_shares(averaging, tokens, group, episode)
+    share = token_shares(averaging, tokens, group, episode, length=37)
     assert share.dtype == np.float32
     summed = sum(float(s) * loss_T.sum() for s, loss_T in zip(share, loss, strict=True))
     assert summed / tokens.sum() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("averaging", ["token", "sequence", "prompt"])
+@pytest.mark.parametrize("averaging", ["token", "sequence", "prompt", "constant"])
 def test_a_mini_batch_without_tokens_has_shares(averaging):
-    assert np.isfinite(
-        token_shares(averaging, np.zeros(3, np.int64), np.array([1, 1, 2]), np.arange(3))
-    ).all()
+    share = token_shares(averaging, np.zeros(3, np.int64), np.array([1, 1, 2]), np.arange(3), length=5)
+    assert np.isfinite(share).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups(), st.integers(0, 2**31), st.sampled_from(["sequence", "prompt", "constant"]))
+def test_the_scale_takes_a_sum_over_units_to_the_sum_of_token_losses(case, seed, averaging):
+    _, group, tokens = case
+    episode = np.cumsum(np.random.default_rng(seed).random(len(tokens)) < 0.7)
+    units = len(set(group if averaging == "prompt" else episode))
+    assert mean_scale(averaging, tokens, group, episode) == pytest.approx(tokens.sum() / units)
+
+
+def test_a_sum_over_tokens_needs_a_length_to_divide_by():
+    with pytest.raises(ValueError, match="length of at least 1, and the length is None"):
+        token_shares("constant", np.ones(1, np.int64), np.zeros(1), np.zeros(1))

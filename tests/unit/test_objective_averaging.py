@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -21,6 +22,15 @@ RESPONSES = (3, 9, 5, 1, 12)
 GROUPS = np.array([0, 0, 0, 1, 1])
 ADVANTAGES = np.array([1.0, -0.5, 0.3, -2.0, 0.7], np.float32)
 BUDGETS = (17, 100)
+AVERAGINGS = ("token", "sequence", "prompt", "constant")
+LENGTH = 20
+"""By which ``constant`` divides."""
+NORMS = {
+    "none": None,
+    "both": {"eps": 1e-5},
+    "mean": {"deviation": False},
+    "deviation": {"mean": False, "eps": 0.5},
+}
 
 ACTORS = [
     {"objective": {"type": "gspo"}, "averaging": "sequence"},
@@ -56,15 +66,32 @@ def trajectory(seed: int, response: int) -> Trajectory:
 TRAJECTORIES = tuple(trajectory(i, n) for i, n in enumerate(RESPONSES))
 
 
-def given(advantage, config, batch, microbatches, scores, group, plugins):
+def given(advantage, config, batch, microbatches, *others):
     """In the place of ``find_targets``."""
     return [Targets(torch.from_numpy(advantage[micro.trajectory_M]), None) for micro in microbatches]
 
 
-def one_step(trainer, config: RunConfig, actor: ActorConfig, trajectories, group, advantage=None):
-    """Gradients and metrics of a step that is not taken."""
+def noting(noted, config, batch, microbatches, *others):
+    """In the place of ``find_targets``: notes the advantage of each token by trajectory, as it is."""
+    targets = find_targets(config, batch, microbatches, *others)
+    for micro, target in zip(microbatches, targets, strict=True):
+        noted += zip(micro.trajectory_M.tolist(), target.advantage_M.tolist(), strict=True)
+    return targets
+
+
+def one_step(
+    trainer,
+    config: RunConfig,
+    actor: ActorConfig,
+    trajectories,
+    group,
+    advantage=None,
+    *,
+    targets=find_targets,
+):
+    """Gradients and metrics of a step that is not taken. ``targets``: takes the place of ``find_targets``."""
     trainer._config = config.model_copy(update={"actor": actor})
-    trainer_module.find_targets = find_targets if advantage is None else partial(given, advantage)
+    trainer_module.find_targets = targets if advantage is None else partial(given, advantage)
     metrics = trainer.train(TrainBatch(1, tuple(trajectories), group))
     parameters = trainer._policy.parts[0].module.named_parameters()
     grads = {name: p.main_grad.clone().numpy() for name, p in parameters}
@@ -90,15 +117,29 @@ def steps(rank, config: RunConfig):
         (averaging, budget): one_step(
             trainer,
             config,
-            config.actor.model_copy(update={"averaging": averaging, "microbatch_tokens": budget}),
+            config.actor.model_copy(
+                update={
+                    "averaging": averaging,
+                    "averaging_length": LENGTH if averaging == "constant" else None,
+                    "microbatch_tokens": budget,
+                }
+            ),
             TRAJECTORIES,
             GROUPS,
             ADVANTAGES,
         )[0]
-        for averaging in ("token", "sequence", "prompt")
+        for averaging in AVERAGINGS
         for budget in BUDGETS
     }
-    return metrics, alone, together
+    advantages = {}
+    for name, norm in NORMS.items():
+        for budget in BUDGETS:
+            terms = [{"type": "reward", "estimator": "dr_grpo"}]
+            settings = {"advantage": terms, "advantage_norm": norm, "microbatch_tokens": budget}
+            actor = ActorConfig.model_validate(parallel | settings)
+            noted = advantages[name, budget] = []
+            one_step(trainer, config, actor, TRAJECTORIES, GROUPS, targets=partial(noting, noted))
+    return metrics, alone, together, advantages
 
 
 @pytest.fixture(scope="module")
@@ -128,13 +169,15 @@ def weights_of(averaging: str) -> np.ndarray:
         return tokens / tokens.sum()
     if averaging == "sequence":
         return np.full(len(tokens), 1 / len(tokens))
+    if averaging == "constant":  # the gradient of a sum is that of the mean, times the number of tokens
+        return tokens / LENGTH / len(tokens)
     return np.array([n / tokens[group == GROUPS].sum() / 2 for n, group in zip(tokens, GROUPS, strict=True)])
 
 
-@pytest.mark.parametrize("averaging", ["token", "sequence", "prompt"])
+@pytest.mark.parametrize("averaging", AVERAGINGS)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_the_gradient_is_the_average_over_all_micro_batches_and_ranks(two_ranks, averaging, budget):
-    for _, alone, together in two_ranks:
+    for _, alone, together, _ in two_ranks:
         for name, grad in together[averaging, budget].items():
             expected = sum(
                 w * single[name].astype(np.float64)
@@ -145,7 +188,7 @@ def test_the_gradient_is_the_average_over_all_micro_batches_and_ranks(two_ranks,
 
 
 def test_every_kind_of_objective_trains_and_reports_only_metrics_that_are_documented(two_ranks):
-    [metrics] = [reported for reported, _, _ in two_ranks if reported[0]]
+    [metrics] = [reported for reported, *_ in two_ranks if reported[0]]
     for actor, reported in zip(ACTORS, metrics, strict=True):
         assert all(math.isfinite(value) for value in reported.values()), (actor, reported)
         assert set(reported) <= set(TAGS)
@@ -154,3 +197,26 @@ def test_every_kind_of_objective_trains_and_reports_only_metrics_that_are_docume
     assert "mismatch/tokens" not in by_type["dppo"]
     assert by_type["dppo"]["train/importance_weight_mean"] > 0
     assert "train/importance_weight_capped_fraction" not in by_type["m2po"]
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_advantages_are_normalized_over_the_tokens_of_all_ranks(two_ranks, name, budget):
+    rewards = np.array([seed % 2 for seed in range(len(RESPONSES))], np.float64)
+    centred = np.array(
+        [reward - rewards[group == GROUPS].mean() for reward, group in zip(rewards, GROUPS, strict=True)]
+    )
+    every = np.repeat(centred, RESPONSES)
+    norm = {"mean": True, "deviation": True, "eps": 1e-5, **NORMS[name]} if NORMS[name] is not None else {}
+    shift = every.mean() if norm.get("mean") else 0.0
+    scale = (
+        np.sqrt(((every - every.mean()) ** 2).sum() / len(every)) + norm["eps"]
+        if norm.get("deviation")
+        else 1.0
+    )
+    noted = [advantages[name, budget] for *_, advantages in two_ranks]
+    assert all(noted)  # both ranks have a part of the batch
+    actual = np.array(sorted(chain.from_iterable(noted)))
+    places = np.repeat(np.arange(len(RESPONSES)), RESPONSES)
+    assert actual[:, 0].tolist() == places.tolist()
+    np.testing.assert_allclose(actual[:, 1], (centred[places] - shift) / scale, rtol=1e-6, atol=1e-7)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.rollout.network import hold_port, interface_of, port_of, process_group_variables
+from slipstream.rollout.network import hold_port, hold_ports, interface_of, port_of, process_group_variables
 
 
 def test_a_held_port_is_for_its_server_and_for_nobody_else():
@@ -33,6 +33,21 @@ def test_a_held_port_is_none_that_the_kernel_gives_away():
     for _ in range(20):
         with hold_port("127.0.0.1") as holder:
             assert port_of(holder) < lowest
+
+
+def test_consecutive_ports_are_held_together_or_none_of_them(monkeypatch):
+    lowest = min(port_of(hold_port("127.0.0.1")) for _ in range(20))
+    drawn = [lowest, lowest + 20]
+    monkeypatch.setattr(random.SystemRandom, "sample", lambda self, ports, count: drawn)
+    with socket.create_server(("127.0.0.1", lowest + 3)):
+        holders = hold_ports("127.0.0.1", 8)
+        assert [port_of(holder) for holder in holders] == [*range(lowest + 20, lowest + 28)]
+        with pytest.raises(OSError, match="no 8 consecutive TCP ports"):
+            hold_ports("127.0.0.1", 8)
+        with socket.create_server(("127.0.0.1", lowest)):
+            """The ports before the one in use are free again."""
+    for holder in holders:
+        holder.close()
 
 
 def test_an_interface_is_found_by_its_address():

@@ -26,7 +26,8 @@ def test_the_help_has_every_setting_with_its_kind_default_and_meaning(command, r
 
 def test_a_setting_reads_as_a_recipe_writes_it():
     known = {each.path: each for each in settings(RunConfig)}
-    assert (known["run.steps"].kind, known["run.steps"].default) == ("integer >= 1", "required")
+    assert (known["run.name"].kind, known["run.name"].default) == ("text", "required")
+    assert (known["run.steps"].kind, known["run.steps"].default) == ("integer >= 1 or null", "null")
     assert (known["run.root"].kind, known["run.root"].default) == ("path", "runs")
     assert known["eval.max_prompts"].kind == "integer >= 1 or null"
     assert known["actor.optimizer.decay.type"].kind == "constant | linear | cosine"

@@ -26,7 +26,7 @@ from slipstream.backend.simulate.schedules import (
 from slipstream.backend.simulate.timeline import ROWS, SAMPLES, Timeline
 from slipstream.backend.simulate.world import SimulationStalled, World
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.control.core import Loss
+from slipstream.rollout.control.ends import Loss
 from tests.environment import environment
 
 ROOT = Path(__file__).parents[2]

@@ -7,13 +7,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from slipstream.backend.batch.micro_batch import assemble
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.trainer.prepared import Scores
 from slipstream.backend.trainer.targets import find_targets
 from slipstream.configs.schema import ActorConfig
-from slipstream.configs.schema.advantage import ModelScores, RewardTerm, TeacherTerm, TopTokensTerm
+from slipstream.configs.schema.advantage import (
+    AdvantageNorm,
+    ModelScores,
+    RewardTerm,
+    TeacherTerm,
+    TopTokensTerm,
+)
 from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.trajectory import Trajectory, joined
 from tests.unit.test_trainer_live_turns import LIVE, PROMPTS, live, of_prompt
@@ -144,3 +151,21 @@ def test_likeliest_tokens_reach_the_tokens_that_they_are_about_through_packs_and
     assert teacher.logp_T[micro.trajectory_M == 2].tolist() == [-2.0] * 3
     assert assemble(batch, [1], 4).teacher is not None  # a sibling of one that has scores
     assert assemble(batch_of(*PROMPTS, group=[0] * 4), [0, 1], 4).teacher is None
+
+
+@pytest.mark.parametrize("packs", [[[0, 1, 2, 3, 4]], [[4], [1, 3], [2, 0]]])
+@pytest.mark.parametrize(("mean", "deviation"), [(True, True), (True, False), (False, True)])
+def test_the_sum_of_terms_is_normalized_over_the_tokens_of_the_batch(monkeypatch, packs, mean, deviation):
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: None)  # there is one rank
+    terms = [RewardTerm(estimator="dr_grpo"), TeacherTerm(weight=0.5, clip=None)]
+    batch = batch_of(*PAIR, *PROMPTS[:2], LIVE[1], group=[8, 8, 9, 9, -1], turn_advantages={4: (0.75,)})
+    norm = AdvantageNorm(mean=mean, deviation=deviation, eps=0.25)
+    plain, measured = found(ActorConfig(advantage=terms), batch, packs)
+    actual, unchanged = found(ActorConfig(advantage=terms, advantage_norm=norm), batch, packs)
+    every = np.concatenate([plain[number] for number in range(4)]).astype(np.float64)
+    centre, scale = every.mean() if mean else 0.0, every.std() + 0.25 if deviation else 1.0
+    for number in range(4):
+        expected = (np.array(plain[number]) - centre) / scale
+        np.testing.assert_allclose(actual[number], expected, rtol=1e-6, atol=1e-7)
+    assert actual[4] == plain[4] == [0.75] * 4  # a live turn has what its judge says
+    assert unchanged == measured

@@ -1,12 +1,17 @@
 """``slipstream try``: what is shown of episodes."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
-from slipstream.backend.commands.tryout import TextPart, parts_of, plain, verdict
-from slipstream.backend.driver.tryout import evenly
+from slipstream.backend.commands.tryout import EpisodePart, parts_of, plain, verdict
+from slipstream.backend.driver.inputs import InputError
+from slipstream.backend.driver.tryout import evenly, tryout
+from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collector.trial import TriedEpisode
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory, joined
+from tests.unit.test_rollout_gpu_environment import VALID
 
 
 class Letters:
@@ -43,10 +48,10 @@ def test_prompts_lie_evenly_over_the_data(count, number, places):
 def test_what_the_policy_has_sampled_is_told_from_what_it_was_given():
     parts = parts_of(trajectory("askABtoolC"), Letters())
     assert parts == [
-        TextPart("ask", False),
-        TextPart("AB", True),
-        TextPart("tool", False),
-        TextPart("C", True),
+        EpisodePart("ask", False),
+        EpisodePart("AB", True),
+        EpisodePart("tool", False),
+        EpisodePart("C", True),
     ]
 
 
@@ -70,3 +75,22 @@ def test_the_verdict_says_what_cannot_be_learned_from_and_what_was_cut_off():
     assert "all rewards are equal" in text and "1 cut off at 72 tokens" in text
     text = "\n".join(verdict([cut, episode(trajectory("askA", reward=0.0))], 72))
     assert "all rewards are equal" not in text
+
+
+def test_an_engine_over_nodes_is_refused_where_one_machine_alone_is_used():
+    config = RunConfig.model_validate(
+        VALID
+        | {
+            "cluster": {"type": "slurm"},
+            "rollout": VALID["rollout"] | {"engine": {"nodes": 2, "tensor_parallel": 16}},
+        }
+    )
+
+    async def main() -> None:
+        async with tryout(config, lambda text: None):
+            """Nothing is tried."""
+
+    with pytest.raises(
+        InputError, match=r"rollout.engine.nodes: found 2, expected 1: .*on this machine alone"
+    ):
+        asyncio.run(main())

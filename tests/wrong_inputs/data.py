@@ -89,9 +89,9 @@ CASES = (
     ),
     _row(
         "a prompt that is longer than the context",
-        "`prompt` has 602 tokens, expected at most 448",
-        "the model has room for 512, of which rollout.sampling.max_new_tokens takes 64",
-        "leave it out: max_prompt_tokens: 448",
+        "`prompt` has 602 tokens, expected at most 442",
+        "the engines have room for 506, of which rollout.sampling.max_new_tokens takes 64",
+        "leave it out: max_prompt_tokens: 442",
         prompt="1" * 600,
     ),
     _row("a number that no message holds", "serialize ints", "write such a value as a text", level=10**30),
@@ -170,7 +170,7 @@ CASES = (
         "a held-out prompt without room for its completion",
         (
             "eval.path: FOLDER/heldout.jsonl, line 1",
-            "102 tokens, expected at most 12",
+            "102 tokens, expected at most 6",
             "eval.sampling.max_new_tokens",
         ),
         overrides=("eval.sampling.max_new_tokens=500",),

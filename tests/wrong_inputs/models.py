@@ -27,6 +27,11 @@ CASES = (
         files={"model/config.json": json.dumps(CONFIG)},
     ),
     WrongInput(
+        "a model that engines cannot serve on CPUs",
+        ("model.path: SGLang cannot serve qwen3_next on CPUs", "linear attention", "run it on GPUs"),
+        files={"model/config.json": lambda text: text.replace('"qwen3"', '"qwen3_next"')},
+    ),
+    WrongInput(
         "no weights",
         ("model.path", "FOLDER/model holds neither model.safetensors nor model.safetensors.index.json"),
         files={"model/model.safetensors": None},

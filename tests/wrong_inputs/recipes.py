@@ -144,8 +144,8 @@ CASES = (
     ),
     WrongInput(
         "two transports of one GPU",
-        ("weights.transport.type = 'distributed'", "NCCL", "'disk' or 'delta'"),
-        overrides=("rollout.engine.colocated=true", "weights.transport={type: distributed}"),
+        ("weights.transport.type = 'shards'", "NCCL", "'disk' or 'delta'"),
+        overrides=("rollout.engine.colocated=true", "weights.transport={type: shards}"),
     ),
     WrongInput(
         "groups without a spread",
