@@ -22,7 +22,8 @@ from slipstream.rollout.collect.intake import Intake
 from slipstream.rollout.collect.leases import Leases
 from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.collect.server import CollectorServer
-from slipstream.rollout.control.core import Loss, RolloutControl
+from slipstream.rollout.control.core import RolloutControl
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.engine.key import new_key
 from slipstream.rollout.engine.roster import EngineRoster

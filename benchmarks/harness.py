@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 
 T = TypeVar("T")
 
@@ -20,19 +21,31 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
 
 
-# ---- memory of this process
+# ---- memory of a process, by default of this one
 
 
-def peak_mb() -> float:
+def peak_mb(process: int | str = "self") -> float:
     """Return the largest resident size since `reset_peak`."""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line]
+    [line] = [line for line in Path(f"/proc/{process}/status").read_text().splitlines() if "VmHWM" in line]
     return int(line.split()[1]) / 1024
 
 
-def reset_peak() -> float:
+def reset_peak(process: int | str = "self") -> float:
     """Forget the peak so far, and return the present resident size."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak_mb()
+    Path(f"/proc/{process}/clear_refs").write_text("5")
+    return peak_mb(process)
+
+
+# ---- ranks
+
+
+def seconds_of_all_ranks(work: Callable[[], None]) -> float:
+    """Return the seconds until the last rank of the default process group is done."""
+    dist.barrier()
+    began = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - began
 
 
 # ---- sides that take turns
