@@ -130,10 +130,10 @@ def planned(config: RunConfig, *, supervised: bool = False) -> Planned:
     on_gpus = _on_gpus(config)
     # A login node has no GPUs, but the recipe is for machines that have.
     for_gpus = config.cluster.device == "gpu"
-    layers = layer_spec_on_gpus(config.actor, config.model.dtype) if for_gpus else None
     kernels: Kernels = "fused" if on_gpus else "plain"
     try:
         spec = model_spec(config.model.path, plugins.resolved(config.model.families))
+        layers = layer_spec_on_gpus(config.actor, config.model.dtype, spec.geometry) if for_gpus else None
         export = export_plan(config, spec, layers=layers)
         stages = trainer_memory(config, export, kernels, runtime=RUNTIME if on_gpus else 0)
         engine = None if supervised else engine_memory(config, spec, _gpu_memory(config))

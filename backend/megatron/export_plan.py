@@ -23,6 +23,7 @@ def export_plan(config: RunConfig, spec: ModelSpec, *, layers: LayerSpec | None 
 
     layers: the layer spec of the ranks; None: the one that ``actor.layer_spec`` gives on this machine.
     """
-    layout = Layout.of(config.actor.parallel, layers or layer_spec(config.actor, config.model.dtype))
+    layers = layers or layer_spec(config.actor, config.model.dtype, spec.geometry)
+    layout = Layout.of(config.actor.parallel, layers)
     require_supported(spec.geometry, layout)
     return make_plan(spec, layout, bucket_mb(config) * 2**20, ITEMSIZE[config.model.dtype])

@@ -9,7 +9,6 @@ from torch import Tensor
 from slipstream.backend.batch.micro_batch import MicroBatch
 from slipstream.backend.megatron import head, model
 from slipstream.backend.megatron.fusions import KernelSupport, head_implementation
-from slipstream.backend.megatron.layer_spec import layer_spec
 from slipstream.backend.megatron.packed_model import LanguageModel
 from slipstream.backend.megatron.weights import sharded_weights, take_over
 from slipstream.bridge.model.spec import ModelSpec
@@ -34,7 +33,7 @@ class FrozenModel:
     ) -> None:
         self._device, self._dtype = device, dtype
         # An average's weights must have the policy's names, hence the policy's layer spec.
-        same = {"layer_spec": layer_spec(actor, str(dtype).removeprefix("torch.")), "lora": None}
+        same = {"layer_spec": model.layer_spec_of(actor, dtype, spec.geometry), "lora": None}
         self._parts = model.build_model(spec, actor.model_copy(update=same), dtype, device)
         head.pass_on_hidden_states(self._parts)
         for part in self._parts:

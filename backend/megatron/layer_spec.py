@@ -2,18 +2,21 @@
 
 import importlib.util
 
+from slipstream.backend.megatron.supported import needs_local
+from slipstream.bridge.model.geometry import Geometry
 from slipstream.bridge.model.layout import LayerSpec
 from slipstream.configs.schema import ActorConfig
 
 
-def layer_spec(actor: ActorConfig, dtype: str) -> LayerSpec:
+def layer_spec(actor: ActorConfig, dtype: str, geometry: Geometry) -> LayerSpec:
     """Return the layer spec that ``actor.layer_spec`` names, or for ``auto`` the faster one that fits.
 
     That is Transformer Engine on GPUs where it is installed, for bfloat16 models without adapters: its
-    attention kernels need bfloat16, and adapters need layers of the local spec.
+    attention kernels need bfloat16, and adapters need layers of the local spec. So does sparse attention.
     """
-    if layer_spec_on_gpus(actor, dtype) == "local" or actor.layer_spec != "auto":
-        return layer_spec_on_gpus(actor, dtype)
+    on_gpus = layer_spec_on_gpus(actor, dtype, geometry)
+    if on_gpus == "local" or actor.layer_spec != "auto":
+        return on_gpus
     if importlib.util.find_spec("transformer_engine") is None:
         return "local"
     import torch
@@ -21,8 +24,9 @@ def layer_spec(actor: ActorConfig, dtype: str) -> LayerSpec:
     return "transformer_engine" if torch.cuda.is_available() else "local"
 
 
-def layer_spec_on_gpus(actor: ActorConfig, dtype: str) -> LayerSpec:
+def layer_spec_on_gpus(actor: ActorConfig, dtype: str, geometry: Geometry) -> LayerSpec:
     """Return the layer spec of ``actor.layer_spec`` on machines with GPUs and Transformer Engine."""
     if actor.layer_spec != "auto":
         return actor.layer_spec
-    return "transformer_engine" if actor.lora is None and dtype == "bfloat16" else "local"
+    fits = actor.lora is None and dtype == "bfloat16" and needs_local(geometry) is None
+    return "transformer_engine" if fits else "local"

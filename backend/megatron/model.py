@@ -47,8 +47,8 @@ from slipstream.backend.megatron.local_layers import DownProjection, RMSNorm
 from slipstream.backend.megatron.marks import marks_of
 from slipstream.backend.megatron.sparse_attention import TokenIndexer
 from slipstream.backend.megatron.supported import require_supported
-from slipstream.bridge.model.geometry import GroupedAttention
-from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.model.geometry import Geometry, GroupedAttention
+from slipstream.bridge.model.layout import LayerSpec, Layout
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.load import load_hf
 from slipstream.configs.schema import ActorConfig
@@ -73,7 +73,7 @@ def build_model(
     this module.
     """
     parts = empty_model(spec, actor, dtype, device, provider=provider)
-    layout, rank = _layout(actor, dtype), torch.distributed.get_rank()
+    layout, rank = _layout(actor, dtype, spec.geometry), torch.distributed.get_rank()
     load_hf(spec, layout, rank, [named_shards(part) for part in parts])
     if actor.lora is not None:
         lora.adapt(parts, spec, layout, rank, actor.lora, seed)
@@ -89,7 +89,7 @@ def empty_model(
     provider: ModelProvider | None = None,
 ) -> list[GPTModel]:
     """Return the same parts with undefined weights and without adapters."""
-    geometry, layout = spec.geometry, _layout(actor, dtype)
+    geometry, layout = spec.geometry, _layout(actor, dtype, spec.geometry)
     require_supported(geometry, layout)
     config = transformer_config(geometry, actor, layout, dtype)
     stage = groups.get_pipeline_model_parallel_rank()
@@ -114,8 +114,13 @@ def empty_model(
     return parts
 
 
-def _layout(actor: ActorConfig, dtype: torch.dtype) -> Layout:
-    return Layout.of(actor.parallel, layer_spec(actor, str(dtype).removeprefix("torch.")))
+def layer_spec_of(actor: ActorConfig, dtype: torch.dtype, geometry: Geometry) -> LayerSpec:
+    """Return the layer spec of a model of this dtype."""
+    return layer_spec(actor, str(dtype).removeprefix("torch."), geometry)
+
+
+def _layout(actor: ActorConfig, dtype: torch.dtype, geometry: Geometry) -> Layout:
+    return Layout.of(actor.parallel, layer_spec_of(actor, dtype, geometry))
 
 
 def _specs_of_stage(specs: list[ModuleSpec], layout: Layout, stage: int) -> list[list[ModuleSpec]]:

@@ -11,7 +11,7 @@ from slipstream.bridge.model.layout import Layout
 def require_supported(geometry: Geometry, layout: Layout) -> None:
     """Raise UnsupportedModel if a model cannot run in a layout, with the reason and what to set instead."""
     problems: list[str] = []
-    if layout.layer_spec == "transformer_engine" and (reason := _needs_local(geometry)):
+    if layout.layer_spec == "transformer_engine" and (reason := needs_local(geometry)):
         problems.append(f"{reason}; set actor.layer_spec to local")
     if geometry.linear_biases and geometry.experts is not None and layout.etp > 1:
         problems.append(
@@ -22,7 +22,7 @@ def require_supported(geometry: Geometry, layout: Layout) -> None:
         raise UnsupportedModel(f"{geometry.family}: {'; '.join(problems)}")
 
 
-def _needs_local(geometry: Geometry) -> str | None:
+def needs_local(geometry: Geometry) -> str | None:
     """Return why a model cannot run with the layers of Transformer Engine; None: it can."""
     attention = geometry.attention
     if isinstance(attention, LatentAttention) and attention.indexer is not None:

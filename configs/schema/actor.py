@@ -161,7 +161,8 @@ class TrainedConfig(Section):
     layer_spec: Literal["auto", "transformer_engine", "local"] = Field(
         default="auto",
         description="Implementation of the layers: Transformer Engine's, or plain PyTorch (`local`). `auto` "
-        "takes Transformer Engine's on GPUs where it is installed, for bfloat16 models without adapters.",
+        "takes Transformer Engine's on GPUs where it is installed, for bfloat16 models without adapters or "
+        "sparse attention.",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",

@@ -9,8 +9,11 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from slipstream.backend.cli import app
+from slipstream.backend.megatron.supported import require_supported
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
-from slipstream.bridge.families import FAMILIES
+from slipstream.bridge.families import FAMILIES, spec_of
+from slipstream.bridge.hf.config import UnsupportedModel, read_config
+from slipstream.bridge.model.layout import Layout
 from slipstream.rollout.engine.unserved import UNSERVED_ON_CPUS
 from tests.bridge_cases import MIXTURES
 from tests.models import make_checkpoint
@@ -255,11 +258,6 @@ def test_check_refuses_engines_that_cannot_divide_the_experts_of_a_model(tmp_pat
             "each of the 2 tensor-parallel ranks that share an expert would add its bias; set "
             "actor.parallel.expert_tensor to 1",
         ),
-        (
-            "deepseek_v32",
-            {"actor.parallel": "{}", "cluster": "{type: local, device: gpu}"},
-            "Megatron's sparse attention takes no packed sequences; set actor.layer_spec to local",
-        ),
     ],
 )
 def test_a_layout_that_megatron_s_layers_cannot_compute_is_exit_code_2(tmp_path, family, changes, message):
@@ -268,6 +266,20 @@ def test_a_layout_that_megatron_s_layers_cannot_compute_is_exit_code_2(tmp_path,
     ended = call("plan", written_recipe(tmp_path), *overrides, "--no-split")
     assert ended.exit_code == 2
     assert f"{family}: {message}" in " ".join(ended.output.split())
+
+
+def test_a_model_with_sparse_attention_gets_layers_of_the_local_spec_by_itself(tmp_path):
+    build_tokenizer().save_pretrained(make_checkpoint(tmp_path / "model", "deepseek_v32", tied=False))
+    settings = ("model.dtype=bfloat16", "actor.parallel={}", "cluster={type: local, device: gpu}")
+    ended = call("plan", written_recipe(tmp_path), *settings, "--no-split")
+    assert ended.exit_code == 0, ended.output
+
+
+def test_layers_of_transformer_engine_are_refused_to_a_model_with_sparse_attention(tmp_path):
+    folder = make_checkpoint(tmp_path / "model", "deepseek_v32", tied=False)
+    geometry = spec_of(read_config(folder), folder).geometry
+    with pytest.raises(UnsupportedModel, match=r"sparse attention .* set actor.layer_spec to local"):
+        require_supported(geometry, Layout(layer_spec="transformer_engine"))
 
 
 def test_check_refuses_adapters_of_experts_that_hf_stacks(tmp_path):

@@ -179,7 +179,7 @@ def rank_arguments(config: RunConfig) -> SlimeArguments:
     args = slime_arguments(config)
     spec = model_spec(config.model.path, plugins.resolved(config.model.families))
     geometry, actor = spec.geometry, config.actor
-    layout = Layout.of(actor.parallel, layer_spec(actor, config.model.dtype))
+    layout = Layout.of(actor.parallel, layer_spec(actor, config.model.dtype, geometry))
     dtype = getattr(torch, config.model.dtype)
     megatron = vars(transformer_config(geometry, actor, layout, dtype))
     of_the_rank = {
