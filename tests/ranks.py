@@ -68,7 +68,6 @@ def _destroy_groups() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
-        from megatron.core import parallel_state
+        from slipstream.backend.megatron.parallel import leave
 
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        leave()

@@ -10,7 +10,7 @@ from typing import TypedDict, cast
 import torch
 import torch.distributed as dist
 
-from slipstream.backend.megatron.parallel import RankSpec, initialize
+from slipstream.backend.megatron.parallel import RankSpec, initialize, leave
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.files import write_hf
 from slipstream.bridge.model.layout import Layout
@@ -36,15 +36,11 @@ class _About(TypedDict, total=False):
 
 @contextmanager
 def _joined(rank: RankSpec, parallel: ParallelConfig) -> Generator[torch.device]:
-    """Make this process a rank of Megatron's groups. They are destroyed at the end, except after an error."""
+    """Make this process a rank of Megatron's groups, which it leaves at the end, except after an error."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks of a large layout outnumber a machine's GPUs
     warnings.filterwarnings("ignore", module="megatron|torch")  # about what is missing for training
     yield initialize(rank, parallel, seed=0, timeout_s=COLLECTIVE_TIMEOUT_S)
-    from slipstream.backend.megatron.groups import groups
-
-    dist.barrier()  # a rank that leaves would look like a lost peer to ranks still at work
-    groups.destroy_model_parallel()
-    dist.destroy_process_group()
+    leave()
 
 
 def write_megatron(

@@ -68,3 +68,17 @@ def initialize(spec: RankSpec, parallel: ParallelConfig, *, seed: int, timeout_s
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     return torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+
+
+def leave() -> None:
+    """Leave all groups together with the other ranks, after which this process can join others.
+
+    Gloo's destructor keeps the interpreter's lock while it waits for its threads, and a thread that has just
+    finished a collective may need the lock to free a tensor. The barrier, in whose wait the lock is free,
+    lets it finish; without it one process in several hundred stands still for ever.
+    """
+    from megatron.core import parallel_state
+
+    dist.barrier()  # also, a rank that leaves would look like a lost peer to ranks still at work
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

@@ -150,15 +150,12 @@ def unfused(gradients):
 
 def one_after_the_other(rank: RankSpec, work: list[tuple[int, RunConfig]], batch: TrainBatch):
     """``logprobs_and_gradients`` for each port and config, in processes that start once."""
-    import torch.distributed as dist
+    from slipstream.backend.megatron.parallel import leave
 
     found = []
     for port, config in work:
         found.append(logprobs_and_gradients(replace(rank, port=port), config, batch))
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        leave()
     return found
 
 

@@ -346,8 +346,8 @@ def with_critic(rank: RankSpec, config: RunConfig) -> dict[str, Any]:
 
 def reward_model(rank: RankSpec, config: RunConfig) -> dict[str, Any]:
     """Spoil the update of a reward model on the last rank alone."""
-    import torch.distributed as dist
 
+    from slipstream.backend.megatron.parallel import leave
     from slipstream.backend.trainer.reward_model import RewardModelRank
 
     trainer = RewardModelRank(config, rank)
@@ -362,8 +362,7 @@ def reward_model(rank: RankSpec, config: RunConfig) -> dict[str, Any]:
         "metrics": metrics,
         "skipped": trainer.skipped_updates(),
     }
-    trainer._groups.destroy_model_parallel()
-    dist.destroy_process_group()
+    leave()
     return result
 
 

@@ -166,14 +166,17 @@ def trainer_of(rank: RankSpec, config: RunConfig) -> Iterator[Any]:
     """A trainer whose process groups are gone afterwards, so that the process can have another one."""
     import torch.distributed as dist
 
+    from slipstream.backend.megatron.parallel import leave
     from slipstream.backend.trainer.rank import TrainerRank
 
     trainer = TrainerRank(config, rank)
     try:
         yield trainer
-    finally:
+    except BaseException:  # the other ranks may be elsewhere
         trainer._groups.destroy_model_parallel()
         dist.destroy_process_group()
+        raise
+    leave()
 
 
 def train(trainer: Any, steps: int) -> dict[str, float]:

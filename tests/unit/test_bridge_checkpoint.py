@@ -219,6 +219,7 @@ def export_and_write(rank, jobs: list[Job]) -> int:
         count += sum(last is not None for last in seen)
         if seen[-1] is not None:
             assert seen == [False] * (len(seen) - 1) + [True]
+    dist.barrier()  # see slipstream.backend.megatron.parallel.leave
     dist.destroy_process_group()
     return count
 
