@@ -96,7 +96,7 @@ def peak_flops(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Profile:
-    """What one step does on the GPU."""
+    """Counts and times of one step on the GPU."""
 
     kernels: int
     kernel_s: float
@@ -118,12 +118,15 @@ def profile_of(step: Callable[[], object]) -> Profile:
         step()
         torch.cuda.synchronize()
     averages = profiler.key_averages()
+    waits = (
+        sum(event.count for event in averages if event.key in WAITS) - 1
+    )  # the last one is this function's
     on_gpu = [event for event in averages if event.device_type.name == "CUDA"]
     on_gpu.sort(key=lambda event: -event.self_device_time_total)
     return Profile(
         sum(event.count for event in on_gpu),
         sum(event.self_device_time_total for event in on_gpu) / 1e6,
-        sum(event.count for event in averages if event.key in WAITS) - 1,
+        waits,
         [(event.key[:72], event.count, event.self_device_time_total / 1e6) for event in on_gpu[:12]],
     )
 

@@ -1,4 +1,4 @@
-"""What a colocated trainer pays for its turns on a GPU: giving up memory and taking it back, in GB/s.
+"""Rates at which a colocated trainer gives up the memory of a GPU and takes it back, in GB/s.
 
     python -m benchmarks.resting_on_gpu          # 8 GB of weights and optimizer state, ten seconds
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from slipstream.backend.objective.softmax import Scratch, Softmax
 
 Implementation = Literal["chunked", "triton"]
-"""What goes through the logits of a slice. ``chunked``: PyTorch's element-wise operations, in scratch memory.
+"""Ways through the logits of a slice. ``chunked``: PyTorch's element-wise operations, in scratch memory.
 ``triton``: one kernel forward and one backward, in place (``head_kernels``)."""
 
 SLICE_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}
