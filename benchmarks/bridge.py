@@ -40,7 +40,7 @@ from slipstream.bridge.shards.plan import Bucket, ExportPlan, entries, entries_o
 from slipstream.bridge.transport.delta import DeltaTransport
 from slipstream.bridge.transport.replica import mount
 from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineLost
-from slipstream.rollout.network import hold_port, port_of
+from slipstream.rollout.system.network import hold_port, port_of
 from tests.ranks import run_ranks
 
 QWEN3_1_7B: dict[str, object] = {

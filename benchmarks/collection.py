@@ -15,23 +15,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.sleeping_engine import LONGEST, VOCABULARY, CollectorTask, EngineTask, Report
-from slipstream.backend.driver.collection import collection_loop
-from slipstream.backend.driver.training import encoded
-from slipstream.rollout.collect.gate import AdmissionGate
-from slipstream.rollout.collect.intake import Intake
-from slipstream.rollout.collect.leases import Leases
-from slipstream.rollout.collect.questions import EvaluationTasks
-from slipstream.rollout.collect.server import CollectorServer
+from slipstream.backend.driver.loops.collection import collection_loop
+from slipstream.backend.driver.loops.training import encoded
+from slipstream.rollout.collection.driver.gate import AdmissionGate
+from slipstream.rollout.collection.driver.intake import Intake
+from slipstream.rollout.collection.driver.leases import Leases
+from slipstream.rollout.collection.driver.questions import EvaluationTasks
+from slipstream.rollout.collection.driver.server import CollectorServer
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
-from slipstream.rollout.engine.key import new_key
 from slipstream.rollout.engine.roster import EngineRoster
-from slipstream.rollout.garbage import OF_RECORDED_EPISODE, look_seldom_for_garbage
 from slipstream.rollout.ledger.recovery import open_ledger
-from slipstream.rollout.ledger.writer import Ledger
+from slipstream.rollout.ledger.writing.writer import Ledger
 from slipstream.rollout.prompts import PromptSet, PromptStream
-from slipstream.rollout.trajectory import Prompt, TrajectoryHeader
+from slipstream.rollout.system.garbage import OF_RECORDED_EPISODE, look_seldom_for_garbage
+from slipstream.rollout.system.key import new_key
+from slipstream.rollout.tokens.trajectory import Prompt, TrajectoryHeader
 
 BATCH = 256
 """Trajectories."""

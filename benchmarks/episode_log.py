@@ -22,10 +22,10 @@ from slipstream.backend.monitor.sample_episodes import EpisodeSamples
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.backend.trainer.episode_log import StepLogProbs, chosen_episodes
 from slipstream.backend.trainer.prepared import PreparedMicroBatch, Scores, Targets
-from slipstream.rollout.episode_log.files import EpisodeFiles, episode_files
-from slipstream.rollout.episode_log.rows import episode_row
-from slipstream.rollout.episode_log.token_text import TokenText, load_decoder
-from slipstream.rollout.trajectory import Completion, Finish, Span, TrajectoryBuilder
+from slipstream.rollout.ledger.episode_log.files import EpisodeFiles, episode_files
+from slipstream.rollout.ledger.episode_log.rows import episode_row
+from slipstream.rollout.ledger.episode_log.token_text import TokenText, load_decoder
+from slipstream.rollout.tokens.trajectory import Completion, Finish, Span, TrajectoryBuilder
 
 STEPS = 5
 PACK = 16

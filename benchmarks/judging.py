@@ -19,8 +19,8 @@ import uvloop
 
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 from slipstream.configs.schema import JudgingConfig, PluginConfig
-from slipstream.rollout.judge.pool import JudgePool
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
+from slipstream.rollout.reward.judge.pool import JudgePool
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
 
 TOKENS, PROMPT_TOKENS = 576, 64
 RESPONSE = "x" * 2000

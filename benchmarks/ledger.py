@@ -25,12 +25,12 @@ import numpy as np
 import uvloop
 
 from slipstream.rollout.control.core import Ticket
-from slipstream.rollout.ledger.audit import audit_ledger
-from slipstream.rollout.ledger.history import history_of
+from slipstream.rollout.ledger.audit.account import audit_ledger
+from slipstream.rollout.ledger.reading.history import history_of
 from slipstream.rollout.ledger.recovery import open_ledger
-from slipstream.rollout.ledger.writer import SAMPLES, Ledger, Training
-from slipstream.rollout.record import REF, PieceHeader, encode, encode_chunk
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, TrajectoryHeader
+from slipstream.rollout.ledger.writing.writer import SAMPLES, Ledger, Training
+from slipstream.rollout.tokens.record import REF, PieceHeader, encode, encode_chunk
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, TrajectoryHeader
 
 BATCH = 256
 TOKENS = 512

@@ -32,8 +32,8 @@ from benchmarks.quickstart_users import POLL_S, Conversations, Shuffle, Users, h
 from slipstream.backend.commands.audit import audit_run
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 from slipstream.backend.quickstart.task import held_out_set, train_problems
-from slipstream.rollout.linux import PR_SET_PDEATHSIG, prctl
-from slipstream.rollout.network import hold_port, port_of
+from slipstream.rollout.system.linux import PR_SET_PDEATHSIG, prctl
+from slipstream.rollout.system.network import hold_port, port_of
 
 USERS = 64
 """Users that talk at the same time."""

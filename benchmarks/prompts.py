@@ -21,12 +21,12 @@ import pyarrow
 import pyarrow.parquet
 
 from benchmarks.harness import parser, peak_mb, reset_peak
-from slipstream.backend.driver.inputs import data_problems, named_files, read_source
+from slipstream.backend.driver.start.inputs import data_problems, named_files, read_source
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.load import load_recipe
 from slipstream.configs.schema import DataConfig, RunConfig
 from slipstream.rollout.prompts import PromptSet, PromptStream
-from slipstream.rollout.tokenizer import load_tokenizer
+from slipstream.rollout.tokens.tokenizer import load_tokenizer
 
 CONTEXT = 4096
 MOST_TOKENS = 350

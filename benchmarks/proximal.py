@@ -50,7 +50,7 @@ from slipstream.backend.quickstart import WARM_START_STEPS, task, write_policy
 from slipstream.backend.quickstart.policy import MAX_RESPONSE_TOKENS
 from slipstream.backend.quickstart.tokenizer import EOS, IDS, prompt_text
 from slipstream.configs.schema import ActorConfig, RunConfig
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
 
 SAMPLES = 8
 """Completions of each prompt."""

@@ -22,9 +22,9 @@ from pathlib import Path
 from benchmarks.harness import parser
 from slipstream.backend.checkpoint.folder import CheckpointFolder
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
-from slipstream.rollout.ledger.audit import audit_ledger
-from slipstream.rollout.ledger.database import LEDGER, open_for_reading
-from slipstream.rollout.ledger.samples import SAMPLES, VOID
+from slipstream.rollout.ledger.audit.account import audit_ledger
+from slipstream.rollout.ledger.rows.samples import SAMPLES, VOID
+from slipstream.rollout.ledger.storage.database import LEDGER, open_for_reading
 
 SAMPLES_PER_GROUP = 8
 STEP_TIMEOUT_S = 300

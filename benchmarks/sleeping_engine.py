@@ -25,17 +25,17 @@ import uvloop
 
 from slipstream.backend.monitor.trace import TraceLog
 from slipstream.configs.schema import JudgingConfig, PluginConfig, RunConfig, SamplingConfig
-from slipstream.rollout.collector.parts import Surroundings
-from slipstream.rollout.collector.process import collect_in
-from slipstream.rollout.collector.spec import CollectorSpec
+from slipstream.rollout.collection.collector.parts import Surroundings
+from slipstream.rollout.collection.collector.process import collect_in
+from slipstream.rollout.collection.collector.spec import CollectorSpec
 from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.trace import RequestTrace
-from slipstream.rollout.judge.pool import JudgePool, JudgeStatus
+from slipstream.rollout.reward.judge.pool import JudgePool, JudgeStatus
 from slipstream.rollout.reward.value import Judgement
-from slipstream.rollout.tokenizer import Tokenizer
-from slipstream.rollout.trajectory import Finish, Messages, Prompt, Trajectory
+from slipstream.rollout.system.key import Key
+from slipstream.rollout.tokens.tokenizer import Tokenizer
+from slipstream.rollout.tokens.trajectory import Finish, Messages, Prompt, Trajectory
 
 VOCABULARY = 150_000
 CONTEXT = 1 << 20

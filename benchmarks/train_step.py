@@ -43,8 +43,8 @@ from slipstream.backend.quickstart.policy import build_policy
 from slipstream.backend.quickstart.tokenizer import build_tokenizer, demonstration_text, prompt_text
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.objective import PPOObjective
-from slipstream.rollout.network import hold_port, port_of
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
+from slipstream.rollout.system.network import hold_port, port_of
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
 
 if TYPE_CHECKING:
     from slipstream.backend.trainer.rank import TrainerRank

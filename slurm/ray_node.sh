@@ -44,7 +44,7 @@ fi
 echo "$node: Ray at $address with $cpus CPUs and $gpus GPUs"
 
 # Ray opens its folder to every user of the node, so it goes into one that only this user may enter. As in
-# rollout/temporary.py, a folder whose lock is free was left by a job that was killed.
+# rollout/system/temporary.py, a folder whose lock is free was left by a job that was killed.
 umask 077
 mkdir -p "$tmp_root"
 for left in "$tmp_root"/slipstream.*; do
@@ -59,7 +59,7 @@ done
 export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
 # No port: the autoscaler would tell everybody who asks how busy the cluster is, and on every interface.
 export AUTOSCALER_METRIC_PORT=-1
-# As in rollout/heaps.py: memory that threads have freed is used again by others.
+# As in rollout/system/heaps.py: memory that threads have freed is used again by others.
 export MALLOC_ARENA_MAX=${MALLOC_ARENA_MAX:-2}
 # Ports other than the head's are left to the kernel (0): jobs that share a node cannot ask for the same one.
 python3 "$here/contain.py" --until-stdin-closes -- ray start "${role[@]}" --block --disable-usage-stats \

@@ -233,8 +233,8 @@ def _count_encoded(tokenizer: type[Any]) -> list[int]:
 
 def _recorded(entries: Sequence[Any], requests: Sequence[Any]) -> dict[str, Any]:
     """Return the journal, by the numbers of its entries, and the prompts that the engine was given."""
-    from slipstream.rollout.record import decode_chunks
-    from slipstream.rollout.turns import NextState, SessionEnd, Turn
+    from slipstream.rollout.tokens.record import decode_chunks
+    from slipstream.rollout.tokens.turns import NextState, SessionEnd, Turn
 
     turns: dict[int, dict[str, Any]] = {}
     next_states: dict[int, Any] = {}

@@ -31,7 +31,7 @@ from slipstream.configs.schema.judge import CodeJudge
 from slipstream.configs.schema.live import LiveJudgingConfig, NoBaseline
 from slipstream.rollout.gateway.keys import add_key, keys_file
 from slipstream.rollout.gateway.peers import read_address
-from slipstream.rollout.network import hold_port, port_of
+from slipstream.rollout.system.network import hold_port, port_of
 from tests.chat_model import CONTEXT
 from tests.environment import environment
 
@@ -191,18 +191,18 @@ async def _tick(lag: Lag) -> None:
 
 
 async def _drive(task: LiveRunTask) -> None:
-    from slipstream.backend.driver.gateways import Gateways, gateway_command
-    from slipstream.backend.driver.live import LiveUsers
+    from slipstream.backend.driver.loops.live import LiveUsers
+    from slipstream.backend.driver.processes.gateways import Gateways, gateway_command
     from slipstream.rollout.control.core import RolloutControl
     from slipstream.rollout.engine.client import EngineAddress, EngineClient
-    from slipstream.rollout.engine.key import new_key
     from slipstream.rollout.engine.roster import EngineRoster
     from slipstream.rollout.gateway.spec import GatewaySpec
-    from slipstream.rollout.handover.receiver import GatewayReceiver
     from slipstream.rollout.ledger.recovery import open_ledger
     from slipstream.rollout.live.baseline import ScoreBaseline
     from slipstream.rollout.live.judging import LiveJudging
+    from slipstream.rollout.live.receiver import GatewayReceiver
     from slipstream.rollout.live.turns import LiveTurns
+    from slipstream.rollout.system.key import new_key
 
     run = Path(task.run)
     config = GatewaySpec.read(

@@ -21,7 +21,7 @@ from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec, initialize
 from slipstream.bridge.families import model_spec
 from slipstream.configs.schema import ActorConfig
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.models import reference_logprobs, reference_model
 from tests.ranks import Job, run_jobs
 

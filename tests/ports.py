@@ -2,7 +2,7 @@
 
 import socket
 
-from slipstream.rollout.network import hold_port, port_of
+from slipstream.rollout.system.network import hold_port, port_of
 
 _HELD: list[socket.socket] = []
 

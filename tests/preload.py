@@ -5,7 +5,7 @@ The modules with the functions of ranks are not among them, because some change 
 
 from pathlib import Path
 
-from slipstream.rollout.garbage import kept_for_good
+from slipstream.rollout.system.garbage import kept_for_good
 
 if not Path("/dev/nvidiactl").exists():
     with kept_for_good():

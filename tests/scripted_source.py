@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from slipstream.rollout.gateway.source import Finished, Interrupted, Rejected, TokenDelta, TokenRequest
-from slipstream.rollout.trajectory import Finish
+from slipstream.rollout.tokens.trajectory import Finish
 
 USER, END = "<|im_start|>user\n", "<|im_end|>"
 DEFAULT = "ok"

@@ -13,7 +13,7 @@ from typing import Any
 
 from slipstream.rollout.engine import cpu
 from slipstream.rollout.engine.process import ServerSpec, let_import_sglang, server_args
-from slipstream.rollout.network import hold_port, port_of
+from slipstream.rollout.system.network import hold_port, port_of
 
 LOOPBACK = "127.0.0.1"
 DISABLED = "SGLANG_DISABLED_MODEL_ARCHS"

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from slipstream.bridge.families import Family
     from slipstream.configs.schema import RunConfig
     from slipstream.rollout.control.filters import GroupFilter
+    from slipstream.rollout.prompts.sources.source import DataSource
     from slipstream.rollout.reward import Reward
-    from slipstream.rollout.sources.source import DataSource
-    from slipstream.rollout.teacher import TeacherScores
-    from slipstream.rollout.trajectory import Group, Prompt, Trajectory, TrajectoryBuilder
+    from slipstream.rollout.tokens.teacher import TeacherScores
+    from slipstream.rollout.tokens.trajectory import Group, Prompt, Trajectory, TrajectoryBuilder
     from slipstream.rollout.workflow import Generator, Workflow, WorkflowContext
 
 __all__ = [
@@ -78,27 +78,27 @@ __all__ = [
 _WHERE = {
     "BatchMetrics": "slipstream.backend.trainer.protocols",
     "BatchTransform": "slipstream.backend.trainer.protocols",
-    "DataSource": "slipstream.rollout.sources.source",
+    "DataSource": "slipstream.rollout.prompts.sources.source",
     "Family": "slipstream.bridge.families",
     "Generator": "slipstream.rollout.workflow",
-    "Group": "slipstream.rollout.trajectory",
+    "Group": "slipstream.rollout.tokens.trajectory",
     "GroupFilter": "slipstream.rollout.control.filters",
     "MicroBatch": "slipstream.backend.batch.micro_batch",
     "OwnRun": "slipstream.backend.commands.own_run",
     "PolicyLoss": "slipstream.backend.objective.policy_loss",
-    "Prompt": "slipstream.rollout.trajectory",
+    "Prompt": "slipstream.rollout.tokens.trajectory",
     "ReferencePenalty": "slipstream.backend.objective.kl",
     "Reward": "slipstream.rollout.reward",
     "RunConfig": "slipstream.configs.schema",
     "Scores": "slipstream.backend.trainer.prepared",
     "StepsDone": "slipstream.backend.commands.own_run",
-    "TeacherScores": "slipstream.rollout.teacher",
+    "TeacherScores": "slipstream.rollout.tokens.teacher",
     "TokenAdvantage": "slipstream.backend.trainer.protocols",
     "TokenObjective": "slipstream.backend.objective.losses",
     "Tokens": "slipstream.backend.objective.losses",
     "TrainBatch": "slipstream.backend.batch.train_batch",
-    "Trajectory": "slipstream.rollout.trajectory",
-    "TrajectoryBuilder": "slipstream.rollout.trajectory",
+    "Trajectory": "slipstream.rollout.tokens.trajectory",
+    "TrajectoryBuilder": "slipstream.rollout.tokens.trajectory",
     "Workflow": "slipstream.rollout.workflow",
     "WorkflowContext": "slipstream.rollout.workflow",
 }

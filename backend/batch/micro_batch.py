@@ -8,8 +8,8 @@ from numpy.typing import DTypeLike
 
 from slipstream.backend.batch.packing import Pack
 from slipstream.backend.batch.train_batch import TrainBatch
-from slipstream.rollout.teacher import TeacherScores, placed
-from slipstream.rollout.trajectory import Trajectory
+from slipstream.rollout.tokens.teacher import TeacherScores, placed
+from slipstream.rollout.tokens.trajectory import Trajectory
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from slipstream.backend.batch.train_batch import EncodedBatch
-from slipstream.rollout.record import CorruptRecord
-from slipstream.rollout.trajectory import TrajectoryHeader
+from slipstream.rollout.tokens.record import CorruptRecord
+from slipstream.rollout.tokens.trajectory import TrajectoryHeader
 
 FORMAT = "slipstream-batch-1"
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.rollout.record import decode_trajectory
-from slipstream.rollout.trajectory import (
+from slipstream.rollout.tokens.record import decode_trajectory
+from slipstream.rollout.tokens.trajectory import (
     Completion,
     Finish,
     Span,

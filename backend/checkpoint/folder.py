@@ -23,7 +23,7 @@ from slipstream.backend.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from slipstream.rollout.durable import sync_folder
+from slipstream.rollout.system.durable import sync_folder
 
 CHECKPOINTS = "checkpoints"
 """Name of the folder of all checkpoints within the run folder."""

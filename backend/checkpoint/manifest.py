@@ -11,8 +11,8 @@ from typing import Any, TypedDict
 
 from slipstream.backend.checkpoint.disk import checksum, synced_checksum
 from slipstream.backend.checkpoint.errors import CheckpointError, describe
-from slipstream.rollout.durable import write_durably
-from slipstream.rollout.ledger.watermark import Watermark
+from slipstream.rollout.ledger.rows.watermark import Watermark
+from slipstream.rollout.system.durable import write_durably
 
 MANIFEST = "checkpoint.json"
 FORMAT = 2

@@ -11,7 +11,7 @@ from pathlib import Path
 from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.checkpoint.folder import CheckpointFolder
 from slipstream.backend.checkpoint.manifest import CheckpointRecord, record_digest
-from slipstream.rollout.ledger.history import History
+from slipstream.rollout.ledger.reading.history import History
 
 START_ANEW = "start the run anew under another run.name"
 

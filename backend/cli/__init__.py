@@ -246,7 +246,7 @@ def check(
     """Print everything that is wrong with a recipe and its models, or that nothing is."""
     with reported():
         from slipstream.backend.commands.check import check, read_recipe, read_supervised
-        from slipstream.backend.driver.run_length import words_of_length
+        from slipstream.backend.driver.start.run_length import words_of_length
 
         supervised = read_supervised(recipe, overrides or [], model_config=model_config) if sft else None
         config = (
@@ -333,7 +333,7 @@ def audit(
     """Recount a run from its ledger and checkpoints: nothing lost, nothing trained twice."""
     with reported():
         from slipstream.backend.commands import audit as auditing
-        from slipstream.rollout.ledger.database import LedgerError
+        from slipstream.rollout.ledger.storage.database import LedgerError
 
         try:
             if hints:

@@ -12,10 +12,10 @@ from slipstream.backend.cluster.trainer_actor import TrainerActor
 from slipstream.bridge.engine.orders import TAKE
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.judge import OwnEngines
-from slipstream.rollout import gpu_environment
 from slipstream.rollout.engine.actor import EngineActor
 from slipstream.rollout.engine.adapters import AdapterServing
 from slipstream.rollout.engine.process import LIVE_SERVER_ARGS, ReplicaSpec
+from slipstream.rollout.system import gpu_environment
 
 POLICY_RANK = "slipstream.backend.trainer.rank.TrainerRank"
 """Class of the ranks of a reinforcement learning run."""

@@ -5,7 +5,7 @@ import traceback
 from slipstream.backend.cluster.trainer_actor import redirect_output
 from slipstream.backend.monitor.trace import TraceLog
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.collector.spec import CollectorSpec
+from slipstream.rollout.collection.collector.spec import CollectorSpec
 
 
 class CollectorActor:
@@ -14,7 +14,7 @@ class CollectorActor:
     async def collect(self, spec: CollectorSpec, config: RunConfig) -> None:
         """Collect until the driver ends the connection."""
         redirect_output(spec.logs / f"{spec.collector}.log")
-        from slipstream.rollout.collector.process import collect
+        from slipstream.rollout.collection.collector.process import collect
         from slipstream.rollout.engine.trace import RequestTrace
 
         trace = TraceLog(config.run.folder, spec.collector)

@@ -23,7 +23,7 @@ from uuid import uuid4
 
 from slipstream.backend.cluster.object_store import SHARED_MEMORY
 from slipstream.rollout.engine.leftovers import shared_memory_of, unlink
-from slipstream.rollout.temporary import sweep
+from slipstream.rollout.system.temporary import sweep
 
 VARIABLE = "SLIPSTREAM_RUN"
 SWEEPS = 50

@@ -21,8 +21,8 @@ from typing import Self
 import msgspec
 
 from slipstream.backend.cluster.guard import VARIABLE
-from slipstream.rollout.durable import write_durably
 from slipstream.rollout.engine.leftovers import ProcessIdentity, process_of
+from slipstream.rollout.system.durable import write_durably
 
 END_S = 10.0
 """Seconds for a process to end after it was asked to. Then it is killed."""

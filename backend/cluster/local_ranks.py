@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple, cast
 
-from slipstream.rollout.network import hold_port, port_of, process_group_variables
+from slipstream.rollout.system.network import hold_port, port_of, process_group_variables
 
 if TYPE_CHECKING:
     from slipstream.backend.megatron.parallel import RankSpec

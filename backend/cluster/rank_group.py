@@ -12,7 +12,7 @@ from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.backend.cluster.handles import RankActor, kill
 from slipstream.backend.cluster.waits import Timeout, within
 from slipstream.rollout.engine.leftovers import ProcessIdentity, segments_of_torch, unlink
-from slipstream.rollout.plugins import PluginFailed
+from slipstream.rollout.system.plugins import PluginFailed
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from slipstream.backend.cluster.object_store import (
 from slipstream.backend.cluster.placement import Node
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.judge import own_engines
-from slipstream.rollout.temporary import OwnedFolder
+from slipstream.rollout.system.temporary import OwnedFolder
 
 TEMPORARY = Path("/tmp")
 """Folder of the folder with Ray's sockets, whose paths may have about 100 characters."""

@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout import gpu_environment
 from slipstream.rollout.engine.leftovers import ProcessIdentity, this_process
-from slipstream.rollout.garbage import kept_for_good
-from slipstream.rollout.network import hold_port, port_of, process_group_variables
-from slipstream.rollout.plugins import resolve
+from slipstream.rollout.system import gpu_environment
+from slipstream.rollout.system.garbage import kept_for_good
+from slipstream.rollout.system.network import hold_port, port_of, process_group_variables
+from slipstream.rollout.system.plugins import resolve
 
 
 def redirect_output(path: Path) -> None:

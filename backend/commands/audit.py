@@ -12,11 +12,11 @@ from slipstream.backend.checkpoint.errors import CheckpointError, describe
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from slipstream.backend.checkpoint.watermarks import check_watermarks
 from slipstream.backend.monitor.tables import pairs_table
-from slipstream.rollout.ledger.audit import Audit, audit_ledger
-from slipstream.rollout.ledger.database import LedgerError
-from slipstream.rollout.ledger.history import history_of
-from slipstream.rollout.ledger.lease import wait_until_free
-from slipstream.rollout.ledger.turn_hints import hints_of
+from slipstream.rollout.ledger.audit.account import Audit, audit_ledger
+from slipstream.rollout.ledger.lease.folder_lease import wait_until_free
+from slipstream.rollout.ledger.reading.history import history_of
+from slipstream.rollout.ledger.reading.turn_hints import hints_of
+from slipstream.rollout.ledger.storage.database import LedgerError
 
 
 def audit_run(folder: Path, say: Callable[[str], None]) -> Audit:

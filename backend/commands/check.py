@@ -19,8 +19,8 @@ from slipstream.configs.load import load_recipe, load_supervised
 from slipstream.configs.rules.models import MODELS
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.supervised import Supervised
-from slipstream.rollout import plugins
 from slipstream.rollout.compat.slime.checking import hook_problems
+from slipstream.rollout.system import plugins
 
 NO_INPUTS = "slipstream.backend.simulate.only_simulated"
 """Stands for a ``prepare``, which excuses missing models and prompts."""
@@ -84,14 +84,14 @@ def check(config: RunConfig, *, weights: bool = True, supervised: Supervised | N
     """
     from slipstream.backend.commands.check_data import input_problems
     from slipstream.backend.commands.machine import fp8_problems_of, host_facts, machine_problems
-    from slipstream.backend.driver.engine_model import engine_problems, quantization_notes
-    from slipstream.backend.driver.inputs import (
+    from slipstream.backend.driver.start.engine_model import engine_problems, quantization_notes
+    from slipstream.backend.driver.start.inputs import (
         adapter_problems,
         checkpoint_problems,
         cpu_engine_problems,
         judge_model_problems,
     )
-    from slipstream.backend.driver.plugin_process import imported_plugin_problems
+    from slipstream.backend.driver.start.plugin_process import imported_plugin_problems
 
     notes: list[str] = []
     problems = [*imported_plugin_problems(config), *hook_problems(config), *judge_model_problems(config)]

@@ -2,22 +2,22 @@
 
 from pathlib import Path
 
-from slipstream.backend.driver.data_checks import template_problems
-from slipstream.backend.driver.inputs import (
+from slipstream.backend.driver.modes.sft import checked_examples, reward_model_problems
+from slipstream.backend.driver.start.data_checks import template_problems
+from slipstream.backend.driver.start.inputs import (
     data_problems,
     named_files,
     problems_in,
     read_tokenizer,
     tokenizer_problems,
 )
-from slipstream.backend.driver.sft import checked_examples, reward_model_problems
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.configs.schema import RunConfig, is_on_hub
 from slipstream.configs.supervised import Supervised
-from slipstream.rollout import plugins
 from slipstream.rollout.engine.context import served_length
-from slipstream.rollout.tokenizer import HfTokenizer
+from slipstream.rollout.system import plugins
+from slipstream.rollout.tokens.tokenizer import HfTokenizer
 
 
 def input_problems(config: RunConfig, supervised: Supervised | None = None) -> tuple[list[str], list[str]]:

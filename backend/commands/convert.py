@@ -20,7 +20,7 @@ from slipstream.backend.checkpoint.folder import CheckpointFolder
 from slipstream.backend.checkpoint.manifest import MANIFEST
 from slipstream.backend.cluster.local_ranks import run_ranks
 from slipstream.backend.commands.outcome import WrongInput
-from slipstream.backend.driver.plugin_checks import check_family
+from slipstream.backend.driver.start.plugin_checks import check_family
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf import index as hf_index
 from slipstream.bridge.hf.config import UnsupportedModel
@@ -32,7 +32,7 @@ from slipstream.bridge.shards.plan import entries, pieces_of
 from slipstream.configs.load import load_layout
 from slipstream.configs.schema import ParallelConfig
 from slipstream.configs.violations import RecipeError
-from slipstream.rollout import plugins
+from slipstream.rollout.system import plugins
 
 T = TypeVar("T")
 

@@ -14,18 +14,18 @@ from rich.markup import escape
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.commands.preflight import check_start
 from slipstream.backend.commands.tryout import told
-from slipstream.backend.driver.length_filter import LengthFilter
-from slipstream.backend.driver.tryout import tryout
+from slipstream.backend.driver.modes.tryout import tryout
+from slipstream.backend.driver.start.length_filter import LengthFilter
 from slipstream.backend.monitor.passes import by_prompt, passes, powers_to
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 from slipstream.backend.monitor.units import mean
 from slipstream.configs.schema import EvalSamplingConfig, PromptFile, RunConfig
 from slipstream.configs.schema.data import how_held_out
-from slipstream.rollout.collector.trial import TriedEpisode
-from slipstream.rollout.evaluated_set import HELD_OUT
+from slipstream.rollout.collection.collector.trial import TriedEpisode
 from slipstream.rollout.prompts import PromptError, checked_prompts
-from slipstream.rollout.tokenizer import load_tokenizer
-from slipstream.rollout.trajectory import Finish, Prompt
+from slipstream.rollout.tokens.evaluated_set import HELD_OUT
+from slipstream.rollout.tokens.tokenizer import load_tokenizer
+from slipstream.rollout.tokens.trajectory import Finish, Prompt
 
 SHOWN_FAILURES = 3
 """Failed episodes of which the reason is printed."""

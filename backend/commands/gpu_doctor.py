@@ -17,8 +17,8 @@ from typing import Protocol, TypedDict
 
 from slipstream.backend.commands.doctor import Finding
 from slipstream.configs.installed.environment import pinned
-from slipstream.rollout import gpu_environment
-from slipstream.rollout.ledger.locks import lock_problem
+from slipstream.rollout.ledger.storage.locks import lock_problem
+from slipstream.rollout.system import gpu_environment
 
 DRIVER = 580
 """Oldest major version of NVIDIA's driver with CUDA 13."""

@@ -13,7 +13,7 @@ from slipstream.configs.schema import RunConfig
 def rollout_only(config: RunConfig, *, overwrite: bool = False) -> Path:
     """Generate, judge and save batches. Return their folder. Raises as ``check_start`` and ``attended``."""
     check_has_prompts(config)
-    from slipstream.backend.driver.halves import rollout_half, saved_in
+    from slipstream.backend.driver.modes.halves import rollout_half, saved_in
     from slipstream.backend.driver.run import run
 
     half = rollout_half(config)
@@ -25,7 +25,7 @@ def rollout_only(config: RunConfig, *, overwrite: bool = False) -> Path:
 def train_only(config: RunConfig, batches: Path, *, overwrite: bool = False) -> Path:
     """Train on saved batches. Return the run folder. Raises as ``check_start`` and ``attended``."""
     check_start(config, place=place_trainer)
-    from slipstream.backend.driver.halves import run_trainer_half, trainer_half
+    from slipstream.backend.driver.modes.halves import run_trainer_half, trainer_half
 
     half = trainer_half(config)
     return attended(half, partial(run_trainer_half, half, batches, overwrite=overwrite))

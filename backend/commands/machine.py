@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.backend.cluster.placement import Node, Placement, PlacementError
-from slipstream.backend.driver.gateways import FOLDER
+from slipstream.backend.driver.processes.gateways import FOLDER
 from slipstream.configs.installed.environment import has_gpus
 from slipstream.configs.rules.rollout import FP8_ON_CPUS
 from slipstream.configs.schema import RunConfig

@@ -23,9 +23,9 @@ from slipstream.configs.load import check_recipe
 from slipstream.configs.schema import RunConfig
 
 if TYPE_CHECKING:
-    from slipstream.backend.driver.own_loop import Answer, OwnEvaluation, TrainBatch, Verb
-    from slipstream.backend.driver.training import StepEvent
-    from slipstream.rollout.collect.gate import AdmissionGate
+    from slipstream.backend.driver.loops.own_loop import Answer, OwnEvaluation, TrainBatch, Verb
+    from slipstream.backend.driver.loops.training import StepEvent
+    from slipstream.rollout.collection.driver.gate import AdmissionGate
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class OwnRun:
         """
         check_recipe(self._recipe)
         check_start(self._recipe)
-        from slipstream.backend.driver.own_loop import OwnLoop
+        from slipstream.backend.driver.loops.own_loop import OwnLoop
         from slipstream.backend.driver.run import run
 
         self._on_sigterm = _interrupt_on_sigterm()
@@ -138,7 +138,7 @@ class OwnRun:
 
         Raises Failed when the run has failed, and ``StepsDone`` when ``run.steps`` steps are done.
         """
-        from slipstream.backend.driver.training import BatchTaken, StepLost
+        from slipstream.backend.driver.loops.training import BatchTaken, StepLost
 
         self._expect("batch")
         event = self._step_event(self._ask("go on"))
@@ -157,8 +157,8 @@ class OwnRun:
         ``batch.rewarded``. Raises TrainerFailed when the trainer has died: it is started again, the groups of
         the batch come again, and the loop goes on with ``batch``. Raises Failed when the run has failed.
         """
-        from slipstream.backend.driver.own_loop import TrainBatch
-        from slipstream.backend.driver.training import StepTrained
+        from slipstream.backend.driver.loops.own_loop import TrainBatch
+        from slipstream.backend.driver.loops.training import StepTrained
 
         self._expect("step")
         if not isinstance(batch, TrainBatch):
@@ -174,7 +174,7 @@ class OwnRun:
 
         Running requests go on afterwards. A checkpoint is taken if one is due. Raises as ``step``.
         """
-        from slipstream.backend.driver.training import StepPublished
+        from slipstream.backend.driver.loops.training import StepPublished
 
         self._expect("publish")
         event = self._done(self._ask("go on"))
@@ -188,7 +188,7 @@ class OwnRun:
         None: an episode has failed, and a note in ``driver.log`` says why. Raises WrongInput without a
         section ``eval``.
         """
-        from slipstream.backend.driver.own_loop import OwnEvaluation
+        from slipstream.backend.driver.loops.own_loop import OwnEvaluation
 
         if self._recipe.eval is None:
             raise WrongInput("eval: expected held-out prompts to evaluate on: the recipe has none")
@@ -210,13 +210,13 @@ class OwnRun:
         return self._first(answer)
 
     def _step_event(self, answer: "StepEvent | OwnEvaluation | None") -> "StepEvent | None":
-        from slipstream.backend.driver.own_loop import OwnEvaluation
+        from slipstream.backend.driver.loops.own_loop import OwnEvaluation
 
         assert not isinstance(answer, OwnEvaluation)
         return answer
 
     def _done(self, answer: "StepEvent | OwnEvaluation | None") -> "StepEvent | OwnEvaluation | None":
-        from slipstream.backend.driver.training import StepLost
+        from slipstream.backend.driver.loops.training import StepLost
 
         if isinstance(answer, StepLost):
             self._next = "batch"

@@ -24,7 +24,7 @@ from slipstream.bridge.hf.index import ITEMSIZE
 from slipstream.bridge.shards.plan import SENDER
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.judge import own_engines
-from slipstream.rollout import gpu_environment
+from slipstream.rollout.system import gpu_environment
 
 SHOWN = 20
 """Number of buckets that the table shows from either end; ``--json`` lists them all."""

@@ -17,8 +17,8 @@ from slipstream.backend.monitor.report.page import (
     render,
     run_data,
 )
-from slipstream.rollout.ledger.database import LedgerBusy, LedgerError
 from slipstream.rollout.ledger.recovery import LEDGER
+from slipstream.rollout.ledger.storage.database import LedgerBusy, LedgerError
 
 RECIPE = "recipe.yaml"
 

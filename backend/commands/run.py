@@ -23,7 +23,7 @@ from slipstream.backend.monitor.summary import (
 )
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.supervised import Supervised
-from slipstream.rollout.heaps import keep_few_heaps
+from slipstream.rollout.system.heaps import keep_few_heaps
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def sft(
 ) -> Path:
     """Train on examples. Return the folder of the checkpoint. Raises as ``check_start`` and ``attended``."""
     check_start(supervised.run, place=place_trainer)
-    from slipstream.backend.driver.sft import run_supervised
+    from slipstream.backend.driver.modes.sft import run_supervised
 
     options = _options(resume, accept_changed_inputs, overwrite)
     return attended(supervised.run, partial(run_supervised, supervised, **options))
@@ -71,9 +71,9 @@ def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None
     import uvloop
 
     from slipstream.backend.cluster.placement import PlacementError
-    from slipstream.backend.driver.inputs import InputError
-    from slipstream.backend.driver.run_folder import LOGS
-    from slipstream.backend.driver.stop import Stopped
+    from slipstream.backend.driver.loops.stop import Stopped
+    from slipstream.backend.driver.start.inputs import InputError
+    from slipstream.backend.driver.start.run_folder import LOGS
 
     folder, began = config.run.folder, time.time()
     progress = open_progress(config.run.steps or 0, bound=config.rollout.max_head_offpolicyness)

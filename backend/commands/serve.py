@@ -66,9 +66,9 @@ def serve(
 async def _serve(
     config: RunConfig, resume: bool, accept_changes: bool, overwrite: bool, progress: Progress
 ) -> None:
+    from slipstream.backend.driver.loops.stop import Stopped
+    from slipstream.backend.driver.modes.serve import serve
     from slipstream.backend.driver.run import run
-    from slipstream.backend.driver.serve import serve
-    from slipstream.backend.driver.stop import Stopped
 
     try:
         if _trains(config):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import slipstream.slurm
 from slipstream.backend.commands.outcome import Failed, WrongInput
-from slipstream.backend.driver.job_end import SHORTEST_S
+from slipstream.backend.driver.loops.job_end import SHORTEST_S
 from slipstream.configs.rules.models import JUDGE, MODELS, model_folder
 from slipstream.configs.schema import ContainerConfig, RunConfig, is_on_hub
 from slipstream.configs.schema.judge import OwnEngines, own_engines

@@ -14,20 +14,20 @@ from rich.text import Text
 
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.commands.preflight import check_start
-from slipstream.backend.driver.inputs import InputError, Inputs
-from slipstream.backend.driver.prepare import PrepareFailed
-from slipstream.backend.driver.tryout import evenly, tryout
+from slipstream.backend.driver.modes.tryout import evenly, tryout
+from slipstream.backend.driver.start.inputs import InputError, Inputs
+from slipstream.backend.driver.start.prepare import PrepareFailed
 from slipstream.backend.monitor.tables import pairs_table
 from slipstream.backend.monitor.units import mean
 from slipstream.configs.schema import RunConfig, path_text
-from slipstream.rollout.collector.trial import TriedEpisode
+from slipstream.rollout.collection.collector.trial import TriedEpisode
 from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.engine.process import EngineStartError
-from slipstream.rollout.judge.errors import JudgeStartFailed
-from slipstream.rollout.named_numbers import by_name, mean_of
-from slipstream.rollout.plugins import PluginError
-from slipstream.rollout.tokenizer import Tokenizer
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
+from slipstream.rollout.reward.judge.errors import JudgeStartFailed
+from slipstream.rollout.system.plugins import PluginError
+from slipstream.rollout.tokens.named_numbers import by_name, mean_of
+from slipstream.rollout.tokens.tokenizer import Tokenizer
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
 
 LONGEST_TEXT = 4000
 """Characters of a text that is printed. The middle of a longer one is left out."""

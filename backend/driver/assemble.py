@@ -14,54 +14,54 @@ from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from slipstream.backend.cluster.actors import CollectorActors, EngineActors, create_ranks
 from slipstream.backend.cluster.placement import Placement
 from slipstream.backend.cluster.rank_group import RankGroup
-from slipstream.backend.driver.checkpointing import TrainerCheckpoints
-from slipstream.backend.driver.collectors import Collectors
-from slipstream.backend.driver.devices import Colocated, Devices, Separate
-from slipstream.backend.driver.engines import EngineLimits, policy_engines
-from slipstream.backend.driver.evaluation import Evaluation
-from slipstream.backend.driver.gateways import Gateways, gateway_command
-from slipstream.backend.driver.hooked_batches import HookedBatches, hooked_batches
-from slipstream.backend.driver.inputs import Inputs
-from slipstream.backend.driver.interrupted import InterruptedUpdates
-from slipstream.backend.driver.judge_engines import judge_supervisor
-from slipstream.backend.driver.live import LiveUsers
+from slipstream.backend.driver.loops.evaluation import Evaluation
+from slipstream.backend.driver.loops.hooked_batches import HookedBatches, hooked_batches
+from slipstream.backend.driver.loops.live import LiveUsers
 from slipstream.backend.driver.ports import RunListener, RunTrainer
-from slipstream.backend.driver.resume import RunState
-from slipstream.backend.driver.revival import Revival
-from slipstream.backend.driver.rewind import Rewind
-from slipstream.backend.driver.served_weights import ServedWeights
-from slipstream.backend.driver.trainer import RankedTrainer
-from slipstream.backend.driver.verification import Verifier, probe_text
+from slipstream.backend.driver.processes.collectors import Collectors
+from slipstream.backend.driver.processes.devices import Colocated, Devices, Separate
+from slipstream.backend.driver.processes.engines import EngineLimits, policy_engines
+from slipstream.backend.driver.processes.gateways import Gateways, gateway_command
+from slipstream.backend.driver.processes.judge_engines import judge_supervisor
+from slipstream.backend.driver.start.inputs import Inputs
+from slipstream.backend.driver.start.resume import RunState
+from slipstream.backend.driver.weights.checkpointing import TrainerCheckpoints
+from slipstream.backend.driver.weights.interrupted import InterruptedUpdates
+from slipstream.backend.driver.weights.revival import Revival
+from slipstream.backend.driver.weights.rewind import Rewind
+from slipstream.backend.driver.weights.served_weights import ServedWeights
+from slipstream.backend.driver.weights.trainer import RankedTrainer
+from slipstream.backend.driver.weights.verification import Verifier, probe_text
 from slipstream.backend.monitor.status import RunStatus
 from slipstream.bridge.publish.endpoint import PAUSE
 from slipstream.bridge.shards.adapter import adapter_spec
 from slipstream.configs.schema import LiveConfig, RunConfig
 from slipstream.configs.schema.judge import asks_policy, own_engines
-from slipstream.rollout.collect.gate import AdmissionGate
-from slipstream.rollout.collect.leases import Leases
-from slipstream.rollout.collect.lost_groups import LostGroups
-from slipstream.rollout.collect.questions import EvaluationTasks
-from slipstream.rollout.collect.server import CollectorServer
+from slipstream.rollout.collection.driver.gate import AdmissionGate
+from slipstream.rollout.collection.driver.leases import Leases
+from slipstream.rollout.collection.driver.lost_groups import LostGroups
+from slipstream.rollout.collection.driver.questions import EvaluationTasks
+from slipstream.rollout.collection.driver.server import CollectorServer
 from slipstream.rollout.compat.slime.data_source_process import slime_drawing
 from slipstream.rollout.control.concurrency import ConcurrencyController
 from slipstream.rollout.engine.adapters import POLICY, AdapterServing
 from slipstream.rollout.engine.client import EngineClient
-from slipstream.rollout.engine.key import Key, new_key
 from slipstream.rollout.engine.roster import FOLLOW_TIMEOUT_S, EngineRoster
 from slipstream.rollout.engine.serving import encoded
 from slipstream.rollout.engine.supervisor import Supervisor
-from slipstream.rollout.handover.receiver import GatewayReceiver
-from slipstream.rollout.judge.named_model import judge_of_turns, named_model
-from slipstream.rollout.judge.pool import JudgePool
 from slipstream.rollout.live.baseline import ScoreBaseline
 from slipstream.rollout.live.judging import LiveJudging
+from slipstream.rollout.live.receiver import GatewayReceiver
 from slipstream.rollout.live.status import LiveListener
 from slipstream.rollout.live.turns import LiveTurns
-from slipstream.rollout.messages import SILENCE_S
-from slipstream.rollout.sources.drawn_prompts import Drawing
-from slipstream.rollout.sources.source_process import own_drawing
-from slipstream.rollout.teacher import TeacherNeeds
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.prompts.sources.drawn_prompts import Drawing
+from slipstream.rollout.prompts.sources.source_process import own_drawing
+from slipstream.rollout.reward.judge.named_model import judge_of_turns, named_model
+from slipstream.rollout.reward.judge.pool import JudgePool
+from slipstream.rollout.system.frames import SILENCE_S
+from slipstream.rollout.system.key import Key, new_key
+from slipstream.rollout.tokens.teacher import TeacherNeeds
+from slipstream.rollout.tokens.trajectory import Prompt
 
 PROBE = "What do you see when you look out of the window?"
 """The prompt with which weights are verified in a run without prompts."""
@@ -305,7 +305,7 @@ def _begins_with_adapter(config: RunConfig) -> bool:
 
 
 def _batch_saver(config: RunConfig) -> RunTrainer:
-    from slipstream.backend.driver.batch_saver import BatchSaver  # imports torch
+    from slipstream.backend.driver.weights.batch_saver import BatchSaver  # imports torch
 
     return BatchSaver(config)
 

@@ -13,10 +13,10 @@ from slipstream.backend.batch.skipped import SkippedUpdate
 from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
 from slipstream.backend.monitor.status import RunStatus, TrainedStep
 from slipstream.bridge.publish.report import PublishReport
-from slipstream.rollout.collect.listener import CollectionListener
+from slipstream.rollout.collection.driver.listener import CollectionListener
 from slipstream.rollout.control.ends import GroupCounts
 from slipstream.rollout.engine.client import EngineAddress
-from slipstream.rollout.ledger.watermark import Watermark
+from slipstream.rollout.ledger.rows.watermark import Watermark
 
 
 class SkippingTrainer(Protocol):

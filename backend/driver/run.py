@@ -17,25 +17,25 @@ from slipstream.backend.cluster.object_store import batch_bytes
 from slipstream.backend.cluster.placement import place
 from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
 from slipstream.backend.driver.assemble import Parts, assemble
-from slipstream.backend.driver.collection import collection_loop, keep_collecting
-from slipstream.backend.driver.engine_model import write_engine_model
-from slipstream.backend.driver.gateways import announcement
-from slipstream.backend.driver.inputs import read_inputs
-from slipstream.backend.driver.job_end import stop_after_s
-from slipstream.backend.driver.own_loop import OwnLoop
-from slipstream.backend.driver.prepare import prepare_inputs
-from slipstream.backend.driver.resume import RunState, open_run
-from slipstream.backend.driver.run_folder import (
+from slipstream.backend.driver.loops.collection import collection_loop, keep_collecting
+from slipstream.backend.driver.loops.job_end import stop_after_s
+from slipstream.backend.driver.loops.own_loop import OwnLoop
+from slipstream.backend.driver.loops.serving import serving_loop
+from slipstream.backend.driver.loops.stop import Stop, Stopped
+from slipstream.backend.driver.loops.training import training_loop, training_steps
+from slipstream.backend.driver.processes.gateways import announcement
+from slipstream.backend.driver.start.engine_model import write_engine_model
+from slipstream.backend.driver.start.inputs import read_inputs
+from slipstream.backend.driver.start.prepare import prepare_inputs
+from slipstream.backend.driver.start.resume import RunState, open_run
+from slipstream.backend.driver.start.run_folder import (
     CHECKPOINT_HF,
     LOGS,
     permissions,
     recipe_text,
     with_absolute_paths,
 )
-from slipstream.backend.driver.run_length import in_steps, length_note
-from slipstream.backend.driver.serving import serving_loop
-from slipstream.backend.driver.stop import Stop, Stopped
-from slipstream.backend.driver.training import training_loop, training_steps
+from slipstream.backend.driver.start.run_length import in_steps, length_note
 from slipstream.backend.monitor.metrics import MetricsLog
 from slipstream.backend.monitor.progress import Progress
 from slipstream.backend.monitor.recorder import Recorder
@@ -45,9 +45,9 @@ from slipstream.backend.monitor.summary import SUMMARY_FILE, RunSummary, write_s
 from slipstream.backend.monitor.trace import TraceLog
 from slipstream.backend.monitor.trackers.opened import open_trackers
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.garbage import OF_RECORDED_EPISODE, look_seldom_for_garbage
-from slipstream.rollout.ledger.writer import Ledger
+from slipstream.rollout.ledger.writing.writer import Ledger
 from slipstream.rollout.reward import is_accuracy
+from slipstream.rollout.system.garbage import OF_RECORDED_EPISODE, look_seldom_for_garbage
 
 
 async def run(

@@ -17,7 +17,7 @@ from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.shards.export import export
 from slipstream.bridge.shards.plan import make_plan
 from slipstream.configs.schema import ActorConfig, LoraConfig, ParallelConfig
-from slipstream.rollout import plugins
+from slipstream.rollout.system import plugins
 
 COLLECTIVE_TIMEOUT_S = 3600
 """Longest wait for another rank, which may be reading its slices or writing a file on a slow disk."""

@@ -24,7 +24,7 @@ from slipstream.backend.objective.logprob import (
     fused_logprob_and_entropy,
     fused_logprobs,
 )
-from slipstream.rollout.teacher import TeacherScores
+from slipstream.rollout.tokens.teacher import TeacherScores
 
 R = TypeVar("R")
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import yaml
 
 from slipstream.backend.monitor.metrics import METRICS_FILE
-from slipstream.rollout.lines import read_lines
+from slipstream.rollout.system.lines import read_lines
 
 Record = Mapping[str, Any]
 

@@ -23,7 +23,7 @@ from typing import Protocol, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from slipstream.backend.monitor.tags import TAGS
 from slipstream.backend.monitor.tensorboard import EventWriter, HistogramBucket, integer_buckets
-from slipstream.rollout.lines import drop_unfinished_line
+from slipstream.rollout.system.lines import drop_unfinished_line
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 
 from slipstream.backend.monitor.metrics import Value
-from slipstream.rollout.named_numbers import NamedNumbers, by_name, mean_of
+from slipstream.rollout.tokens.named_numbers import NamedNumbers, by_name, mean_of
 
 MOST_NAMES = 128
 """Largest number of different names under one tag in one process. Each is a chart: names that are made from

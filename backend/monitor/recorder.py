@@ -21,7 +21,7 @@ from slipstream.backend.objective.names import BATCH, HOOK
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.slots import State
-from slipstream.rollout.trajectory import Finish, TrajectoryHeader
+from slipstream.rollout.tokens.trajectory import Finish, TrajectoryHeader
 
 SHOWN_FAILURES = 3
 """Number of failed attempts, and of failed groups, that the user is shown. Metrics count all of them, and the

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.rollout.episode_log.files import COLLECTORS, episode_files
+from slipstream.rollout.ledger.episode_log.files import COLLECTORS, episode_files
 
 TAIL_BYTES = 256 * 1024
 """Bytes that are read from the end of each writer's newest file."""

@@ -7,7 +7,7 @@ from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.live.status import LiveStatus
-from slipstream.rollout.trajectory import TrajectoryHeader
+from slipstream.rollout.tokens.trajectory import TrajectoryHeader
 
 
 @dataclass(frozen=True)

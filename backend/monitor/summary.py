@@ -20,8 +20,8 @@ from rich.text import Text
 from slipstream.backend.monitor.tables import pairs_table
 from slipstream.backend.monitor.units import count, reward, seconds
 from slipstream.rollout.control.live import TurnEnd
-from slipstream.rollout.durable import write_durably
 from slipstream.rollout.live.status import LiveStatus
+from slipstream.rollout.system.durable import write_durably
 
 SUMMARY_FILE = "summary.json"
 

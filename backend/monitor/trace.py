@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slipstream.rollout.lines import drop_unfinished_line
+from slipstream.rollout.system.lines import drop_unfinished_line
 
 TRACES = "trace*.jsonl"
 """Files in the run folder. Their times are seconds of the machine's monotonic clock."""

@@ -10,7 +10,7 @@ from slipstream.backend.simulate.pool import SimulatedPool
 from slipstream.backend.simulate.trainer import SimulatedTrainer
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.ends import GroupCounts, Loss
-from slipstream.rollout.trajectory import TrajectoryHeader
+from slipstream.rollout.tokens.trajectory import TrajectoryHeader
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from slipstream.backend.simulate.episodes import NumberedGenerator
 from slipstream.backend.simulate.pool import SimulatedPool
-from slipstream.rollout.collect.leases import Leases
-from slipstream.rollout.collect.questions import EvaluationTasks
-from slipstream.rollout.collector.evaluation import Evaluations
-from slipstream.rollout.collector.groups import GroupCollector
-from slipstream.rollout.collector.outbox import Outbox
+from slipstream.rollout.collection.collector.evaluation import Evaluations
+from slipstream.rollout.collection.collector.groups import GroupCollector
+from slipstream.rollout.collection.collector.outbox import Outbox
+from slipstream.rollout.collection.driver.leases import Leases
+from slipstream.rollout.collection.driver.questions import EvaluationTasks
+from slipstream.rollout.collection.messages import Lease, PriorSample, Question, Status, Up
 from slipstream.rollout.engine.routing import PoolStatus
-from slipstream.rollout.messages import Lease, PriorSample, Question, Status, Up
-from slipstream.rollout.trajectory import Trajectory
+from slipstream.rollout.tokens.trajectory import Trajectory
 
 NAME = "simulated"
 """Name of the only collector."""

@@ -8,7 +8,7 @@ from slipstream.backend.simulate.trajectory import SimulatedCompletion, Simulate
 from slipstream.backend.simulate.workload import Workload
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.reward.value import Judgement
-from slipstream.rollout.trajectory import Messages, Prompt, Trajectory
+from slipstream.rollout.tokens.trajectory import Messages, Prompt, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
 
 
@@ -72,7 +72,7 @@ class SimulatedWorkflow:
 
 
 class SimulatedJudge:
-    """Judges every trajectory by itself: ``rollout.collector.groups.EpisodeJudge``."""
+    """Judges every trajectory by itself: ``rollout.collection.collector.groups.EpisodeJudge``."""
 
     of_groups = False
 

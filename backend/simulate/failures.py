@@ -3,7 +3,7 @@
 import asyncio
 from functools import partial
 
-from slipstream.backend.driver.served_weights import ServedWeights
+from slipstream.backend.driver.weights.served_weights import ServedWeights
 from slipstream.backend.simulate.engine import Engine
 from slipstream.backend.simulate.pool import SimulatedPool
 from slipstream.backend.simulate.workload import Workload

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from slipstream.backend.driver.run_length import in_steps
+from slipstream.backend.driver.start.run_length import in_steps
 from slipstream.backend.simulate.compare import Work
 from slipstream.backend.simulate.fit import Fitted, fit
 from slipstream.backend.simulate.gpu_split import layout_violations, model_of

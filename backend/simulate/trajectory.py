@@ -6,8 +6,8 @@ the others are set by name in the instance, past the constructors that would nee
 
 import msgspec
 
-from slipstream.rollout.teacher import TeacherScores
-from slipstream.rollout.trajectory import (
+from slipstream.rollout.tokens.teacher import TeacherScores
+from slipstream.rollout.tokens.trajectory import (
     UNSAMPLED,
     Completion,
     Finish,

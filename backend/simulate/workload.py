@@ -13,7 +13,7 @@ from slipstream.backend.simulate.trajectory import (
     Sample,
 )
 from slipstream.configs.schema.simulate import LengthModel, SimulateConfig
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.tokens.trajectory import Prompt
 
 BLOCK = 1024
 """Number of positions that are drawn together."""

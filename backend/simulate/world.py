@@ -6,13 +6,13 @@ from contextlib import aclosing
 from functools import partial
 from typing import cast
 
-from slipstream.backend.driver.collection import collection_loop
-from slipstream.backend.driver.devices import Devices, Separate
-from slipstream.backend.driver.evaluation import Evaluation
-from slipstream.backend.driver.feedback import Feedback
+from slipstream.backend.driver.loops.collection import collection_loop
+from slipstream.backend.driver.loops.evaluation import Evaluation
+from slipstream.backend.driver.loops.training import training_loop, training_steps
 from slipstream.backend.driver.ports import RunPosition
-from slipstream.backend.driver.served_weights import ServedWeights
-from slipstream.backend.driver.training import training_loop, training_steps
+from slipstream.backend.driver.processes.devices import Devices, Separate
+from slipstream.backend.driver.start.feedback import Feedback
+from slipstream.backend.driver.weights.served_weights import ServedWeights
 from slipstream.backend.monitor.status import RunStatus
 from slipstream.backend.simulate import clock
 from slipstream.backend.simulate.account import Account, Outcome
@@ -31,19 +31,19 @@ from slipstream.backend.simulate.schedules import Schedule
 from slipstream.backend.simulate.trainer import SimulatedTrainer, TimeShared
 from slipstream.backend.simulate.workload import SimulatedStream, Workload, held_out_prompts
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.collect.gate import AdmissionGate, StalledRun
-from slipstream.rollout.collect.intake import Intake
-from slipstream.rollout.collect.journal import NoJournal
-from slipstream.rollout.collect.leases import Leases
-from slipstream.rollout.collect.questions import EvaluationTasks
-from slipstream.rollout.collector.episodes import Episodes
-from slipstream.rollout.collector.evaluation import Evaluations
-from slipstream.rollout.collector.groups import GroupCollector, NamedFilter, WholeGroups
-from slipstream.rollout.collector.outbox import Outbox
-from slipstream.rollout.collector.time_limit import TimeLimit
+from slipstream.rollout.collection.collector.episodes import Episodes
+from slipstream.rollout.collection.collector.evaluation import Evaluations
+from slipstream.rollout.collection.collector.groups import GroupCollector, NamedFilter, WholeGroups
+from slipstream.rollout.collection.collector.outbox import Outbox
+from slipstream.rollout.collection.collector.time_limit import TimeLimit
+from slipstream.rollout.collection.driver.gate import AdmissionGate, StalledRun
+from slipstream.rollout.collection.driver.intake import Intake
+from slipstream.rollout.collection.driver.journal import NoJournal
+from slipstream.rollout.collection.driver.leases import Leases
+from slipstream.rollout.collection.driver.questions import EvaluationTasks
 from slipstream.rollout.control.filters import GroupFilter
-from slipstream.rollout.plugins import build
-from slipstream.rollout.trajectory import Trajectory
+from slipstream.rollout.system.plugins import build
+from slipstream.rollout.tokens.trajectory import Trajectory
 from slipstream.rollout.workflow import WorkflowContext
 
 

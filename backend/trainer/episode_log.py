@@ -18,8 +18,8 @@ from torch import Tensor
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.trainer.prepared import PreparedMicroBatch
 from slipstream.configs.schema import EpisodeLogConfig, RunConfig
-from slipstream.rollout.episode_log.files import EPISODES, EpisodeFiles, open_files
-from slipstream.rollout.episode_log.rows import (
+from slipstream.rollout.ledger.episode_log.files import EPISODES, EpisodeFiles, open_files
+from slipstream.rollout.ledger.episode_log.rows import (
     SAVED,
     TRAINED,
     Floats,
@@ -27,8 +27,8 @@ from slipstream.rollout.episode_log.rows import (
     episode_row,
     is_chosen,
 )
-from slipstream.rollout.episode_log.thread import LogThread, to_stderr
-from slipstream.rollout.episode_log.token_text import Decoder, load_decoder, text_when_needed
+from slipstream.rollout.ledger.episode_log.thread import LogThread, to_stderr
+from slipstream.rollout.ledger.episode_log.token_text import Decoder, load_decoder, text_when_needed
 
 MOST_STEPS = 2
 """Steps whose rows may wait for the thread."""

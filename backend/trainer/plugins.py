@@ -23,8 +23,8 @@ from slipstream.backend.objective.policy_loss import PolicyLoss, ratio_of
 from slipstream.backend.trainer.prepared import Scores
 from slipstream.configs.schema import ActorConfig, PluginConfig, RunConfig
 from slipstream.configs.schema.objective import PluginObjective
-from slipstream.rollout.plugins import BuiltPlugin, PluginFailed
-from slipstream.rollout.trajectory import Trajectory
+from slipstream.rollout.system.plugins import BuiltPlugin, PluginFailed
+from slipstream.rollout.tokens.trajectory import Trajectory
 
 
 class RankPlugins:

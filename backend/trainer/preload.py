@@ -7,7 +7,7 @@ nothing is imported, because torch cannot say whether there is one without touch
 import warnings
 from pathlib import Path
 
-from slipstream.rollout.garbage import kept_for_good
+from slipstream.rollout.system.garbage import kept_for_good
 
 if not Path("/dev/nvidiactl").exists():
     with kept_for_good(), warnings.catch_warnings(action="ignore"):  # about what is missing for GPUs

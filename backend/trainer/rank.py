@@ -51,9 +51,9 @@ from slipstream.bridge.publish.report import PublishReport
 from slipstream.bridge.shards.export import export
 from slipstream.bridge.shards.plan import SENDER
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout import plugins
 from slipstream.rollout.engine.client import EngineAddress
-from slipstream.rollout.trajectory import Completion, Finish, Span, TrajectoryBuilder
+from slipstream.rollout.system import plugins
+from slipstream.rollout.tokens.trajectory import Completion, Finish, Span, TrajectoryBuilder
 
 if TYPE_CHECKING:
     from slipstream.backend.trainer.slime.rank_hooks import RankHooks

@@ -29,7 +29,7 @@ from slipstream.bridge.hf.files import write_hf
 from slipstream.bridge.model.spec import value_spec
 from slipstream.bridge.shards.export import export
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout import plugins
+from slipstream.rollout.system import plugins
 
 
 class RewardModelRank(CheckpointedRank):

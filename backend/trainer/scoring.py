@@ -14,7 +14,7 @@ from slipstream.backend.trainer.minibatches import first_recomputed
 from slipstream.backend.trainer.prepared import Scores
 from slipstream.bridge.families import model_spec
 from slipstream.configs.schema import AverageReference, RunConfig
-from slipstream.rollout import plugins
+from slipstream.rollout.system import plugins
 
 
 class Scorers:

@@ -17,7 +17,7 @@ from slipstream.backend.commands.audit import audit_run
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.backend.quickstart import task
 from slipstream.backend.simulate.trace import Trace, read_trace
-from slipstream.rollout.network import hold_port, port_of
+from slipstream.rollout.system.network import hold_port, port_of
 
 HIDDEN = 512
 """Four times the quickstart's width: of the work of a step, a smaller part is then that of handing it on."""

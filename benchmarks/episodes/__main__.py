@@ -30,7 +30,7 @@ from benchmarks.collection import CollectorProcess, Load, Run, own_usage, runnin
 from benchmarks.episodes.conversing import TOOL_S
 from benchmarks.sleeping_engine import EngineTask, Report
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
-from slipstream.rollout.ledger.audit import audit_ledger
+from slipstream.rollout.ledger.audit.account import audit_ledger
 
 EPISODES, TURNS, SAMPLES = 2000, 4, 8
 ENGINE = EngineTask(tokens=128, seconds=2.0, spread=0.5)

@@ -7,7 +7,7 @@ import time
 
 from slipstream.rollout.reward import FinalAnswer
 from slipstream.rollout.reward.live import JudgedTurn, Verdict
-from slipstream.rollout.trajectory import Messages, Prompt, Trajectory
+from slipstream.rollout.tokens.trajectory import Messages, Prompt, Trajectory
 from slipstream.rollout.workflow import SingleTurn, WorkflowContext
 
 

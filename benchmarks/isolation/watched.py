@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from slipstream.rollout.network import hold_port, port_of
+from slipstream.rollout.system.network import hold_port, port_of
 
 NAME = "isolation"
 START_TIMEOUT_S = 300

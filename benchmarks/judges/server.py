@@ -12,7 +12,7 @@ from aiohttp import web
 
 from benchmarks.judges.task import HINT
 from benchmarks.quickstart_users import THANKS
-from slipstream.rollout.trajectory import Messages
+from slipstream.rollout.tokens.trajectory import Messages
 
 PERIOD_S, DOWN_S = 9.0, 3.0
 """Seconds between the beginnings of two outages, and seconds of an outage."""

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from slipstream.rollout.engine.process import ServerProcess, ServerSpec
-from slipstream.rollout.network import hold_port, port_of
+from slipstream.rollout.system.network import hold_port, port_of
 
 START_TIMEOUT_S = 300
 

@@ -29,7 +29,7 @@ from slipstream.backend.quickstart import TRAIN_PROBLEMS, policy, task
 from slipstream.backend.quickstart.tokenizer import build_tokenizer, prompt_text
 from slipstream.configs.schema.drift import DriftConfig
 from slipstream.rollout.control.drift import DriftController, DriftLimits
-from slipstream.rollout.trajectory import Completion, Finish, Span, Trajectory, TrajectoryBuilder
+from slipstream.rollout.tokens.trajectory import Completion, Finish, Span, Trajectory, TrajectoryBuilder
 
 HIDDEN = 64
 """Half of the quickstart's width, for runs in a third of the time."""

@@ -21,7 +21,7 @@ from benchmarks.given_logits import vocab_parallel_logprob
 from slipstream.backend.batch.micro_batch import MicroBatch, assemble
 from slipstream.backend.batch.packing import schedule
 from slipstream.backend.batch.train_batch import TrainBatch, check_staleness
-from slipstream.backend.driver.feedback import MEMORY
+from slipstream.backend.driver.start.feedback import MEMORY
 from slipstream.backend.objective.advantage import ADVANTAGES
 from slipstream.backend.objective.averaging import token_shares
 from slipstream.backend.objective.correction import interpolated_logp

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Generic, TypeVar
 
-from slipstream.rollout.linux import PR_SET_PDEATHSIG, prctl
+from slipstream.rollout.system.linux import PR_SET_PDEATHSIG, prctl
 
 Job = TypeVar("Job", bound=Hashable)
 Result = TypeVar("Result")

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from slipstream.rollout.record import decode_chunks
-from slipstream.rollout.turns import Turn
+from slipstream.rollout.tokens.record import decode_chunks
+from slipstream.rollout.tokens.turns import Turn
 
 TIE = 1e-4
 """Greedy answers may differ where two tokens are equally likely up to rounding: engines add up in an order

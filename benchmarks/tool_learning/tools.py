@@ -1,8 +1,8 @@
 """The tool of the task: a calculator that runs in a sandbox of its own for each call."""
 
 from slipstream.configs.schema.sandbox import LocalSandboxConfig
-from slipstream.rollout.environment import ToolError
 from slipstream.rollout.sandbox.open import make_sandbox
+from slipstream.rollout.workflow.environment import ToolError
 
 LIMITS = LocalSandboxConfig(wall_s=5, cpu_s=2, memory_mb=64, processes=4, disk_mb=1, file_mb=1)
 

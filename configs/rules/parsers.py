@@ -18,7 +18,10 @@ NEAREST = 3
 
 def parsers_are_known(config: RunConfig) -> Iterator[Violation]:
     kinds: tuple[Kind, ...] = ("tool_parser", "reasoning_parser")
-    for section, dialect in (("rollout.endpoint", config.rollout.endpoint), ("gateway", config.gateway)):
+    for section, dialect in (
+        ("rollout.endpoint", config.rollout.endpoint),
+        ("gateway", config.gateway),
+    ):
         for kind in kinds:
             name: str | None = getattr(dialect, kind, None)
             if name not in (None, AUTO):

@@ -1,6 +1,6 @@
 """A tool: an `async` function whose name, parameters and docstring the policy is shown."""
 
-from slipstream.rollout.environment import ToolError
+from slipstream.rollout.workflow.environment import ToolError
 
 
 async def add(a: int, b: int) -> int:

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from slipstream.rollout.trajectory import Group
+from slipstream.rollout.tokens.trajectory import Group
 
 
 class GroupFilter(Protocol):

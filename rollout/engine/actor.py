@@ -16,7 +16,7 @@ from slipstream.rollout.engine.process import (
     ServerProcess,
     ServerSpec,
 )
-from slipstream.rollout.network import hold_port, hold_ports, port_of
+from slipstream.rollout.system.network import hold_port, hold_ports, port_of
 
 
 class EngineActor:

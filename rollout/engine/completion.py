@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, NotRequired, TypedDict, cast
 
 from slipstream.rollout.engine.growing import Alternatives, GrowingCompletion
-from slipstream.rollout.trajectory import Finish
+from slipstream.rollout.tokens.trajectory import Finish
 
 HIGHEST_LOGPROB = 1e-3
 """Rounding may bring the log-prob of a certain token a little above 0."""

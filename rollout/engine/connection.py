@@ -15,8 +15,8 @@ from typing import Self, cast
 import aiohttp
 import orjson
 
-from slipstream.rollout.engine.key import NO_KEY, Key
 from slipstream.rollout.engine.shortage import SHORTAGES, is_local, pauses
+from slipstream.rollout.system.key import NO_KEY, Key
 
 KEPT_S = 2.0
 """Longest time that a connection is kept for the next streamed reply, in seconds. Servers close idle ones

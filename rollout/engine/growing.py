@@ -14,7 +14,7 @@ have been added stay, unless they are ``cut`` off the end.
 from array import array
 from collections.abc import Iterable, Sequence
 
-from slipstream.rollout.trajectory import Completion, Finish, Span
+from slipstream.rollout.tokens.trajectory import Completion, Finish, Span
 
 Alternatives = tuple[tuple[float, int], ...]
 """(log-prob, token id) of the likeliest tokens at one position, the likeliest first."""

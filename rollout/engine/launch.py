@@ -32,10 +32,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.rollout import plugins
-from slipstream.rollout.engine.key import Key, KeyRequired
 from slipstream.rollout.engine.leftovers import announced, kill_group
-from slipstream.rollout.garbage import kept_for_good
+from slipstream.rollout.system import plugins
+from slipstream.rollout.system.garbage import kept_for_good
+from slipstream.rollout.system.key import Key, KeyRequired
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]

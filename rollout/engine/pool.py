@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from slipstream.rollout.changes import Changes
 from slipstream.rollout.engine.client import (
     EngineAddress,
     EngineClient,
@@ -37,6 +36,7 @@ from slipstream.rollout.engine.pace import Pace, weights
 from slipstream.rollout.engine.routing import LostEngine, PoolStatus, Routing, ServingEngine
 from slipstream.rollout.engine.sampling import Sampling, starts_over
 from slipstream.rollout.engine.trace import RequestTrace, watched
+from slipstream.rollout.system.changes import Changes
 
 log = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ import psutil
 
 from slipstream.rollout.engine import adapters, cpu
 from slipstream.rollout.engine.adapters import AdapterServing
-from slipstream.rollout.engine.key import Key, new_key
 from slipstream.rollout.engine.launch import READY
 from slipstream.rollout.engine.leftovers import announced, kill_group, members, shared_memory_of
-from slipstream.rollout.garbage import kept_for_good
-from slipstream.rollout.network import process_group_variables
-from slipstream.rollout.temporary import OwnedFolder
+from slipstream.rollout.system.garbage import kept_for_good
+from slipstream.rollout.system.key import Key, new_key
+from slipstream.rollout.system.network import process_group_variables
+from slipstream.rollout.system.temporary import OwnedFolder
 
 
 class EngineStartError(RuntimeError):

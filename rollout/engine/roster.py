@@ -18,9 +18,9 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from slipstream.rollout.changes import Changes
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.engine.routing import PoolStatus, Routing, ServingEngine
+from slipstream.rollout.system.changes import Changes
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import msgspec
 
 from slipstream.rollout.engine.client import EngineClient, EngineLost
 from slipstream.rollout.engine.connection import EngineAddress
-from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.routing import Routing
+from slipstream.rollout.system.key import Key
 
 
 def _key(kind: type, value: object) -> object:

@@ -9,8 +9,8 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import cast
 
-from slipstream.rollout.engine.key import Application, Key, KeyRequired, Receive, Scope, Send
 from slipstream.rollout.gateway.conversations import Recorded
+from slipstream.rollout.system.key import Application, Key, KeyRequired, Receive, Scope, Send
 
 FORGET = "/forget"
 

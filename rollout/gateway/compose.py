@@ -5,13 +5,13 @@ journal ──entries──► Sessions ◄──► endpoints ◄──► user
 
 from collections.abc import Sequence
 
-from slipstream.rollout.engine.key import Application
 from slipstream.rollout.gateway.conversations import Recorded
 from slipstream.rollout.gateway.serving.assemble import Serving, assemble, served_model
 from slipstream.rollout.gateway.serving.metrics import SessionCollector
 from slipstream.rollout.gateway.sessions.placing import SessionLimits
 from slipstream.rollout.gateway.sessions.sessions import Sessions
 from slipstream.rollout.gateway.spec import GatewaySurroundings
+from slipstream.rollout.system.key import Application
 
 
 class ServedSessions:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slipstream.rollout.gateway.source import Finished
-from slipstream.rollout.turns import Entry, Turn, TurnType
+from slipstream.rollout.tokens.turns import Entry, Turn, TurnType
 
 ChatMessage = dict[str, Any]
 """A message as the chat template reads it: `role`, `content`, and with an assistant `tool_calls`, whose
@@ -118,7 +118,7 @@ class Recorded:
 
     entry: Entry
     chunk: bytes = b""
-    """Chunk of a turn, as ``rollout.record`` has it. Empty with all other entries."""
+    """Chunk of a turn, as ``rollout.tokens.record`` has it. Empty with all other entries."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from slipstream.rollout.gateway.source import (
     TokenDelta,
     TokenRequest,
 )
-from slipstream.rollout.trajectory import Finish
+from slipstream.rollout.tokens.trajectory import Finish
 
 RETRY_FULL_S = 1.0
 """Time after which a client should try again when all requests that may run do: one of them ends soon."""

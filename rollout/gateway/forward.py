@@ -24,12 +24,12 @@ import aiohttp
 import orjson
 from yarl import URL
 
-from slipstream.rollout.engine.key import Application, Key, Message, Receive, Scope, Send
 from slipstream.rollout.gateway.conversations import KeyRing
 from slipstream.rollout.gateway.naming import addressed_request, key_of, request_of, session_name
 from slipstream.rollout.gateway.peers import GatewayAddress
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.replies import error_body, protocol_of
+from slipstream.rollout.system.key import Application, Key, Message, Receive, Scope, Send
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ from queue import Empty, SimpleQueue
 from sqlite3 import Error
 from typing import Protocol
 
-from slipstream.rollout.changes import Changes
 from slipstream.rollout.gateway.conversations import UnknownTurn
 from slipstream.rollout.gateway.journal_file import (
     READ_BYTES,
@@ -29,7 +28,8 @@ from slipstream.rollout.gateway.journal_file import (
     Row,
     explained,
 )
-from slipstream.rollout.turns import Entry, Turn
+from slipstream.rollout.system.changes import Changes
+from slipstream.rollout.tokens.turns import Entry, Turn
 
 TIDY_S = 1.0
 """Shortest time between two removals of what nobody needs."""

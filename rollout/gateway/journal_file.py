@@ -18,12 +18,12 @@ from uuid import uuid4
 
 import msgspec
 
-from slipstream.rollout.durable import sync_folder
-from slipstream.rollout.handover.messages import crc_of_entry
-from slipstream.rollout.ledger.database import BrokenSeal, sealed, unsealed
-from slipstream.rollout.ledger.locks import fcntl_error
-from slipstream.rollout.record import UNREADABLE
-from slipstream.rollout.turns import (
+from slipstream.rollout.ledger.storage.database import BrokenSeal, sealed, unsealed
+from slipstream.rollout.ledger.storage.locks import fcntl_error
+from slipstream.rollout.live.gateway_messages import crc_of_entry
+from slipstream.rollout.system.durable import sync_folder
+from slipstream.rollout.system.frames import UNREADABLE
+from slipstream.rollout.tokens.turns import (
     KINDS,
     Entry,
     Forgotten,

@@ -24,11 +24,11 @@ from pathlib import Path
 import msgspec
 
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.durable import write_durably
 from slipstream.rollout.gateway.conversations import User
 from slipstream.rollout.gateway.naming import checked_name
-from slipstream.rollout.record import UNREADABLE
-from slipstream.rollout.turns import TurnType
+from slipstream.rollout.system.durable import write_durably
+from slipstream.rollout.system.frames import UNREADABLE
+from slipstream.rollout.tokens.turns import TurnType
 
 log = logging.getLogger(__name__)
 

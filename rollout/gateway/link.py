@@ -17,12 +17,11 @@ from typing import Protocol, cast
 
 import aiohttp
 
-from slipstream.rollout.changes import Changes
 from slipstream.rollout.engine.routing import PoolStatus, Routing
 from slipstream.rollout.gateway.journal import TurnJournal
 from slipstream.rollout.gateway.journal_file import Row
-from slipstream.rollout.handover.address import DriverAddress
-from slipstream.rollout.handover.messages import (
+from slipstream.rollout.live.driver_address import DriverAddress
+from slipstream.rollout.live.gateway_messages import (
     FRAME_BYTES,
     GATEWAY_DOWN,
     STATUS_EVERY_S,
@@ -33,7 +32,8 @@ from slipstream.rollout.handover.messages import (
     GatewayUp,
     Hello,
 )
-from slipstream.rollout.messages import LONGEST_FRAME, SILENCE_S, MalformedFrame, pack, split
+from slipstream.rollout.system.changes import Changes
+from slipstream.rollout.system.frames import LONGEST_FRAME, SILENCE_S, MalformedFrame, pack, split
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.rollout.durable import write_durably
-from slipstream.rollout.engine.key import Key, new_key
-from slipstream.rollout.handover.address import FOLDER
-from slipstream.rollout.record import UNREADABLE
+from slipstream.rollout.live.driver_address import FOLDER
+from slipstream.rollout.system.durable import write_durably
+from slipstream.rollout.system.frames import UNREADABLE
+from slipstream.rollout.system.key import Key, new_key
 
 
 class GatewayAddress(msgspec.Struct, frozen=True):

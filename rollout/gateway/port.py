@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import uvicorn
 
-from slipstream.rollout.engine.key import Application
+from slipstream.rollout.system.key import Application
 
 KEEP_ALIVE_S = 75
 """Time for which an idle connection of a user stays open. Clients and balancers of load give theirs up after

@@ -22,10 +22,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 
 from slipstream.rollout.engine.descriptors import make_room
-from slipstream.rollout.engine.key import Application, Key
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.process import let_import_sglang
-from slipstream.rollout.garbage import kept_for_good, look_seldom_for_garbage
 from slipstream.rollout.gateway.administration import Administration
 from slipstream.rollout.gateway.conversations import Recorded
 from slipstream.rollout.gateway.engines import Decode, EngineTokens
@@ -45,8 +43,10 @@ from slipstream.rollout.gateway.peers import (
 )
 from slipstream.rollout.gateway.port import PortServer
 from slipstream.rollout.gateway.spec import Build, GatewaySpec, GatewaySurroundings, Served
-from slipstream.rollout.handover.address import DriverAddress
-from slipstream.rollout.heaps import keep_few_heaps
+from slipstream.rollout.live.driver_address import DriverAddress
+from slipstream.rollout.system.garbage import kept_for_good, look_seldom_for_garbage
+from slipstream.rollout.system.heaps import keep_few_heaps
+from slipstream.rollout.system.key import Application, Key
 
 log = logging.getLogger(__name__)
 
@@ -330,7 +330,7 @@ def _parts(spec: GatewaySpec) -> tuple[Build, Decode]:
     let_import_sglang()
     with kept_for_good():
         from slipstream.rollout.gateway.compose import build
-        from slipstream.rollout.tokenizer import load_tokenizer
+        from slipstream.rollout.tokens.tokenizer import load_tokenizer
 
     return build, load_tokenizer(spec.config.model.path).decode
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from slipstream.rollout.trajectory import Finish
+from slipstream.rollout.tokens.trajectory import Finish
 
 LIVE_PRIORITY = 100
 """Priority of live requests in the engines' queue. Rollouts have 0, so that users never wait for them."""

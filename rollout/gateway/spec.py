@@ -11,11 +11,11 @@ from typing import Protocol
 import yaml
 
 from slipstream.configs.schema import GatewayConfig, RunConfig
-from slipstream.rollout.engine.key import Application
 from slipstream.rollout.gateway.conversations import KeyRing, Recorded
 from slipstream.rollout.gateway.engines import Decode
 from slipstream.rollout.gateway.journal import TurnJournal
 from slipstream.rollout.gateway.source import TokenSource
+from slipstream.rollout.system.key import Application
 
 RECIPE = "recipe.yaml"
 """The recipe in the run folder, with every default filled in."""

@@ -7,8 +7,13 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from slipstream.rollout.ledger.contents import Contents, OpenGroup, RequeuedGroup
-from slipstream.rollout.ledger.database import (
+from slipstream.rollout.ledger.lineage import INITIAL
+from slipstream.rollout.ledger.reading.contents import Contents, OpenGroup, RequeuedGroup
+from slipstream.rollout.ledger.reading.history import FailedStep, History, read_history
+from slipstream.rollout.ledger.reading.restart import Recovered, Restart
+from slipstream.rollout.ledger.rows.samples import OpenSample
+from slipstream.rollout.ledger.rows.watermark import Watermark
+from slipstream.rollout.ledger.storage.database import (
     FAILURES,
     LEDGER,
     RESTORE,
@@ -21,16 +26,11 @@ from slipstream.rollout.ledger.database import (
     open_for_reading,
     open_for_writing,
 )
-from slipstream.rollout.ledger.history import FailedStep, History, read_history
-from slipstream.rollout.ledger.lineage import INITIAL
-from slipstream.rollout.ledger.log import Log, checked_log
-from slipstream.rollout.ledger.restart import Recovered, Restart
-from slipstream.rollout.ledger.samples import OpenSample
-from slipstream.rollout.ledger.segments import FOLDER, SEGMENT_BYTES, Segments
-from slipstream.rollout.ledger.stamp import Stamp
-from slipstream.rollout.ledger.store import Store
-from slipstream.rollout.ledger.watermark import Watermark
-from slipstream.rollout.ledger.writer import Ledger
+from slipstream.rollout.ledger.storage.segments import FOLDER, SEGMENT_BYTES, Segments
+from slipstream.rollout.ledger.storage.stamp import Stamp
+from slipstream.rollout.ledger.storage.write_ahead_log import Log, checked_log
+from slipstream.rollout.ledger.writing.store import Store
+from slipstream.rollout.ledger.writing.writer import Ledger
 
 __all__ = ["LEDGER", "FailedStep", "OpenGroup", "OpenSample", "Recovered", "RequeuedGroup", "open_ledger"]
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.rollout.control.live import TakenTurn
-from slipstream.rollout.ledger.transaction import Training
+from slipstream.rollout.ledger.writing.transaction import Training
 from slipstream.rollout.live.baseline import Score
 from slipstream.rollout.live.known import KnownTurn, branch_of
-from slipstream.rollout.record import cut_chunks
-from slipstream.rollout.trajectory import UNSAMPLED, Run, TrajectoryHeader, count_tokens
+from slipstream.rollout.tokens.record import cut_chunks
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Run, TrajectoryHeader, count_tokens
 
 
 @dataclass(slots=True)

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from slipstream.rollout.ledger.segments import Buffer
+from slipstream.rollout.ledger.storage.segments import Buffer
 from slipstream.rollout.live.known import KnownTurn
-from slipstream.rollout.record import CorruptRecord, decode_chunks
-from slipstream.rollout.teacher import TeacherNeeds, TeacherScores
-from slipstream.rollout.turns import Turn
+from slipstream.rollout.tokens.record import CorruptRecord, decode_chunks
+from slipstream.rollout.tokens.teacher import TeacherNeeds, TeacherScores
+from slipstream.rollout.tokens.turns import Turn
 
 LARGEST_LOGPROB = 1e-3
 """Log-probs may be above 0 by what rounding adds."""

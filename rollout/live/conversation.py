@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy.typing as npt
 
-from slipstream.rollout.ledger.database import LedgerError
+from slipstream.rollout.ledger.storage.database import LedgerError
 from slipstream.rollout.live.known import KnownTurn, branch_of, decode_said
-from slipstream.rollout.record import CorruptRecord, decode_chunks
 from slipstream.rollout.reward.live import JudgedTurn
-from slipstream.rollout.trajectory import Messages
+from slipstream.rollout.tokens.record import CorruptRecord, decode_chunks
+from slipstream.rollout.tokens.trajectory import Messages
 
 LONGEST_HISTORY = 1 << 20
 """Bytes of the turns before, as they are stored. Those that do not fit any more are left out."""

@@ -16,13 +16,13 @@ from typing import Protocol
 
 from slipstream.configs.schema.judge import JudgeSection, ModelJudge
 from slipstream.configs.schema.live import LiveJudgingConfig
-from slipstream.rollout.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed
-from slipstream.rollout.ledger.database import LedgerError
+from slipstream.rollout.ledger.storage.database import LedgerError
 from slipstream.rollout.live.status import LiveListener
 from slipstream.rollout.live.verdicts import Verdicts
-from slipstream.rollout.record import CorruptRecord
+from slipstream.rollout.reward.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.live import JudgedTurn, Verdict
-from slipstream.rollout.trajectory import Messages
+from slipstream.rollout.tokens.record import CorruptRecord
+from slipstream.rollout.tokens.trajectory import Messages
 
 LONGEST_WAIT_S = 3600.0
 """Most seconds until a turn is asked about again, and until judges that have failed are started again."""
@@ -32,7 +32,7 @@ SHOWN_FAILURES = 5
 
 
 class TurnJudges(Protocol):
-    """Judge processes: ``rollout.judge.pool.JudgePool``."""
+    """Judge processes: ``rollout.reward.judge.pool.JudgePool``."""
 
     async def judge(self, turn: JudgedTurn, next_state: Messages) -> Verdict: ...
 

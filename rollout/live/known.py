@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from slipstream.rollout.ledger.turns import Payload, StoredTurn, TurnHead, VerdictRow
-from slipstream.rollout.record import UNREADABLE, CorruptRecord
+from slipstream.rollout.ledger.rows.turns import Payload, StoredTurn, TurnHead, VerdictRow
+from slipstream.rollout.system.frames import UNREADABLE
+from slipstream.rollout.tokens.record import CorruptRecord
 
 
 class Said(msgspec.Struct, array_like=True, frozen=True, gc=False):

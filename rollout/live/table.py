@@ -6,13 +6,13 @@ from typing import Protocol
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.live import TurnEnd
-from slipstream.rollout.ledger.turn_log import TurnLog
+from slipstream.rollout.ledger.writing.turn_log import TurnLog
 from slipstream.rollout.live.known import KnownTurn, Session
 from slipstream.rollout.live.status import SinceLastBatch
 
 
 class LiveLedger(Protocol):
-    """The part of the ledger that live users need: ``rollout.ledger.writer.Ledger``."""
+    """The part of the ledger that live users need: ``rollout.ledger.writing.writer.Ledger``."""
 
     turns: TurnLog
 

@@ -20,8 +20,7 @@ from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.errors import UnknownVersion
 from slipstream.rollout.control.live import TurnEnd
-from slipstream.rollout.ledger.segments import Buffer
-from slipstream.rollout.ledger.turns import (
+from slipstream.rollout.ledger.rows.turns import (
     CLIENT,
     RecoveredTurns,
     Stage,
@@ -31,6 +30,7 @@ from slipstream.rollout.ledger.turns import (
     session_of,
     turn_id,
 )
+from slipstream.rollout.ledger.storage.segments import Buffer
 from slipstream.rollout.live.baseline import Score, ScoreBaseline
 from slipstream.rollout.live.batches import LiveTrajectory, live_trajectory
 from slipstream.rollout.live.checks import can_continue, check_chunk
@@ -38,9 +38,17 @@ from slipstream.rollout.live.known import KnownTurn, Said
 from slipstream.rollout.live.status import LiveStatus, SinceLastBatch
 from slipstream.rollout.live.table import LiveLedger, TurnTable
 from slipstream.rollout.live.verdicts import Verdicts
-from slipstream.rollout.record import encode
-from slipstream.rollout.teacher import NOTHING_NEEDED, TeacherNeeds
-from slipstream.rollout.turns import Entry, Forgotten, NextState, SessionEnd, Turn, TurnType, UserReward
+from slipstream.rollout.tokens.record import encode
+from slipstream.rollout.tokens.teacher import NOTHING_NEEDED, TeacherNeeds
+from slipstream.rollout.tokens.turns import (
+    Entry,
+    Forgotten,
+    NextState,
+    SessionEnd,
+    Turn,
+    TurnType,
+    UserReward,
+)
 
 NOTHING_FOLLOWED = b"[]"
 

@@ -8,19 +8,19 @@ ask() ──► queue ──► unjudged() ──► question() ──► take()
 from collections import deque
 from functools import partial
 
-from slipstream.rollout.changes import Changes
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.live import TurnEnd
-from slipstream.rollout.ledger.turns import JUDGE, VerdictRow
+from slipstream.rollout.ledger.rows.turns import JUDGE, VerdictRow
 from slipstream.rollout.live.checks import problem_of_scores
 from slipstream.rollout.live.conversation import question_of
 from slipstream.rollout.live.known import KnownTurn
 from slipstream.rollout.live.table import TurnTable
-from slipstream.rollout.record import encode_scores
 from slipstream.rollout.reward.live import NO_VOTES, JudgedTurn, Verdict
-from slipstream.rollout.teacher import TeacherNeeds
-from slipstream.rollout.trajectory import Messages
+from slipstream.rollout.system.changes import Changes
+from slipstream.rollout.tokens.record import encode_scores
+from slipstream.rollout.tokens.teacher import TeacherNeeds
+from slipstream.rollout.tokens.trajectory import Messages
 
 SOONEST_S = 0.01
 LOOK_AGAIN_S = 1.0

@@ -18,7 +18,7 @@ from slipstream.configs.schema import ColumnsConfig, PromptFile
 from slipstream.configs.schema.data import template_parts
 from slipstream.rollout.prompts.chat import prompt_problem
 from slipstream.rollout.prompts.rows import shown
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.tokens.trajectory import Prompt
 
 ABSENT = object()
 """What a row has under a name that it does not have."""

@@ -14,7 +14,7 @@ from functools import lru_cache
 from math import lcm
 
 from slipstream.rollout.prompts.stored import PromptSet
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.tokens.trajectory import Prompt
 
 
 class EpochOrder:

@@ -13,7 +13,7 @@ from slipstream.configs.schema import PromptFile
 from slipstream.rollout.prompts.columns import ABSENT, RowReader, value_at
 from slipstream.rollout.prompts.files import local_files
 from slipstream.rollout.prompts.rows import Problems, PromptError, rows, shown
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.tokens.trajectory import Prompt
 
 Check = Callable[[Prompt], str | None]
 """Returns what is wrong with a prompt, beginning with the column; None: nothing."""

@@ -17,7 +17,7 @@ from typing import Any, overload
 
 import msgspec
 
-from slipstream.rollout.trajectory import Prompt, PromptFields, prompt_fields
+from slipstream.rollout.tokens.trajectory import Prompt, PromptFields, prompt_fields
 
 IN_MEMORY = 8 << 20
 """Bytes of a set that are kept in memory."""

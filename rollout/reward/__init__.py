@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.rollout.reward.value import Judgement
-from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
 
 if TYPE_CHECKING:
     from slipstream.rollout.reward.choice import Choice

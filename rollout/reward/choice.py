@@ -3,7 +3,7 @@
 import re
 
 from slipstream.rollout.reward.answers import last_boxed
-from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
 
 _WRAPPER = (
     r"(?:[\s*_$`\"'\u2018\u2019\u201c\u201d({\[<]|\\(?:text|textbf|textrm|mathrm|mathbf|boxed)\b){0,20}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.tokens.trajectory import Prompt
 
 FORMS = (
     "expected a list of {input: ..., output: ...}, {inputs: [...], outputs: [...]}, or a list of assert "

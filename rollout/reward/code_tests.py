@@ -14,7 +14,7 @@ from slipstream.rollout.reward.code_cases import (
 )
 from slipstream.rollout.sandbox.interface import Sandbox, SandboxFailed
 from slipstream.rollout.sandbox.open import make_sandbox, sandbox_settings
-from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
 
 PROGRAM, RUNNER = "solution.py", "runner.py"
 

@@ -4,9 +4,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from slipstream.rollout.plugins import resolve
 from slipstream.rollout.reward.value import Judgement, judgement_of
-from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.system.plugins import resolve
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
 
 SCORE = "score"
 """The number that trains, in a mapping that such a function returns."""

@@ -1,6 +1,6 @@
 """The reward that compares the text behind a marker with the label."""
 
-from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
+from slipstream.rollout.tokens.trajectory import Finish, Prompt, Trajectory
 
 
 class FinalAnswer:

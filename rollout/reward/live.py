@@ -7,8 +7,8 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from slipstream.rollout.teacher import TeacherScores
-from slipstream.rollout.trajectory import Messages
+from slipstream.rollout.tokens.teacher import TeacherScores
+from slipstream.rollout.tokens.trajectory import Messages
 
 
 class JudgedTurn(msgspec.Struct, array_like=True, frozen=True):

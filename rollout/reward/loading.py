@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from slipstream.rollout import plugins
+from slipstream.rollout.system import plugins
 
 
 class JudgeKind(NamedTuple):

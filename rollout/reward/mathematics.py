@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal, cast, get_args
 
 from slipstream.rollout.reward.answers import last_boxed
-from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
 
 Answer = Literal["any", "boxed"]
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from slipstream.rollout.reward.value import number_of
-from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
 
 LONGEST_WAIT_S = 60.0
 """Most seconds between two requests."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from slipstream.rollout.reward.answers import answer_finder
-from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
 
 
 class Exact:

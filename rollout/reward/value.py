@@ -10,8 +10,8 @@ from typing import Any, SupportsFloat, cast
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.rollout.teacher import TeacherScores
-from slipstream.rollout.trajectory import RewardParts
+from slipstream.rollout.tokens.teacher import TeacherScores
+from slipstream.rollout.tokens.trajectory import RewardParts
 
 RESERVED = frozenset({"mean", "std", "turn_mean", "parts", "source_parts"})
 """Names that no part may have: the metrics ``reward/NAME`` are there already."""

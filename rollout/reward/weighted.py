@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from slipstream.rollout.plugins import PluginError
 from slipstream.rollout.reward.loading import EPISODES, is_concurrent, load_judge
 from slipstream.rollout.reward.value import is_part_name, judgement_of
-from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.system.plugins import PluginError
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
 
 SETTINGS = frozenset({"path", "args", "weight", "key"})
 

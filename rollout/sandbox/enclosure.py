@@ -14,7 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.rollout.linux import (
+from slipstream.rollout.sandbox import filter as system_calls
+from slipstream.rollout.sandbox import kernel, root, usage
+from slipstream.rollout.sandbox.interface import Isolation, Level, SandboxFailed
+from slipstream.rollout.sandbox.wire import Setup
+from slipstream.rollout.system.linux import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
     children_of,
@@ -22,11 +26,7 @@ from slipstream.rollout.linux import (
     kill_users_of,
     prctl,
 )
-from slipstream.rollout.sandbox import filter as system_calls
-from slipstream.rollout.sandbox import kernel, root, usage
-from slipstream.rollout.sandbox.interface import Isolation, Level, SandboxFailed
-from slipstream.rollout.sandbox.wire import Setup
-from slipstream.rollout.temporary import OwnedFolder
+from slipstream.rollout.system.temporary import OwnedFolder
 
 NAMESPACES = (
     kernel.CLONE_NEWUSER

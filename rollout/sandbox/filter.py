@@ -12,7 +12,7 @@ import errno
 import platform
 import struct
 
-from slipstream.rollout.linux import PR_SET_SECCOMP, prctl
+from slipstream.rollout.system.linux import PR_SET_SECCOMP, prctl
 
 _REFUSED = {
     # Tracing and other processes' memory

@@ -17,14 +17,6 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
-from slipstream.rollout.linux import (
-    PR_SET_CHILD_SUBREAPER,
-    PR_SET_NAME,
-    PR_SET_PDEATHSIG,
-    children_of,
-    ended_children,
-    prctl,
-)
 from slipstream.rollout.sandbox import box, kernel
 from slipstream.rollout.sandbox.enclosure import NAMESPACES, limits_processes, map_users
 from slipstream.rollout.sandbox.interface import Isolation, Level
@@ -38,6 +30,14 @@ from slipstream.rollout.sandbox.wire import (
     Setup,
     frame,
     receive,
+)
+from slipstream.rollout.system.linux import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_NAME,
+    PR_SET_PDEATHSIG,
+    children_of,
+    ended_children,
+    prctl,
 )
 
 _TRIAL = Setup(Limits(5.0, 5.0, 1 << 30, 64, 64, 1 << 20, 1 << 20, 1 << 10), (), ())

@@ -11,10 +11,10 @@ from slipstream.configs.schema.sandbox import (
     SandboxConfig,
     SandboxLimits,
 )
-from slipstream.rollout import plugins
 from slipstream.rollout.sandbox.interface import Sandbox
 from slipstream.rollout.sandbox.local import LocalSandbox
 from slipstream.rollout.sandbox.wire import Limits
+from slipstream.rollout.system import plugins
 
 
 def sandbox_settings(section: Mapping[str, object] | None) -> SandboxConfig:

@@ -21,7 +21,14 @@ from contextlib import suppress
 from math import ceil
 from typing import NoReturn
 
-from slipstream.rollout.linux import (
+from slipstream.rollout.sandbox import filter as system_calls
+from slipstream.rollout.sandbox import kernel, root, usage
+from slipstream.rollout.sandbox.disk import Disk
+from slipstream.rollout.sandbox.enclosure import Enclosure
+from slipstream.rollout.sandbox.interface import ExecResult, LimitName, SandboxFailed
+from slipstream.rollout.sandbox.output import Output
+from slipstream.rollout.sandbox.wire import Exec, Limits
+from slipstream.rollout.system.linux import (
     PR_CAPBSET_DROP,
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
@@ -31,13 +38,6 @@ from slipstream.rollout.linux import (
     PR_SET_SECUREBITS,
     prctl,
 )
-from slipstream.rollout.sandbox import filter as system_calls
-from slipstream.rollout.sandbox import kernel, root, usage
-from slipstream.rollout.sandbox.disk import Disk
-from slipstream.rollout.sandbox.enclosure import Enclosure
-from slipstream.rollout.sandbox.interface import ExecResult, LimitName, SandboxFailed
-from slipstream.rollout.sandbox.output import Output
-from slipstream.rollout.sandbox.wire import Exec, Limits
 
 _ENDED, _NOT_STARTED = b"E", b"F"
 """Begin of a report: of the wait status of a command, and of why it could not be started."""

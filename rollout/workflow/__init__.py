@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Protocol, SupportsFloat
 
 from slipstream.configs.schema import SamplingConfig
-from slipstream.rollout.tokenizer import Tokenizer
-from slipstream.rollout.trajectory import Completion, Prompt, Trajectory
+from slipstream.rollout.tokens.tokenizer import Tokenizer
+from slipstream.rollout.tokens.trajectory import Completion, Prompt, Trajectory
 from slipstream.rollout.workflow.agent import Agent
 from slipstream.rollout.workflow.dialogue import Dialogue
 from slipstream.rollout.workflow.endpoint import PolicyEndpoint

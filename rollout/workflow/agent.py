@@ -20,11 +20,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from slipstream.rollout.plugins import PluginError, resolve
-from slipstream.rollout.programs.call import command_of
-from slipstream.rollout.programs.program import ProgramEnd, run_program
-from slipstream.rollout.temporary import OwnedFolder
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.system.plugins import PluginError, resolve
+from slipstream.rollout.system.programs.call import command_of
+from slipstream.rollout.system.programs.program import ProgramEnd, run_program
+from slipstream.rollout.system.temporary import OwnedFolder
+from slipstream.rollout.tokens.trajectory import Prompt
 from slipstream.rollout.workflow.agent_episodes import (
     AgentEpisodes,
     AgentFailed,

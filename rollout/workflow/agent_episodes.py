@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from slipstream.rollout.network import directly
 from slipstream.rollout.reward.value import judgement_of
-from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.system.network import directly
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
 from slipstream.rollout.workflow.limited import OnLimit, limited, wrong_on_limit
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slipstream.configs.schema import SamplingConfig
-from slipstream.rollout.conversation.chains import (
+from slipstream.rollout.tokens.conversation.chains import (
     Sampled,
     Segment,
     append,
@@ -30,7 +30,7 @@ from slipstream.rollout.conversation.chains import (
     ids_of,
     segments_of,
 )
-from slipstream.rollout.trajectory import Completion, Finish, Messages, Trajectory, TrajectoryBuilder
+from slipstream.rollout.tokens.trajectory import Completion, Finish, Messages, Trajectory, TrajectoryBuilder
 
 if TYPE_CHECKING:
     from slipstream.rollout.workflow import WorkflowContext

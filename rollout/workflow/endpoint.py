@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
-from slipstream.rollout.trajectory import Completion, Trajectory
+from slipstream.rollout.tokens.trajectory import Completion, Trajectory
 
 ResultT = TypeVar("ResultT")
 

@@ -2,7 +2,7 @@
 
 from typing import Literal, get_args
 
-from slipstream.rollout.trajectory import Trajectory
+from slipstream.rollout.tokens.trajectory import Trajectory
 
 OnLimit = Literal["train", "mask", "drop"]
 """Treatment of an episode that a limit has ended: it is trained like others; no token of it carries loss, but

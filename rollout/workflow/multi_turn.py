@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from slipstream.configs.schema.plugin import Plugin, PluginConfig
-from slipstream.rollout import plugins
-from slipstream.rollout.environment.contract import Action, Environment
-from slipstream.rollout.environment.pool import EnvironmentPool
-from slipstream.rollout.environment.tools import ToolEnvironment
-from slipstream.rollout.trajectory import Prompt, Trajectory, joined
+from slipstream.rollout.system import plugins
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory, joined
 from slipstream.rollout.workflow.dialogue import Dialogue
+from slipstream.rollout.workflow.environment.contract import Action, Environment
+from slipstream.rollout.workflow.environment.pool import EnvironmentPool
+from slipstream.rollout.workflow.environment.tools import ToolEnvironment
 from slipstream.rollout.workflow.limited import OnLimit, limited, wrong_on_limit
 
 if TYPE_CHECKING:

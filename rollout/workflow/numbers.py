@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import SupportsFloat
 
 from slipstream.rollout.reward.value import MOST_PARTS, NoNumber, is_name, number_of
-from slipstream.rollout.trajectory import Trajectory
+from slipstream.rollout.tokens.trajectory import Trajectory
 
 
 class MetricError(ValueError):

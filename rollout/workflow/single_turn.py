@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slipstream.rollout.trajectory import Prompt, Trajectory, TrajectoryBuilder
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory, TrajectoryBuilder
 
 if TYPE_CHECKING:
     from slipstream.rollout.workflow import WorkflowContext

@@ -22,11 +22,11 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from slipstream.rollout.plugins import PluginError
-from slipstream.rollout.programs.program import ProgramEnd, run_program
 from slipstream.rollout.reward.value import is_part_name
-from slipstream.rollout.temporary import OwnedFolder
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.system.plugins import PluginError
+from slipstream.rollout.system.programs.program import ProgramEnd, run_program
+from slipstream.rollout.system.temporary import OwnedFolder
+from slipstream.rollout.tokens.trajectory import Prompt
 from slipstream.rollout.workflow.agent_episodes import (
     AgentEpisodes,
     AgentFailed,

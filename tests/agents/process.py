@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import httpx
 
-from slipstream.rollout.endpoint.load import load
+from slipstream.rollout.gateway.endpoint.load import load
 from tests.environment import environment
 
 VERSION = 4
@@ -152,7 +152,7 @@ class ScriptedEngines:
         from slipstream.rollout.engine.pool import NoEngine
         from slipstream.rollout.engine.sampling import request_fields
         from slipstream.rollout.gateway.source import Interrupted, Rejected, TokenRequest
-        from slipstream.rollout.trajectory import Finish
+        from slipstream.rollout.tokens.trajectory import Finish
 
         if self.lost:
             raise NoEngine("no engine has served")
@@ -233,12 +233,12 @@ class Runner:
         """By their settings."""
 
     async def run(self, order: dict[str, Any]) -> dict[str, Any]:
-        from slipstream.rollout.collector.episodes import Episodes, check
-        from slipstream.rollout.collector.evaluation import UnrecordedGenerator
-        from slipstream.rollout.collector.outbox import Outbox
-        from slipstream.rollout.collector.recording import Recording
-        from slipstream.rollout.collector.time_limit import TimeLimit
-        from slipstream.rollout.trajectory import Group, Prompt
+        from slipstream.rollout.collection.collector.episodes import Episodes, check
+        from slipstream.rollout.collection.collector.evaluation import UnrecordedGenerator
+        from slipstream.rollout.collection.collector.outbox import Outbox
+        from slipstream.rollout.collection.collector.recording import Recording
+        from slipstream.rollout.collection.collector.time_limit import TimeLimit
+        from slipstream.rollout.tokens.trajectory import Group, Prompt
         from slipstream.rollout.workflow import WorkflowContext
         from tests.scripted_source import ScriptedSource
         from tests.unit.collecting import STATUS, HeldSample, HoldingDriver
@@ -328,7 +328,7 @@ class Runner:
     def _workflow(self, described: dict[str, Any]) -> Any:
         """Return a workflow, which is made once."""
         from slipstream.configs.schema import PluginConfig
-        from slipstream.rollout import plugins
+        from slipstream.rollout.system import plugins
 
         key = json.dumps(described)
         if key not in self._workflows:
@@ -352,7 +352,7 @@ class Runner:
 
 
 def _plain(trajectory: Any) -> dict[str, Any]:
-    from slipstream.rollout.trajectory import UNSAMPLED
+    from slipstream.rollout.tokens.trajectory import UNSAMPLED
 
     return {
         "tokens": trajectory.tokens_T.tolist(),
@@ -375,7 +375,7 @@ async def _main(folder: Path, dialect: dict[str, Any]) -> None:
     from starlette.routing import Route
 
     from slipstream.configs.schema import RunConfig
-    from slipstream.rollout.tokenizer import load_tokenizer
+    from slipstream.rollout.tokens.tokenizer import load_tokenizer
 
     tokenizer: Any = load_tokenizer(folder)
     config = RunConfig.model_validate(

@@ -13,7 +13,7 @@ import pytest
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.gateway.engines import RETRY_ENGINES_S, RETRY_FULL_S
 from slipstream.rollout.gateway.keys import add_key
-from slipstream.rollout.network import hold_port, port_of
+from slipstream.rollout.system.network import hold_port, port_of
 from tests.chat_model import build_tokenizer
 from tests.gateway_memory.driver import CONTEXT, Driver
 from tests.gateway_memory.engine import PIECE, ScriptedEngine

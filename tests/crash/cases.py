@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.backend.quickstart import prepare
-from slipstream.rollout.temporary import PREFIX
+from slipstream.rollout.system.temporary import PREFIX
 from tests.crash.sweep import Ended, Kill, Sweep, SweepFailed, processes
 from tests.runs.conftest import LaunchedRun, run_command, start_run
 

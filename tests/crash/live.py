@@ -33,14 +33,14 @@ import yaml
 
 from benchmarks.live_users import Answered, Crowd, Habits
 from slipstream.rollout.gateway.journal_file import JournalFile
-from slipstream.rollout.ledger.database import LEDGER, open_for_reading
-from slipstream.rollout.ledger.records import Records
-from slipstream.rollout.ledger.segments import FOLDER, Segments
-from slipstream.rollout.ledger.turns import KEPT, named, session_of, turn_id
+from slipstream.rollout.ledger.audit.records import Records
+from slipstream.rollout.ledger.rows.turns import KEPT, named, session_of, turn_id
+from slipstream.rollout.ledger.storage.database import LEDGER, open_for_reading
+from slipstream.rollout.ledger.storage.segments import FOLDER, Segments
 from slipstream.rollout.live.known import decode_said
-from slipstream.rollout.record import REF
 from slipstream.rollout.reward.live import text_of
-from slipstream.rollout.turns import Turn
+from slipstream.rollout.tokens.record import REF
+from slipstream.rollout.tokens.turns import Turn
 from tests.chat_model import write_chat_model
 from tests.environment import environment
 from tests.ports import held_port

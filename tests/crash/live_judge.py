@@ -1,7 +1,7 @@
 """The judge of turns whose run is killed again and again: its scores differ, and nothing else matters."""
 
 from slipstream.rollout.reward.live import JudgedTurn, Verdict
-from slipstream.rollout.trajectory import Messages
+from slipstream.rollout.tokens.trajectory import Messages
 
 
 class Judge:

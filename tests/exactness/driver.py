@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.backend.batch.train_batch import TrainBatch
-from slipstream.backend.driver.training import encoded
+from slipstream.backend.driver.loops.training import encoded
 from slipstream.configs.schema.live import RunningBaseline
-from slipstream.rollout.collect.gate import AdmissionGate
-from slipstream.rollout.collect.intake import Intake
+from slipstream.rollout.collection.driver.gate import AdmissionGate
+from slipstream.rollout.collection.driver.intake import Intake
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.versions import VersionTree
-from slipstream.rollout.engine.key import new_key
 from slipstream.rollout.engine.roster import EngineRoster
-from slipstream.rollout.handover.address import DriverAddress
-from slipstream.rollout.handover.receiver import GatewayReceiver
 from slipstream.rollout.ledger.recovery import open_ledger
 from slipstream.rollout.live.baseline import ScoreBaseline
+from slipstream.rollout.live.driver_address import DriverAddress
+from slipstream.rollout.live.receiver import GatewayReceiver
 from slipstream.rollout.live.turns import LiveTurns
 from slipstream.rollout.prompts import PromptSet, PromptStream
 from slipstream.rollout.reward.live import JudgedTurn, Verdict
-from slipstream.rollout.trajectory import Messages, Prompt
+from slipstream.rollout.system.key import new_key
+from slipstream.rollout.tokens.trajectory import Messages, Prompt
 from tests.unit.doubles import Listener
 
 BOUND = 30

@@ -20,7 +20,7 @@ from slipstream.rollout.engine.client import EngineAddress, EngineError, EngineL
 from slipstream.rollout.engine.completion import Aborted
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.sampling import LiveSampling
-from slipstream.rollout.trajectory import Finish
+from slipstream.rollout.tokens.trajectory import Finish
 from tests.exactness.dialects import CONTEXT
 from tests.exactness.policy import Policy
 

@@ -15,8 +15,8 @@ from slipstream.rollout.gateway.engines import EngineTokens
 from slipstream.rollout.gateway.journal import TurnJournal
 from slipstream.rollout.gateway.link import DriverLink
 from slipstream.rollout.gateway.spec import GatewaySpec, GatewaySurroundings
-from slipstream.rollout.handover.address import DriverAddress
-from slipstream.rollout.turns import TurnType
+from slipstream.rollout.live.driver_address import DriverAddress
+from slipstream.rollout.tokens.turns import TurnType
 
 if TYPE_CHECKING:
     from slipstream.rollout.gateway.compose import ServedSessions

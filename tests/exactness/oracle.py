@@ -13,7 +13,7 @@ import numpy as np
 
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.rollout.reward.live import JudgedTurn
-from slipstream.rollout.trajectory import UNSAMPLED, Messages, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Messages, Trajectory
 from tests.exactness.driver import BOUND
 from tests.exactness.engines import Record, Records
 

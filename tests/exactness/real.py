@@ -21,7 +21,7 @@ from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.process import LIVE_SERVER_ARGS, ServerProcess, ServerSpec
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.sampling import LiveSampling
-from slipstream.rollout.trajectory import Trajectory
+from slipstream.rollout.tokens.trajectory import Trajectory
 from tests.chat_model import CONTEXT, build_policy, build_tokenizer, write_chat_model
 from tests.exactness.dialects import DIALECTS
 from tests.exactness.engines import Records

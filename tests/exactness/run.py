@@ -12,9 +12,9 @@ from typing import Any
 
 from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.pool import GeneratingClient
-from slipstream.rollout.ledger.audit import audit_ledger
+from slipstream.rollout.ledger.audit.account import audit_ledger
 from slipstream.rollout.reward.live import JudgedTurn
-from slipstream.rollout.trajectory import Messages
+from slipstream.rollout.tokens.trajectory import Messages
 from tests.exactness.client import World
 from tests.exactness.conversations import Conversation
 from tests.exactness.dialects import CONTEXT, Dialect

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from slipstream.backend.monitor.tables import Columns, rows_table
 from slipstream.rollout.gateway.keys import add_key
-from slipstream.rollout.network import hold_port, port_of
+from slipstream.rollout.system.network import hold_port, port_of
 from tests.chat_model import write_chat_model
 from tests.gateway_memory.engine import ScriptedEngine
 from tests.gateway_memory.programs import Program, gateway_of, recipe, started

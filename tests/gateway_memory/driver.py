@@ -21,25 +21,25 @@ import aiohttp
 
 from slipstream.configs.schema.judge import CodeJudge
 from slipstream.configs.schema.live import LiveJudgingConfig, RunningBaseline
-from slipstream.rollout.collect.gate import AdmissionGate
-from slipstream.rollout.collect.intake import Intake
+from slipstream.rollout.collection.driver.gate import AdmissionGate
+from slipstream.rollout.collection.driver.intake import Intake
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.versions import VersionTree
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
-from slipstream.rollout.engine.key import new_key
 from slipstream.rollout.engine.roster import EngineRoster
-from slipstream.rollout.garbage import look_seldom_for_garbage
-from slipstream.rollout.handover.address import DriverAddress
-from slipstream.rollout.handover.receiver import GatewayReceiver
-from slipstream.rollout.heaps import keep_few_heaps
-from slipstream.rollout.judge.errors import JudgingFailed
 from slipstream.rollout.ledger.recovery import open_ledger
 from slipstream.rollout.live.baseline import ScoreBaseline
+from slipstream.rollout.live.driver_address import DriverAddress
 from slipstream.rollout.live.judging import LiveJudging
+from slipstream.rollout.live.receiver import GatewayReceiver
 from slipstream.rollout.live.turns import LiveTurns
 from slipstream.rollout.prompts import PromptSet, PromptStream
+from slipstream.rollout.reward.judge.errors import JudgingFailed
 from slipstream.rollout.reward.live import JudgedTurn, Verdict
-from slipstream.rollout.trajectory import Messages, Prompt
+from slipstream.rollout.system.garbage import look_seldom_for_garbage
+from slipstream.rollout.system.heaps import keep_few_heaps
+from slipstream.rollout.system.key import new_key
+from slipstream.rollout.tokens.trajectory import Messages, Prompt
 
 TRAJECTORIES = 8
 """Live trajectories of a batch."""

@@ -25,7 +25,7 @@ from slipstream.backend.megatron import conversion
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.bridge.families import spec_of
 from slipstream.configs.schema import ParallelConfig
-from slipstream.rollout import plugins
+from slipstream.rollout.system import plugins
 from tests.bridge_cases import CONFIG, DEEPSEEK, LINEAR_ATTENTION, random_tensors, same_bits
 from tests.environment import environment
 from tests.integration.test_trainer_checkpoint import Case, train, trainer_of

@@ -10,7 +10,7 @@ import torch
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.models import make_checkpoint, name_in_checkpoints, reference_logprobs, reference_model
 from tests.ranks import Job, run_jobs
 from tests.selection import chosen, shortened

@@ -19,7 +19,7 @@ from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.backend.memory.trainer import trainer_memory
 from slipstream.bridge.model.layout import Coordinates
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.integration.test_megatron_parity import config_for
 from tests.integration.test_trainer_checkpoint import trainer_of
 from tests.models import make_checkpoint

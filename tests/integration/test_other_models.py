@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.teacher import TeacherScores
-from slipstream.rollout.trajectory import Trajectory
+from slipstream.rollout.tokens.teacher import TeacherScores
+from slipstream.rollout.tokens.trajectory import Trajectory
 from tests.integration.test_megatron_parity import config_for, make_batch, unfused
 from tests.models import make_checkpoint, reference_logprobs, reference_model
 from tests.ranks import Job, run_jobs

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.plugins import PluginFailed
+from slipstream.rollout.system.plugins import PluginFailed
 from tests.exported import buckets_of
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.integration.test_trainer_checkpoint import trainer_of

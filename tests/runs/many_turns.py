@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from slipstream.rollout.trajectory import Prompt, Trajectory, TrajectoryBuilder
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory, TrajectoryBuilder
 from slipstream.rollout.workflow import WorkflowContext
 
 TURNS = 12

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from slipstream.rollout.trajectory import Trajectory
+from slipstream.rollout.tokens.trajectory import Trajectory
 from tests.environment import environment
 from tests.runs.conftest import LaunchedRun, run_command, start_run
 from tests.runs.stored import stored

@@ -7,11 +7,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slipstream.rollout.ledger.database import LEDGER, LedgerError, open_for_reading
-from slipstream.rollout.ledger.samples import SAMPLES, Fold, StoredRow
-from slipstream.rollout.ledger.segments import FOLDER, Segments
-from slipstream.rollout.record import REF, decode_chunks, decode_header, decode_piece, decode_trajectory
-from slipstream.rollout.trajectory import Finish, Trajectory
+from slipstream.rollout.ledger.rows.samples import SAMPLES, Fold, StoredRow
+from slipstream.rollout.ledger.storage.database import LEDGER, LedgerError, open_for_reading
+from slipstream.rollout.ledger.storage.segments import FOLDER, Segments
+from slipstream.rollout.tokens.record import (
+    REF,
+    decode_chunks,
+    decode_header,
+    decode_piece,
+    decode_trajectory,
+)
+from slipstream.rollout.tokens.trajectory import Finish, Trajectory
 
 
 @dataclass

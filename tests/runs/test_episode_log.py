@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.rollout.episode_log.files import episode_files, read_rows
+from slipstream.rollout.ledger.episode_log.files import episode_files, read_rows
 from tests.runs.conftest import LaunchedRun, run_command, start_run
 from tests.runs.test_run import wait_for_step
 

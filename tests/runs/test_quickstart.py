@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slipstream.backend.commands.report import report
 from slipstream.backend.quickstart.policy import greedy_accuracy
 from slipstream.backend.quickstart.task import Problem
-from slipstream.rollout.episode_log.files import episode_files, read_rows
+from slipstream.rollout.ledger.episode_log.files import episode_files, read_rows
 from tests.runs.conftest import RunProcess, run_command
 from tests.runs.exposure import (
     beyond_loopback,

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from slipstream.backend.quickstart import TRAIN_PROBLEMS
-from slipstream.rollout.trajectory import Trajectory
+from slipstream.rollout.tokens.trajectory import Trajectory
 from tests.crash.sweep import Kill, Sweep
 from tests.runs.conftest import LaunchedRun, run_command, start_run
 from tests.runs.many_turns import TURNS

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.backend.commands.audit import audit_run
-from slipstream.rollout.ledger.history import history_of
+from slipstream.rollout.ledger.reading.history import history_of
 from tests.runs.conftest import LaunchedRun
 from tests.runs.test_bad_updates import wait_for
 from tests.runs.test_run import finish, records, summary, wait_for_record, wait_for_step

@@ -15,8 +15,8 @@ from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.peft import write_peft
 from slipstream.bridge.hf.peft_config import PeftIndex
 from slipstream.bridge.shards.adapter import a_name, adapter_spec, b_name, peft_config_of
-from slipstream.rollout.durable import write_durably
-from slipstream.rollout.ledger.driver_file import begin_term, look
+from slipstream.rollout.ledger.lease.driver_file import begin_term, look
+from slipstream.rollout.system.durable import write_durably
 from tests.runs.conftest import LaunchedRun
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from slipstream.rollout.ledger.samples import SAMPLES
+from slipstream.rollout.ledger.rows.samples import SAMPLES
 from tests.environment import ROOT, environment
 from tests.runs.conftest import LaunchedRun, run_command
 from tests.runs.stored import stored

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.smollm2 import prepare
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.environment import ROOT, environment
 from tests.integration.test_megatron_parity import config_for
 from tests.models import reference_logprobs, reference_model

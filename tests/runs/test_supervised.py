@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from slipstream.backend.batch.train_batch import demonstrated
-from slipstream.backend.driver.sft import read_encoded_examples
+from slipstream.backend.driver.modes.sft import read_encoded_examples
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.backend.quickstart import task
 from slipstream.backend.quickstart.policy import build_policy

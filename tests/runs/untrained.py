@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slipstream.rollout.trajectory import Group
+from slipstream.rollout.tokens.trajectory import Group
 
 
 def sometimes_broken(prompt: Any, response: str, trajectory: Any) -> float:

@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.rollout.record import decode_chunks
-from slipstream.rollout.trajectory import UNSAMPLED, Trajectory
-from slipstream.rollout.turns import Turn, TurnType
+from slipstream.rollout.tokens.record import decode_chunks
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Trajectory
+from slipstream.rollout.tokens.turns import Turn, TurnType
 
 
 class RecordedTurn(NamedTuple):

@@ -12,9 +12,8 @@ import msgspec
 
 from slipstream.backend.simulate.clock import VirtualLoop
 from slipstream.configs.schema import SamplingConfig
-from slipstream.rollout.collector.outbox import Outbox
-from slipstream.rollout.engine.routing import PoolStatus
-from slipstream.rollout.messages import (
+from slipstream.rollout.collection.collector.outbox import Outbox
+from slipstream.rollout.collection.messages import (
     ANSWERED,
     JUDGED,
     NOTHING,
@@ -24,11 +23,17 @@ from slipstream.rollout.messages import (
     PriorSample,
     Status,
     Up,
-    pack,
-    split,
 )
-from slipstream.rollout.record import checksum, decode_chunks, decode_header, decode_piece, decode_trajectory
-from slipstream.rollout.trajectory import Finish, Trajectory
+from slipstream.rollout.engine.routing import PoolStatus
+from slipstream.rollout.system.frames import pack, split
+from slipstream.rollout.tokens.record import (
+    checksum,
+    decode_chunks,
+    decode_header,
+    decode_piece,
+    decode_trajectory,
+)
+from slipstream.rollout.tokens.trajectory import Finish, Trajectory
 
 STATUS = Status(PoolStatus(), 0, 0.0)
 

@@ -5,14 +5,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.backend.driver.served_weights import ServedWeights, TrainedWeights
+from slipstream.backend.driver.weights.served_weights import ServedWeights, TrainedWeights
+from slipstream.rollout.collection.messages import DOWN, UP, Down, Status, Up
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.routing import Routing
-from slipstream.rollout.messages import DOWN, UP, Down, Status, Up, pack, split
-from slipstream.rollout.trajectory import TrajectoryHeader
+from slipstream.rollout.system.frames import pack, split
+from slipstream.rollout.tokens.trajectory import TrajectoryHeader
 
 
 @dataclass

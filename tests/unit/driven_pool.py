@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from slipstream.configs.schema import SamplingConfig
+from slipstream.rollout.collection.messages import DOWN, Down
 from slipstream.rollout.engine.client import EngineLost
 from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.routing import Routing, ServingEngine
-from slipstream.rollout.messages import DOWN, Down, pack, split
-from slipstream.rollout.trajectory import Completion, Finish, Span
+from slipstream.rollout.system.frames import pack, split
+from slipstream.rollout.tokens.trajectory import Completion, Finish, Span
 
 SAMPLING = SamplingConfig(max_new_tokens=4)
 COMPLETION = Completion((1, 2), (-1.0, -1.0), (Span(0, 0, 2),), Finish.STOP)

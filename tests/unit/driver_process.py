@@ -14,12 +14,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from slipstream.rollout.control.core import Ticket
-from slipstream.rollout.ledger import database
-from slipstream.rollout.ledger.database import LedgerBusy
-from slipstream.rollout.ledger.driver_file import Machine
-from slipstream.rollout.ledger.lease import Fenced, take_lease
-from slipstream.rollout.ledger.locks import flock
+from slipstream.rollout.ledger.lease.driver_file import Machine
+from slipstream.rollout.ledger.lease.folder_lease import Fenced, take_lease
 from slipstream.rollout.ledger.recovery import open_ledger
+from slipstream.rollout.ledger.storage import database
+from slipstream.rollout.ledger.storage.database import LedgerBusy
+from slipstream.rollout.ledger.storage.locks import flock
 
 
 def say(text: str) -> None:

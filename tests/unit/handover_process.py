@@ -14,14 +14,14 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from slipstream.rollout.engine.key import new_key
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.routing import PoolStatus
 from slipstream.rollout.gateway.journal import TurnJournal
 from slipstream.rollout.gateway.link import DriverLink
-from slipstream.rollout.handover.address import DriverAddress
-from slipstream.rollout.handover.receiver import GatewayReceiver
-from slipstream.rollout.turns import Entry, encode_entry
+from slipstream.rollout.live.driver_address import DriverAddress
+from slipstream.rollout.live.receiver import GatewayReceiver
+from slipstream.rollout.system.key import new_key
+from slipstream.rollout.tokens.turns import Entry, encode_entry
 from tests.unit.doubles import Policy
 from tests.unit.gateway_entries import end, next_state, turn
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.rollout.reward import Judgement
-from slipstream.rollout.teacher import TeacherScores
+from slipstream.rollout.tokens.teacher import TeacherScores
 
 FOREVER_S = 600
 

@@ -14,8 +14,8 @@ import pytest
 
 from slipstream.backend.cluster.guard import VARIABLE, carriers
 from slipstream.configs.schema import JudgingConfig, PluginConfig
-from slipstream.rollout.judge.pool import JudgePool, JudgeStatus
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
+from slipstream.rollout.reward.judge.pool import JudgePool, JudgeStatus
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
 
 TIMEOUT_S = 1.0
 """Time limit of a question. Questions that keep it take milliseconds."""

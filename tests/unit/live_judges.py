@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from slipstream.rollout.reward.live import JudgedTurn, Verdict, text_of
-from slipstream.rollout.trajectory import Messages
+from slipstream.rollout.tokens.trajectory import Messages
 
 
 class Told:

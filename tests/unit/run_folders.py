@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from slipstream.rollout.episode_log.files import EpisodeFiles
+from slipstream.rollout.ledger.episode_log.files import EpisodeFiles
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028 & \ud800 {{ 7*7 }}"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slipstream.backend.batch.micro_batch import assemble
 from slipstream.backend.batch.train_batch import StalenessViolation, TrainBatch, check_staleness
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
 
 
 def trajectory(prompt: int, response: int, *, version: int = 0, seed: int = 0) -> Trajectory:

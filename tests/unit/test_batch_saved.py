@@ -8,9 +8,9 @@ import pytest
 
 from slipstream.backend.batch.saved import BatchFileError, batch_path, read_batch, saved_batch
 from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
-from slipstream.backend.driver.halves import saved_batches, trainer_half
-from slipstream.backend.driver.inputs import InputError
-from slipstream.rollout.record import encode_trajectory
+from slipstream.backend.driver.modes.halves import saved_batches, trainer_half
+from slipstream.backend.driver.start.inputs import InputError
+from slipstream.rollout.tokens.record import encode_trajectory
 from tests.integration.test_megatron_parity import config_for, make_batch
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from safetensors import safe_open
 
-from slipstream.backend.driver.sft import reward_model_problems
+from slipstream.backend.driver.modes.sft import reward_model_problems
 from slipstream.bridge.families import FAMILIES, model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.model.geometry import Experts, GroupedAttention, Window

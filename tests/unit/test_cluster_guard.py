@@ -7,13 +7,13 @@ from pathlib import Path
 from uuid import uuid4
 
 from slipstream.backend.cluster.guard import VARIABLE
-from slipstream.rollout.temporary import PREFIX, OwnedFolder
+from slipstream.rollout.system.temporary import PREFIX, OwnedFolder
 from tests.environment import environment
 
 SLOW_TO_END = """
 import sys, time
 from pathlib import Path
-from slipstream.rollout.temporary import OwnedFolder
+from slipstream.rollout.system.temporary import OwnedFolder
 
 folder = OwnedFolder(Path(sys.argv[1]), "judge")
 memory = bytearray(1) * (1 << 29)  # the kernel takes its time to free it, and drops locks afterwards

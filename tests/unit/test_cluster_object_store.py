@@ -15,7 +15,7 @@ from slipstream.backend.cluster.object_store import (
     object_store,
     too_small,
 )
-from slipstream.rollout.trajectory import Completion, Finish, Span, TrajectoryBuilder
+from slipstream.rollout.tokens.trajectory import Completion, Finish, Span, TrajectoryBuilder
 
 GIB = 2**30
 

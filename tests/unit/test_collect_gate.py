@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
-from slipstream.rollout.changes import Changes
-from slipstream.rollout.collect.gate import LEAST_FAILURES, AdmissionGate, StalledRun
-from slipstream.rollout.collect.intake import Assignment, Intake
-from slipstream.rollout.collect.journal import NoJournal
-from slipstream.rollout.collect.ready_groups import ReadyGroup, StoredTrajectory
+from slipstream.rollout.collection.driver.gate import LEAST_FAILURES, AdmissionGate, StalledRun
+from slipstream.rollout.collection.driver.intake import Assignment, Intake
+from slipstream.rollout.collection.driver.journal import NoJournal
+from slipstream.rollout.collection.driver.ready_groups import ReadyGroup, StoredTrajectory
 from slipstream.rollout.control.consumption import OnStale, ReadyFirst
 from slipstream.rollout.control.core import ControlError, RolloutControl, Ticket
 from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.control.slots import State
-from slipstream.rollout.ledger.transaction import Training
+from slipstream.rollout.ledger.writing.transaction import Training
 from slipstream.rollout.prompts import PromptSet, PromptStream
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
+from slipstream.rollout.system.changes import Changes
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
 from tests.unit.doubles import Listener
 
 

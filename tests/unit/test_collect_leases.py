@@ -12,15 +12,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slipstream.rollout.collect.gate import AdmissionGate
-from slipstream.rollout.collect.intake import Intake
-from slipstream.rollout.collect.journal import NoJournal
-from slipstream.rollout.collect.leases import Leases
-from slipstream.rollout.collect.lost_groups import LostGroups
-from slipstream.rollout.control.consumption import Fifo, OnStale, ReadyFirst
-from slipstream.rollout.control.core import RolloutControl
-from slipstream.rollout.ledger.database import LedgerError
-from slipstream.rollout.messages import (
+from slipstream.rollout.collection.driver.gate import AdmissionGate
+from slipstream.rollout.collection.driver.intake import Intake
+from slipstream.rollout.collection.driver.journal import NoJournal
+from slipstream.rollout.collection.driver.leases import Leases
+from slipstream.rollout.collection.driver.lost_groups import LostGroups
+from slipstream.rollout.collection.messages import (
     ANSWERED,
     FAILED,
     FILTERED,
@@ -33,14 +30,15 @@ from slipstream.rollout.messages import (
     GroupVerdict,
     Lease,
     LostGroup,
-    MalformedFrame,
     Up,
-    pack,
-    split,
 )
+from slipstream.rollout.control.consumption import Fifo, OnStale, ReadyFirst
+from slipstream.rollout.control.core import RolloutControl
+from slipstream.rollout.ledger.storage.database import LedgerError
 from slipstream.rollout.prompts import PromptSet, PromptStream
-from slipstream.rollout.record import REF, PieceHeader, checksum, encode
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
+from slipstream.rollout.system.frames import MalformedFrame, pack, split
+from slipstream.rollout.tokens.record import REF, PieceHeader, checksum, encode
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
 from tests.unit.doubles import Listener
 
 

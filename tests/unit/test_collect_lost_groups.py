@@ -8,21 +8,26 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from slipstream.backend.simulate import clock
-from slipstream.rollout.collect.gate import AdmissionGate
-from slipstream.rollout.collect.intake import Intake
-from slipstream.rollout.collect.journal import NoJournal
-from slipstream.rollout.collect.leases import Leases
-from slipstream.rollout.collect.lost_groups import FLUSH_TIMEOUT_S, MOST_READ, MOST_WAITING, LostGroups
-from slipstream.rollout.collect.questions import EvaluationTasks
-from slipstream.rollout.collect.ready_groups import ReadyGroup, StoredTrajectory
-from slipstream.rollout.collect.server import LOST_BYTES, Connection
+from slipstream.rollout.collection.driver.gate import AdmissionGate
+from slipstream.rollout.collection.driver.intake import Intake
+from slipstream.rollout.collection.driver.journal import NoJournal
+from slipstream.rollout.collection.driver.leases import Leases
+from slipstream.rollout.collection.driver.lost_groups import (
+    FLUSH_TIMEOUT_S,
+    MOST_READ,
+    MOST_WAITING,
+    LostGroups,
+)
+from slipstream.rollout.collection.driver.questions import EvaluationTasks
+from slipstream.rollout.collection.driver.ready_groups import ReadyGroup, StoredTrajectory
+from slipstream.rollout.collection.driver.server import LOST_BYTES, Connection
+from slipstream.rollout.collection.messages import LostGroup, Question
 from slipstream.rollout.control.consumption import OnStale, ReadyFirst
 from slipstream.rollout.control.core import RolloutControl
-from slipstream.rollout.episode_log.rows import is_chosen
-from slipstream.rollout.messages import LostGroup, Question
+from slipstream.rollout.ledger.episode_log.rows import is_chosen
 from slipstream.rollout.prompts import PromptSet, PromptStream
-from slipstream.rollout.record import REF
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
+from slipstream.rollout.tokens.record import REF
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
 from tests.unit.doubles import Listener
 
 REFS = REF.pack(1, 0, 4, 0)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
 from slipstream.configs.schema import RolloutConfig
-from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes, check
-from slipstream.rollout.collector.time_limit import TimeLimit
+from slipstream.rollout.collection.collector.episodes import EpisodeFailed, Episodes, check
+from slipstream.rollout.collection.collector.time_limit import TimeLimit
 from slipstream.rollout.engine.pool import NoEngine
-from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
-from slipstream.rollout.record import decode_header, decode_trajectory, encode, encode_trajectory
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
+from slipstream.rollout.reward.judge.errors import JudgeStartFailed, JudgingFailed
+from slipstream.rollout.tokens.record import decode_header, decode_trajectory, encode, encode_trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
 from slipstream.rollout.workflow.numbers import EpisodeNumbers
 
 PROMPT = Prompt(7, "?")

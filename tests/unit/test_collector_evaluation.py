@@ -11,16 +11,16 @@ import pytest
 
 from slipstream.backend.simulate import clock
 from slipstream.configs.schema import RolloutConfig
-from slipstream.rollout.collector.episodes import Episodes, check
-from slipstream.rollout.collector.evaluation import Evaluations, UnrecordedGenerator
-from slipstream.rollout.collector.groups import CLOSE_TIMEOUT_S
-from slipstream.rollout.collector.outbox import Outbox
-from slipstream.rollout.collector.time_limit import TimeLimit
+from slipstream.rollout.collection.collector.episodes import Episodes, check
+from slipstream.rollout.collection.collector.evaluation import Evaluations, UnrecordedGenerator
+from slipstream.rollout.collection.collector.groups import CLOSE_TIMEOUT_S
+from slipstream.rollout.collection.collector.outbox import Outbox
+from slipstream.rollout.collection.collector.time_limit import TimeLimit
+from slipstream.rollout.collection.messages import Evaluated, Question
 from slipstream.rollout.engine.pool import NoEngine
-from slipstream.rollout.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed
-from slipstream.rollout.messages import Evaluated, Question
+from slipstream.rollout.reward.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.value import Judgement
-from slipstream.rollout.trajectory import Prompt, Trajectory, TrajectoryBuilder, prompt_fields
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory, TrajectoryBuilder, prompt_fields
 from slipstream.rollout.workflow import WorkflowContext
 from slipstream.rollout.workflow.multi_turn import OnLimit, limited
 from tests.unit.collecting import SAMPLING, HoldingDriver, PureEngines, ideal

@@ -16,14 +16,17 @@ from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
 from slipstream.configs.schema import RolloutConfig, SamplingConfig
-from slipstream.rollout.collector.episodes import Episodes
-from slipstream.rollout.collector.groups import CLOSE_TIMEOUT_S, GroupCollector, NamedFilter, WholeGroups
-from slipstream.rollout.collector.outbox import UNSENT_BYTES, Outbox
-from slipstream.rollout.collector.recording import Recording
-from slipstream.rollout.collector.time_limit import TimeLimit
-from slipstream.rollout.engine.pool import NoEngine
-from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
-from slipstream.rollout.messages import (
+from slipstream.rollout.collection.collector.episodes import Episodes
+from slipstream.rollout.collection.collector.groups import (
+    CLOSE_TIMEOUT_S,
+    GroupCollector,
+    NamedFilter,
+    WholeGroups,
+)
+from slipstream.rollout.collection.collector.outbox import UNSENT_BYTES, Outbox
+from slipstream.rollout.collection.collector.recording import Recording
+from slipstream.rollout.collection.collector.time_limit import TimeLimit
+from slipstream.rollout.collection.messages import (
     ANSWERED,
     FAILED,
     FILTERED,
@@ -33,9 +36,11 @@ from slipstream.rollout.messages import (
     Lease,
     PriorSample,
 )
+from slipstream.rollout.engine.pool import NoEngine
+from slipstream.rollout.reward.judge.errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.value import Judgement
-from slipstream.rollout.teacher import NOTHING_NEEDED, TeacherNeeds, TeacherScores
-from slipstream.rollout.trajectory import Group, Prompt, Trajectory, TrajectoryBuilder, prompt_fields
+from slipstream.rollout.tokens.teacher import NOTHING_NEEDED, TeacherNeeds, TeacherScores
+from slipstream.rollout.tokens.trajectory import Group, Prompt, Trajectory, TrajectoryBuilder, prompt_fields
 from slipstream.rollout.workflow import GroupRejected, WorkflowContext
 from slipstream.rollout.workflow.multi_turn import limited
 from tests.unit.collecting import SAMPLING, HeldSample, HoldingDriver, PureEngines, ideal

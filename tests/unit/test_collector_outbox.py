@@ -8,11 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
-from slipstream.rollout.collector import outbox as module
-from slipstream.rollout.collector.outbox import FLUSH_S, PIECES_S, STATUS_EVERY_S, UNSENT_BYTES, Outbox
-from slipstream.rollout.messages import ANSWERED, FAILED, JUDGED, PIECE, TRAIN, Up
-from slipstream.rollout.record import PieceHeader, decode_header
-from slipstream.rollout.trajectory import Finish, TrajectoryHeader
+from slipstream.rollout.collection.collector import outbox as module
+from slipstream.rollout.collection.collector.outbox import (
+    FLUSH_S,
+    PIECES_S,
+    STATUS_EVERY_S,
+    UNSENT_BYTES,
+    Outbox,
+)
+from slipstream.rollout.collection.messages import ANSWERED, FAILED, JUDGED, PIECE, TRAIN, Up
+from slipstream.rollout.tokens.record import PieceHeader, decode_header
+from slipstream.rollout.tokens.trajectory import Finish, TrajectoryHeader
 from tests.unit.collecting import STATUS
 
 HEADER = TrajectoryHeader(((0, True, 3),), Finish.STOP)

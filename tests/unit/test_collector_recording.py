@@ -11,13 +11,20 @@ from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
 from slipstream.configs.schema import SamplingConfig
-from slipstream.rollout.collector.outbox import PIECES_S, Outbox
-from slipstream.rollout.collector.recording import CLIENTS, JOURNAL_EVERY_S, Recording
+from slipstream.rollout.collection.collector.outbox import PIECES_S, Outbox
+from slipstream.rollout.collection.collector.recording import CLIENTS, JOURNAL_EVERY_S, Recording
+from slipstream.rollout.collection.messages import ANSWERED, NOTHING, PIECE, PriorSample
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.sampling import LiveSampling
-from slipstream.rollout.messages import ANSWERED, NOTHING, PIECE, PriorSample
-from slipstream.rollout.record import CorruptRecord, PieceHeader, decode_chunks, digest, encode, encode_chunk
-from slipstream.rollout.trajectory import UNSAMPLED, Completion, Finish, Trajectory, TrajectoryBuilder
+from slipstream.rollout.tokens.record import (
+    CorruptRecord,
+    PieceHeader,
+    decode_chunks,
+    digest,
+    encode,
+    encode_chunk,
+)
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Completion, Finish, Trajectory, TrajectoryBuilder
 from tests.unit.collecting import SAMPLING, STATUS, HeldSample, HoldingDriver, PureEngines, ideal, logprob
 from tests.unit.driven_pool import Driver, FakeEngine, mixed, settle, whole
 

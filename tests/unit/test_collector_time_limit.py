@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
-from slipstream.rollout.collector.time_limit import TimeLimit
+from slipstream.rollout.collection.collector.time_limit import TimeLimit
 from tests.unit.collecting import run_with_contexts as run
 
 

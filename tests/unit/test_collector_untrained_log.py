@@ -8,13 +8,21 @@ import msgspec
 import pytest
 
 from slipstream.configs.schema import EpisodeLogConfig
-from slipstream.rollout.collector.untrained_log import UntrainedLog
-from slipstream.rollout.episode_log.files import EpisodeFiles, episode_files, read_rows
-from slipstream.rollout.episode_log.rows import is_chosen
-from slipstream.rollout.episode_log.thread import LogThread
-from slipstream.rollout.messages import ANSWERED, JUDGED, NOTHING, PIECE, LostGroup, PriorSample, Question
-from slipstream.rollout.record import PieceHeader, encode, encode_chunk, encode_trajectory
-from slipstream.rollout.trajectory import Finish, Prompt, Trajectory, joined, prompt_fields
+from slipstream.rollout.collection.collector.untrained_log import UntrainedLog
+from slipstream.rollout.collection.messages import (
+    ANSWERED,
+    JUDGED,
+    NOTHING,
+    PIECE,
+    LostGroup,
+    PriorSample,
+    Question,
+)
+from slipstream.rollout.ledger.episode_log.files import EpisodeFiles, episode_files, read_rows
+from slipstream.rollout.ledger.episode_log.rows import is_chosen
+from slipstream.rollout.ledger.episode_log.thread import LogThread
+from slipstream.rollout.tokens.record import PieceHeader, encode, encode_chunk, encode_trajectory
+from slipstream.rollout.tokens.trajectory import Finish, Prompt, Trajectory, joined, prompt_fields
 from tests.unit.test_trainer_episode_log import decode, trajectory
 
 PROMPT = Prompt(3, "2+2=")

@@ -6,7 +6,7 @@ import json
 from rich.console import Console
 
 from slipstream.backend.commands.audit import hints_as_json, print_audit
-from slipstream.rollout.ledger.audit import Audit
+from slipstream.rollout.ledger.audit.account import Audit
 from slipstream.rollout.reward.live import Verdict
 from tests.unit.test_live_turns import Run, Talk, in_run, number
 

@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.backend.commands.outcome import Failed
 from slipstream.backend.commands.run import attended
-from slipstream.backend.driver.stop import Stopped
+from slipstream.backend.driver.loops.stop import Stopped
 from slipstream.backend.monitor.summary import RunSummary, write_summary
 from tests.unit.test_driver_run_folder import recipe
 from tests.unit.test_monitor_summary import FIELDS

@@ -610,7 +610,11 @@ def violations(file, *overrides: str) -> dict[str, str]:
         ),
         (["rollout.endpoint={tool_parser: qwen25, reasoning_parser: qwen3}"], None, ""),
         (["rollout.endpoint={tool_parser: null, reasoning_parser: auto}"], None, ""),
-        (["rollout.endpoint={tool_parser: qwen2}"], "rollout.endpoint.tool_parser", "nearest: qwen25, qwen"),
+        (
+            ["rollout.endpoint={tool_parser: qwen2}"],
+            "rollout.endpoint.tool_parser",
+            "nearest: qwen25, qwen",
+        ),
         (["gateway={reasoning_parser: deepseek}"], "gateway.reasoning_parser", "nearest: deepseek-"),
         ([f"rollout.workflow={TOOLS % 'llama3'}"], None, ""),
         (

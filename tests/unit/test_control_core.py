@@ -14,7 +14,7 @@ from slipstream.rollout.control.filters import MixedRewards
 from slipstream.rollout.control.live import TakenTurn
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.control.versions import VersionTree
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
 
 
 def finish(core: RolloutControl, *tickets: Ticket) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.backend.batch.train_batch import EncodedBatch
-from slipstream.backend.driver.feedback import Feedback, HeldDrift
+from slipstream.backend.driver.start.feedback import Feedback, HeldDrift
 from slipstream.configs.load import load_recipe
 from slipstream.rollout.control.admission import Slots
 from slipstream.rollout.control.drift import DriftController, DriftLimits

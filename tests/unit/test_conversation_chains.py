@@ -2,8 +2,8 @@
 
 import pytest
 
-from slipstream.rollout.conversation.chains import Sampled, append, continue_text
-from slipstream.rollout.trajectory import Finish
+from slipstream.rollout.tokens.conversation.chains import Sampled, append, continue_text
+from slipstream.rollout.tokens.trajectory import Finish
 
 HALF = "é".encode()[:1]
 

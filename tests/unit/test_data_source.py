@@ -7,9 +7,9 @@ import pytest
 
 from examples.data_source.sums import Sums
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.programs.hook_process import HookProcessFailed
-from slipstream.rollout.sources.drawn_prompts import FILE, DrawnPrompts, drawn_prompts
-from slipstream.rollout.sources.source_process import own_drawing
+from slipstream.rollout.prompts.sources.drawn_prompts import FILE, DrawnPrompts, drawn_prompts
+from slipstream.rollout.prompts.sources.source_process import own_drawing
+from slipstream.rollout.system.programs.hook_process import HookProcessFailed
 from tests.wrong_inputs import their_plugins
 
 

@@ -26,7 +26,7 @@ PATH = re.compile(
 TO_COME = {
     "bridge/families/NAME.py",
     "rollout/gateway",
-    "rollout/environment",
+    "rollout/workflow/environment",
     "rollout/compat/slime",
 }
 """Rooms that the architecture names before they exist, and a placeholder."""

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import slipstream
-from slipstream.backend.driver.plugin_checks import plugin_problems
+from slipstream.backend.driver.start.plugin_checks import plugin_problems
 from slipstream.configs.document import read_document
 from slipstream.configs.load import load_recipe
 from slipstream.configs.schema import RolloutConfig, RunConfig

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from slipstream.configs.schema import TurnsConfig
-from slipstream.rollout.environment import Action, ToolEnvironment
-from slipstream.rollout.trajectory import Finish, Prompt
+from slipstream.rollout.tokens.trajectory import Finish, Prompt
+from slipstream.rollout.workflow.environment import Action, ToolEnvironment
 from tests.environment import ROOT
 from tests.pages import blocks
 
@@ -28,7 +28,7 @@ def test_the_ways_to_give_credit_are_settings():
 
 def test_the_tool_is_one(monkeypatch):
     monkeypatch.setitem(globals(), "search", names(CODE[0])["search"])
-    monkeypatch.setattr("slipstream.rollout.environment.tools.call_parser", lambda name, tools: str)
+    monkeypatch.setattr("slipstream.rollout.workflow.environment.tools.call_parser", lambda name, tools: str)
     [schema] = ToolEnvironment([f"{__name__}.search"], parser="qwen25").schemas
     assert schema["function"]["description"] == "Search the catalogue."
     assert schema["function"]["parameters"]["required"] == ["query"]

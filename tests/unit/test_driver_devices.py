@@ -10,10 +10,10 @@ import pytest
 
 from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.cluster.errors import TrainerFailed
-from slipstream.backend.driver import devices
-from slipstream.backend.driver.devices import Colocated
+from slipstream.backend.driver.processes import devices
+from slipstream.backend.driver.processes.devices import Colocated
 from slipstream.backend.simulate import clock
-from slipstream.rollout.collector.time_limit import TimeLimit
+from slipstream.rollout.collection.collector.time_limit import TimeLimit
 from slipstream.rollout.engine.client import EngineError
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.routing import PoolStatus

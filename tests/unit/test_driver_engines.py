@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import ray
 
-from slipstream.backend.driver import engines
-from slipstream.backend.driver.devices import Separate
-from slipstream.backend.driver.engines import EngineLimits, RayEngine
-from slipstream.rollout.engine.key import Key
+from slipstream.backend.driver.processes import engines
+from slipstream.backend.driver.processes.devices import Separate
+from slipstream.backend.driver.processes.engines import EngineLimits, RayEngine
 from slipstream.rollout.engine.process import EngineStartError, MeetingPoint, ServerAccess
+from slipstream.rollout.system.key import Key
 
 LIMITS = EngineLimits(
     ranks=2,

@@ -14,7 +14,7 @@ import pytest
 
 from slipstream.backend.cluster.guard import VARIABLE
 from slipstream.backend.cluster.kept_process import KeptProcess
-from slipstream.backend.driver.gateways import GatewayGone, Gateways, announcement
+from slipstream.backend.driver.processes.gateways import GatewayGone, Gateways, announcement
 from slipstream.configs.schema import GatewayConfig, RunConfig
 from slipstream.configs.schema.run import RunSection
 from slipstream.rollout.gateway.keys import add_key, keys_file, revoke_key

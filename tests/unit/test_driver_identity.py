@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.backend.driver import identity as identities
-from slipstream.backend.driver.identity import BLOCK, SAMPLES, WEIGHT_SAMPLES, identify
+from slipstream.backend.driver.start import identity as identities
+from slipstream.backend.driver.start.identity import BLOCK, SAMPLES, WEIGHT_SAMPLES, identify
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from slipstream.backend.driver.interrupted import InterruptedUpdates, Stock
+from slipstream.backend.driver.weights.interrupted import InterruptedUpdates, Stock
 from slipstream.rollout.engine.client import EngineAddress, EngineError, EngineLost, Malformed
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.backend.driver.job_end import CLEAN_UP_S, lead_s, seconds_left, stop_after_s
+from slipstream.backend.driver.loops.job_end import CLEAN_UP_S, lead_s, seconds_left, stop_after_s
 from slipstream.configs.schema import RunConfig
 from tests.unit.test_rollout_gpu_environment import VALID
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from slipstream.backend.driver.judge_engines import JudgeRoster, limits_of
+from slipstream.backend.driver.processes.judge_engines import JudgeRoster, limits_of
 from slipstream.configs.schema.judge import OwnEngines
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 

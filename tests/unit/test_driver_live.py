@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.backend.driver.live import LiveUsers
-from slipstream.rollout.engine.key import new_key
-from slipstream.rollout.handover.address import DriverAddress
+from slipstream.backend.driver.loops.live import LiveUsers
+from slipstream.rollout.live.driver_address import DriverAddress
+from slipstream.rollout.system.key import new_key
 
 
 @dataclass

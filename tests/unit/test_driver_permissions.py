@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from slipstream.backend.driver.inputs import InputError
-from slipstream.backend.driver.run_folder import apply_mode, permissions, start_folder
+from slipstream.backend.driver.start.inputs import InputError
+from slipstream.backend.driver.start.run_folder import apply_mode, permissions, start_folder
 from slipstream.backend.monitor.progress import PlainProgress
 from slipstream.configs.schema import RunConfig
 

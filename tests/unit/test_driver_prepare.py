@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from slipstream.backend.driver.prepare import PrepareFailed, input_paths, prepare_inputs
+from slipstream.backend.driver.start.prepare import PrepareFailed, input_paths, prepare_inputs
 from slipstream.configs.schema import RunConfig
 from tests.environment import environment
 

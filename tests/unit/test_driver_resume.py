@@ -8,12 +8,12 @@ import pytest
 
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from slipstream.backend.checkpoint.manifest import CheckpointRecord, record_digest
-from slipstream.backend.driver.inputs import InputError
-from slipstream.backend.driver.resume import (
+from slipstream.backend.driver.start.inputs import InputError
+from slipstream.backend.driver.start.resume import (
     begin,
     find_checkpoint,
 )
-from slipstream.backend.driver.run_folder import (
+from slipstream.backend.driver.start.run_folder import (
     check_same_run,
     recipe_text,
     refuse_without_ledger,
@@ -22,10 +22,10 @@ from slipstream.configs.schema import DataConfig, RunConfig
 from slipstream.rollout.control.core import Ticket
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.ledger.recovery import open_ledger
-from slipstream.rollout.ledger.transaction import Training
-from slipstream.rollout.ledger.writer import SAMPLES, Ledger
+from slipstream.rollout.ledger.writing.transaction import Training
+from slipstream.rollout.ledger.writing.writer import SAMPLES, Ledger
 from slipstream.rollout.prompts import PromptSet
-from slipstream.rollout.record import (
+from slipstream.rollout.tokens.record import (
     REF,
     PieceHeader,
     checksum,
@@ -34,7 +34,7 @@ from slipstream.rollout.record import (
     encode,
     encode_chunk,
 )
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
 
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(20)]
 

@@ -11,9 +11,9 @@ import pytest
 
 from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.cluster.errors import TrainerFailed
-from slipstream.backend.driver import revival
-from slipstream.backend.driver.revival import Revival, TrainerGone
-from slipstream.backend.driver.trainer_life import TrainerLife
+from slipstream.backend.driver.weights import revival
+from slipstream.backend.driver.weights.revival import Revival, TrainerGone
+from slipstream.backend.driver.weights.trainer_life import TrainerLife
 
 
 @dataclass

@@ -9,18 +9,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.backend.driver.resume import RunState, begin
-from slipstream.backend.driver.rewind import Rewind
+from slipstream.backend.driver.start.resume import RunState, begin
+from slipstream.backend.driver.weights.rewind import Rewind
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.collect.gate import AdmissionGate
-from slipstream.rollout.collect.leases import Leases
+from slipstream.rollout.collection.driver.gate import AdmissionGate
+from slipstream.rollout.collection.driver.leases import Leases
+from slipstream.rollout.collection.messages import JUDGED, TRAIN, Event, GroupVerdict, Lease, Up
 from slipstream.rollout.control.ends import Loss
-from slipstream.rollout.ledger.audit import audit_ledger
-from slipstream.rollout.ledger.turns import RecoveredTurns
-from slipstream.rollout.messages import JUDGED, TRAIN, Event, GroupVerdict, Lease, Up
+from slipstream.rollout.ledger.audit.account import audit_ledger
+from slipstream.rollout.ledger.rows.turns import RecoveredTurns
 from slipstream.rollout.prompts import PromptSet
-from slipstream.rollout.record import checksum, encode, encode_chunk
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
+from slipstream.rollout.tokens.record import checksum, encode, encode_chunk
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
 from tests.unit.doubles import Listener
 
 B, BOUND = 2, 2

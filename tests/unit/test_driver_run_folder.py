@@ -19,21 +19,21 @@ import yaml
 
 from slipstream.backend.checkpoint.folder import CheckpointFolder
 from slipstream.backend.commands.audit import audit_run
-from slipstream.backend.driver import resume as resume_module
-from slipstream.backend.driver import run_folder
-from slipstream.backend.driver.checkpointing import NoHistory, TrainerCheckpoints
-from slipstream.backend.driver.inputs import InputError
-from slipstream.backend.driver.resume import RunState, open_run
-from slipstream.backend.driver.run_folder import FIXED, check_same_run, recipe_text
-from slipstream.backend.driver.sft import open_folder
+from slipstream.backend.driver.modes.sft import open_folder
+from slipstream.backend.driver.start import resume as resume_module
+from slipstream.backend.driver.start import run_folder
+from slipstream.backend.driver.start.inputs import InputError
+from slipstream.backend.driver.start.resume import RunState, open_run
+from slipstream.backend.driver.start.run_folder import FIXED, check_same_run, recipe_text
+from slipstream.backend.driver.weights.checkpointing import NoHistory, TrainerCheckpoints
 from slipstream.configs.schema import CheckpointConfig, RunConfig
 from slipstream.rollout.control.ends import GroupCounts
-from slipstream.rollout.durable import write_durably
-from slipstream.rollout.ledger.database import LedgerBusy
-from slipstream.rollout.ledger.driver_file import look
-from slipstream.rollout.ledger.lease import Fenced
+from slipstream.rollout.ledger.lease.driver_file import look
+from slipstream.rollout.ledger.lease.folder_lease import Fenced
+from slipstream.rollout.ledger.storage.database import LedgerBusy
 from slipstream.rollout.prompts import PromptSet
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.system.durable import write_durably
+from slipstream.rollout.tokens.trajectory import Prompt
 from tests.environment import environment
 from tests.selection import shortened
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.backend.driver.halves import saved_batches
-from slipstream.backend.driver.run_length import in_steps, length_note, words_of_length
+from slipstream.backend.driver.modes.halves import saved_batches
+from slipstream.backend.driver.start.run_length import in_steps, length_note, words_of_length
 from slipstream.backend.monitor.progress import PlainProgress
 from slipstream.backend.simulate.inputs import recipe
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.violations import RecipeError
 from slipstream.rollout.prompts import PromptSet, PromptStream, SourcePrompts
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.tokens.trajectory import Prompt
 
 
 def config(length: dict, batch_size: int = 4, live: dict | None = None) -> RunConfig:

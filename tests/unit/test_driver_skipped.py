@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from slipstream.backend.batch.skipped import SHOWN, FaultyTrajectory, SkippedUpdate
-from slipstream.backend.driver.devices import Separate
-from slipstream.backend.driver.feedback import Feedback
-from slipstream.backend.driver.served_weights import ServedWeights
-from slipstream.backend.driver.skipped import SkippedUpdateLimit, TooManySkippedUpdates
-from slipstream.backend.driver.training import training_loop, training_steps
+from slipstream.backend.driver.loops.training import training_loop, training_steps
+from slipstream.backend.driver.processes.devices import Separate
+from slipstream.backend.driver.start.feedback import Feedback
+from slipstream.backend.driver.weights.served_weights import ServedWeights
+from slipstream.backend.driver.weights.skipped import SkippedUpdateLimit, TooManySkippedUpdates
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.run import RunSection
-from slipstream.rollout.collect.ready_groups import ReadyGroup
+from slipstream.rollout.collection.driver.ready_groups import ReadyGroup
 from tests.unit.doubles import Policy
 
 

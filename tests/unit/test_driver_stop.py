@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from slipstream.backend.driver.stop import Stop
+from slipstream.backend.driver.loops.stop import Stop
 
 
 class Silent:

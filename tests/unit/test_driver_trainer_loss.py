@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from slipstream.backend.cluster.errors import TrainerFailed
-from slipstream.backend.driver.devices import Separate
-from slipstream.backend.driver.feedback import Feedback
-from slipstream.backend.driver.interrupted import Stock
-from slipstream.backend.driver.served_weights import ServedWeights
-from slipstream.backend.driver.training import training_loop, training_steps
+from slipstream.backend.driver.loops.training import training_loop, training_steps
+from slipstream.backend.driver.processes.devices import Separate
+from slipstream.backend.driver.start.feedback import Feedback
+from slipstream.backend.driver.weights.interrupted import Stock
+from slipstream.backend.driver.weights.served_weights import ServedWeights
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.run import RunSection
-from slipstream.rollout.collect.ready_groups import ReadyGroup
+from slipstream.rollout.collection.driver.ready_groups import ReadyGroup
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.engine.roster import EngineRoster
 from tests.unit.doubles import Collector, advance

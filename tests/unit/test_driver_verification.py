@@ -5,15 +5,15 @@ import math
 
 import pytest
 
-from slipstream.backend.driver.devices import Separate
-from slipstream.backend.driver.served_weights import ServedWeights, TrainedWeights
-from slipstream.backend.driver.verification import Verifier, WeightsMismatch, probe_text
+from slipstream.backend.driver.processes.devices import Separate
+from slipstream.backend.driver.weights.served_weights import ServedWeights, TrainedWeights
+from slipstream.backend.driver.weights.verification import Verifier, WeightsMismatch, probe_text
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.weights import VerifyAlways, VerifyEveryN
 from slipstream.rollout.engine.client import EngineAddress, EngineError, EngineLost
 from slipstream.rollout.engine.completion import Aborted
 from slipstream.rollout.engine.roster import EngineRoster
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.tokens.trajectory import Prompt
 from tests.unit import doubles
 from tests.unit.doubles import Collector, Policy
 
@@ -229,7 +229,7 @@ def test_engines_are_in_doubt_from_before_the_update_until_the_verdict():
 
 
 def test_a_version_without_room_is_tried_again_until_there_is_and_told_once(monkeypatch):
-    monkeypatch.setattr("slipstream.backend.driver.served_weights.ROOM_RETRY_S", 0.01)
+    monkeypatch.setattr("slipstream.backend.driver.weights.served_weights.ROOM_RETRY_S", 0.01)
 
     async def main():
         world, notes, owner = World(), list[str](), Policy()

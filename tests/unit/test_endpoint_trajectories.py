@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.rollout.endpoint.trajectories import SampledTurn, replies_of, trajectories_of
-from slipstream.rollout.trajectory import UNSAMPLED, Finish
-from slipstream.rollout.turns import TurnType
+from slipstream.rollout.gateway.endpoint.trajectories import SampledTurn, replies_of, trajectories_of
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish
+from slipstream.rollout.tokens.turns import TurnType
 
 
 @dataclass

@@ -23,7 +23,7 @@ from slipstream.rollout.engine.client import (
 )
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.sampling import LiveSampling
-from slipstream.rollout.trajectory import Completion, Finish, Span
+from slipstream.rollout.tokens.trajectory import Completion, Finish, Span
 from tests.unit.test_engine_completion import ABORT, COMPLETION, REPLY, STOP, attested, chunk
 from tests.unit.test_engine_completion import reply as reply_with
 

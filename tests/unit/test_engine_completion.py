@@ -12,7 +12,7 @@ from slipstream.rollout.engine.completion import (
     parse_prompt_logprobs,
 )
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.trajectory import Completion, Finish, Span
+from slipstream.rollout.tokens.trajectory import Completion, Finish, Span
 
 VOCAB = 10_000
 

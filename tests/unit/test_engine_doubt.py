@@ -9,7 +9,7 @@ import pytest
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine.client import Aborted, EngineError, EngineLost, Silent
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.trajectory import Finish
+from slipstream.rollout.tokens.trajectory import Finish
 from tests.unit.driven_pool import (
     SAMPLING,
     Driver,

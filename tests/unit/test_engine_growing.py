@@ -15,7 +15,7 @@ from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.routing import Routing, ServingEngine
-from slipstream.rollout.trajectory import Completion, Finish, Span
+from slipstream.rollout.tokens.trajectory import Completion, Finish, Span
 from tests.unit.test_engine_completion import STOP, attested, chunk
 
 

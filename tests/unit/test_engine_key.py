@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from slipstream.rollout.engine.client import EngineAddress
-from slipstream.rollout.engine.key import NO_KEY, Key, KeyRequired, new_key
+from slipstream.rollout.system.key import NO_KEY, Key, KeyRequired, new_key
 
 KEY = new_key()
 

@@ -11,7 +11,7 @@ from slipstream.rollout.engine.client import Aborted, EngineError, EngineLost, I
 from slipstream.rollout.engine.pool import SILENCES, NoEngine
 from slipstream.rollout.engine.routing import LostEngine
 from slipstream.rollout.engine.trace import RequestTrace
-from slipstream.rollout.trajectory import Completion, Finish, Span
+from slipstream.rollout.tokens.trajectory import Completion, Finish, Span
 from tests.unit.driven_pool import (
     COMPLETION,
     Driver,

@@ -9,10 +9,10 @@ import pytest
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine.client import EngineAddress, EngineLost
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.roster import RECORDS_OF_AN_EPOCH, EngineRoster
 from slipstream.rollout.engine.routing import LostEngine, PoolStatus
-from slipstream.rollout.trajectory import Finish
+from slipstream.rollout.system.key import Key
+from slipstream.rollout.tokens.trajectory import Finish
 from tests.unit.doubles import Collector, Policy
 
 

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from slipstream.rollout.engine.client import EngineAddress, EngineLost
-from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.routing import Routing, ServingEngine
 from slipstream.rollout.engine.serving import ModelEngines, ProcessEngines, ServingAddresses, encoded
+from slipstream.rollout.system.key import Key
 
 
 def address(name: str, start: int = 1) -> EngineAddress:

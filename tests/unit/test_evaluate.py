@@ -17,8 +17,8 @@ from slipstream.backend.commands.evaluate import (
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.monitor.passes import pass_at, powers_to
 from slipstream.configs.load import load_recipe
-from slipstream.rollout.collector.trial import TriedEpisode
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
+from slipstream.rollout.collection.collector.trial import TriedEpisode
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
 
 
 def episode(prompt: int, reward: float | None, length: int = 2, finish: Finish = Finish.STOP) -> TriedEpisode:

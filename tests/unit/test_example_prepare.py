@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import slipstream
-from slipstream.backend.driver.prepare import PrepareFailed, prepare_inputs
+from slipstream.backend.driver.start.prepare import PrepareFailed, prepare_inputs
 from slipstream.configs.schema import RunConfig
 from tests.environment import ROOT
 

@@ -8,13 +8,13 @@ import pytest
 import yaml
 
 import slipstream
-from slipstream.backend.driver.plugin_checks import plugin_problems
+from slipstream.backend.driver.start.plugin_checks import plugin_problems
 from slipstream.bridge.families import FAMILIES, model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.shards.plan import entries
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.plugins import resolved
+from slipstream.rollout.system.plugins import resolved
 from tests.environment import ROOT
 from tests.models import make_checkpoint
 from tests.pages import blocks

@@ -16,7 +16,7 @@ from slipstream.rollout.gateway.source import (
     TokenDelta,
     TokenRequest,
 )
-from slipstream.rollout.trajectory import Finish
+from slipstream.rollout.tokens.trajectory import Finish
 from tests.unit.driven_pool import Driver, FakeEngine, mixed, part, settle, whole
 
 

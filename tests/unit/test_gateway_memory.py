@@ -22,9 +22,9 @@ from slipstream.rollout.gateway.serving.text import GrowingText
 from slipstream.rollout.gateway.sessions.placing import SessionLimits
 from slipstream.rollout.gateway.sessions.sessions import Sessions
 from slipstream.rollout.gateway.source import TokenRequest
-from slipstream.rollout.handover.address import DriverAddress
-from slipstream.rollout.trajectory import Finish
-from slipstream.rollout.turns import TurnType
+from slipstream.rollout.live.driver_address import DriverAddress
+from slipstream.rollout.tokens.trajectory import Finish
+from slipstream.rollout.tokens.turns import TurnType
 from tests.gateway_memory.driver import Driver
 from tests.gateway_memory.held import held
 from tests.unit.talking import ChatTemplate, decode, encode

@@ -24,8 +24,8 @@ from slipstream.rollout.gateway.journal_file import JournalFile
 from slipstream.rollout.gateway.keys import add_key
 from slipstream.rollout.gateway.peers import journal_of, read_address
 from slipstream.rollout.gateway.spec import GatewaySpec
-from slipstream.rollout.network import hold_port, port_of
-from slipstream.rollout.turns import Forgotten
+from slipstream.rollout.system.network import hold_port, port_of
+from slipstream.rollout.tokens.turns import Forgotten
 from tests.environment import environment
 from tests.unit.gateway_entries import plain
 

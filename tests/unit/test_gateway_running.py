@@ -11,8 +11,8 @@ from slipstream.rollout.gateway.conversations import Answer, Begun, Recorded
 from slipstream.rollout.gateway.serving.running import RunningAnswer, RunningTurns
 from slipstream.rollout.gateway.serving.text import GrowingText
 from slipstream.rollout.gateway.source import Finished, Interrupted, TokenDelta, TokenRequest
-from slipstream.rollout.trajectory import Finish
-from slipstream.rollout.turns import SessionEnd, TurnType
+from slipstream.rollout.tokens.trajectory import Finish
+from slipstream.rollout.tokens.turns import SessionEnd, TurnType
 from tests.watched_sessions import MemoryLog
 
 

@@ -15,23 +15,23 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from slipstream.rollout.engine.key import Key, new_key
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.gateway import link as link_module
 from slipstream.rollout.gateway.journal import TurnJournal
 from slipstream.rollout.gateway.journal_file import JournalError
 from slipstream.rollout.gateway.link import DriverLink
-from slipstream.rollout.handover.address import DriverAddress
-from slipstream.rollout.handover.messages import (
+from slipstream.rollout.live.driver_address import DriverAddress
+from slipstream.rollout.live.gateway_messages import (
     GATEWAY_DOWN,
     EntryHeader,
     GatewayUp,
     Hello,
     crc_of_entry,
 )
-from slipstream.rollout.handover.receiver import GatewayReceiver, HandoverRefused
-from slipstream.rollout.messages import pack, split
-from slipstream.rollout.turns import SessionEnd, decode_entry, encode_entry
+from slipstream.rollout.live.receiver import GatewayReceiver, HandoverRefused
+from slipstream.rollout.system.frames import pack, split
+from slipstream.rollout.system.key import Key, new_key
+from slipstream.rollout.tokens.turns import SessionEnd, decode_entry, encode_entry
 from tests.environment import environment
 from tests.selection import shortened
 from tests.unit.doubles import Policy

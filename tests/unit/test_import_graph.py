@@ -1,7 +1,6 @@
 """Who may import whom: between the packages, between the rooms of each, and from outside.
 
-Every import counts, also one inside a function or under ``TYPE_CHECKING``. A room is a folder of a package,
-or a file that lies directly in it. Floors are drawn below, the ground floor first: a room imports lower ones.
+Every import counts, also one inside a function or under ``TYPE_CHECKING``. ``tests/house.py`` draws the rooms.
 """
 
 import ast
@@ -12,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.house import BOUNDS, FLOORS, PAGE, ROOT, drawn
+
 PACKAGES = ("backend", "bridge", "configs", "rollout", "slurm")
 HEAVY = {"torch", "ray", "sglang", "megatron", "transformers"}
 
@@ -24,38 +24,6 @@ FORBIDDEN = {
     "backend": set[str](),
 }
 """What no module of a package may import: packages of ours, and libraries."""
-
-FLOORS = {
-    "backend": (
-        {"batch", "checkpoint", "memory", "objective"},
-        {"megatron", "monitor"},
-        {"trainer"},
-        {"cluster"},
-        {"driver", "quickstart"},
-        {"simulate"},
-        {"commands"},
-        {"api", "cli"},
-    ),
-    "bridge": ({"hf"}, {"model"}, {"families", "shards"}, {"publish", "group"}, {"engine"}, {"transport"}),
-    "rollout": (
-        {"changes", "durable", "garbage", "gpu_environment", "heaps", "lines", "linux", "network", "plugins"}
-        | {"named_numbers", "teacher", "temporary", "torch_compiler"},
-        {"imports", "sandbox", "trajectory"},
-        {"control", "conversation", "evaluated_set", "prompts", "record", "tokenizer"},
-        {"episode_log", "programs", "turns"},
-        {"engine", "ledger", "sources"},
-        {"reward"},
-        {"judge"},
-        {"environment"},
-        {"workflow"},
-        {"compat", "live", "messages"},
-        {"handover"},
-        {"collect", "gateway"},
-        {"endpoint"},
-        {"collector"},
-    ),
-}
-MOST_ROOMS, MOST_FLOORS, MOST_ARROWS = 14, 8, 40
 
 PURE = {
     "slipstream.rollout.control": {"asyncio", "sqlite3", "numpy", "threading"},
@@ -102,21 +70,21 @@ def package_of(name: str) -> str:
     return rest.partition(".")[0] if first == "slipstream" else first
 
 
-def room_of(name: str) -> str | None:
-    """The room of a module of the product; None for a package's own ``__init__``."""
-    parts = name.split(".")
-    return parts[2] if len(parts) > 2 else None
+def room_of(name: str, house: str) -> str | None:
+    """The room of a module in a package or folder; None for one outside of it, and for its ``__init__``."""
+    start = f"slipstream.{house.replace('/', '.')}."
+    return name.removeprefix(start).partition(".")[0] if name.startswith(start) else None
 
 
-def arrows(package: str) -> dict[tuple[str, str], list[str]]:
-    """By (importing room, imported room) within ``package``: the imports that draw the arrow."""
+def arrows(house: str) -> dict[tuple[str, str], list[str]]:
+    """By (importing room, imported room) within ``house``: the imports that draw the arrow."""
     found: dict[tuple[str, str], list[str]] = {}
     for name in modules():
-        above = room_of(name)
-        if package_of(name) != package or above is None:
+        above = room_of(name, house)
+        if above is None:
             continue
         for target in sorted(imports(name)):
-            below = room_of(target) if target.startswith(f"slipstream.{package}.") else None
+            below = room_of(target, house)
             if below is not None and below != above:
                 found.setdefault((above, below), []).append(f"{name} imports {target}")
     return found
@@ -135,25 +103,31 @@ def test_a_package_imports_only_what_lies_below_it(package):
     assert not wrong, "\n".join(sorted(wrong))
 
 
-@pytest.mark.parametrize("package", sorted(FLOORS))
-def test_no_import_runs_up_or_along_a_floor(package):
-    floor_of = {room: number for number, rooms in enumerate(FLOORS[package]) for room in rooms}
-    rooms = {room_of(name) for name in modules() if package_of(name) == package} - {None}
+@pytest.mark.parametrize("house", sorted(FLOORS))
+def test_no_import_runs_up_or_along_a_floor(house):
+    floor_of = {room: number for number, rooms in enumerate(FLOORS[house]) for room in rooms}
+    rooms = {room_of(name, house) for name in modules()} - {None}
     assert rooms == set(floor_of), "the drawing and the folders differ"
     up = [
         text
-        for (above, below), texts in arrows(package).items()
+        for (above, below), texts in arrows(house).items()
         for text in texts
         if floor_of[below] >= floor_of[above]
     ]
     assert not up, "\n".join(up)
 
 
-def test_the_backend_stays_small_enough_to_be_drawn():
-    floors = FLOORS["backend"]
-    assert sum(map(len, floors)) <= MOST_ROOMS
-    assert len(floors) <= MOST_FLOORS
-    assert len(arrows("backend")) <= MOST_ARROWS
+@pytest.mark.parametrize("house", sorted(BOUNDS))
+def test_a_house_stays_small_enough_to_be_held(house):
+    floors, most = FLOORS[house], BOUNDS[house]
+    assert sum(map(len, floors)) <= most.rooms
+    assert len(floors) <= most.floors
+    assert len(arrows(house)) <= most.arrows
+
+
+def test_the_page_shows_the_house_that_is_tested():
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == drawn(page), "the house has changed: python -m tests.house"
 
 
 @pytest.mark.parametrize("package", ["bridge", "configs"])
@@ -212,7 +186,7 @@ def test_sglang_is_imported_only_where_its_server_is_launched_or_its_endpoints_a
         "slipstream.rollout.engine.launch",
         "slipstream.rollout.engine.adapters",
         "slipstream.rollout.engine.cpu",
-        "slipstream.rollout.environment.parsers",
+        "slipstream.rollout.workflow.environment.parsers",
     }
 
 

@@ -10,7 +10,7 @@ from slipstream.backend.cli import app
 from slipstream.configs.load import load_recipe
 from slipstream.configs.schema import PromptFile
 from slipstream.rollout.prompts import read_prompts
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.tokens.trajectory import Prompt
 
 NAMES = {"recipe.yaml", "my_reward.py", "train.jsonl", "heldout.jsonl"}
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.rollout.judge import process, seat
-from slipstream.rollout.judge.pool import JudgingFailed
+from slipstream.rollout.reward.judge import process, seat
+from slipstream.rollout.reward.judge.pool import JudgingFailed
 from tests.unit.judge_rewards import NUMBERS
 from tests.unit.judging import Judging, score
 

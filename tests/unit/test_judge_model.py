@@ -8,10 +8,9 @@ import pytest
 
 from slipstream.configs.schema import LiveJudgingConfig, ModelJudge
 from slipstream.configs.schema.plugin import PluginConfig
-from slipstream.rollout.judge.named_model import TURN_VOTES
-from slipstream.rollout.judge.pool import JudgePool
-from slipstream.rollout.judge.wire import ModelSetup
-from slipstream.rollout.plugins import PluginError
+from slipstream.rollout.reward.judge.named_model import TURN_VOTES
+from slipstream.rollout.reward.judge.pool import JudgePool
+from slipstream.rollout.reward.judge.wire import ModelSetup
 from slipstream.rollout.reward.live import JudgedTurn, Verdict, VoteCounts
 from slipstream.rollout.reward.model import endpoint as endpoints
 from slipstream.rollout.reward.model.functions import load_parser, load_prompt
@@ -19,6 +18,7 @@ from slipstream.rollout.reward.model.judge_model import JudgeModel
 from slipstream.rollout.reward.model.parsing import read_hint, read_score
 from slipstream.rollout.reward.model.turns import TurnVotes
 from slipstream.rollout.reward.model.votes import Tied, Vote, elected, hints_for
+from slipstream.rollout.system.plugins import PluginError
 from tests.unit.chat_server import Answer, ChatServer, completion
 
 HISTORY = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]

@@ -17,9 +17,9 @@ import pytest
 import uvloop
 
 from slipstream.configs.schema import JudgingConfig, PluginConfig
-from slipstream.rollout.judge import process
-from slipstream.rollout.judge.pool import JudgePool, JudgesClosed, JudgeStartFailed, JudgingFailed
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.reward.judge import process
+from slipstream.rollout.reward.judge.pool import JudgePool, JudgesClosed, JudgeStartFailed, JudgingFailed
+from slipstream.rollout.tokens.trajectory import Prompt
 from tests.environment import environment
 from tests.unit.judge_rewards import described
 from tests.unit.judging import Judging, score, trajectory
@@ -89,9 +89,9 @@ def test_modules_and_files_are_found_as_in_the_process_that_starts_the_pool(judg
 def test_a_judge_loads_neither_the_schema_nor_anything_heavy():
     script = """
         import sys
-        from slipstream.rollout.judge import keeper
+        from slipstream.rollout.reward.judge import keeper
         assert not {"numpy", "asyncio", "msgspec", "multiprocessing"} & set(sys.modules), "the keeper"
-        from slipstream.rollout.judge import worker
+        from slipstream.rollout.reward.judge import worker
         from slipstream.rollout import reward
         assert not {"pydantic", "torch", "ray", "aiohttp", "yaml"} & set(sys.modules), "the worker"
     """
@@ -352,7 +352,7 @@ def killed_owner(judging: Judging, pids: Path) -> list[int]:
         from pathlib import Path
         from tests.unit.judging import score
         from slipstream.configs.schema import JudgingConfig, PluginConfig
-        from slipstream.rollout.judge.pool import JudgePool
+        from slipstream.rollout.reward.judge.pool import JudgePool
 
         async def main():
             plugin = PluginConfig(path="tests.unit.judge_rewards.Lingers")

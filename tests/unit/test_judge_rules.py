@@ -5,12 +5,12 @@ import json
 import pytest
 import yaml
 
-from slipstream.backend.driver.inputs import judge_model_problems
-from slipstream.backend.driver.plugin_checks import plugin_problems
+from slipstream.backend.driver.start.inputs import judge_model_problems
+from slipstream.backend.driver.start.plugin_checks import plugin_problems
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.load import load_recipe
 from slipstream.configs.schema import CodeJudge, RunConfig
-from slipstream.rollout.judge.named_model import TURN_VOTES, judge_of_turns, named_model
+from slipstream.rollout.reward.judge.named_model import TURN_VOTES, judge_of_turns, named_model
 from tests.unit.test_config_rules import base, violations
 
 __all__ = ["base"]

@@ -6,11 +6,11 @@ import re
 import pytest
 
 from slipstream.backend.monitor.tags import TAGS
-from slipstream.rollout.judge.pool import JudgeStartFailed, JudgingFailed
-from slipstream.rollout.plugins import PluginError
+from slipstream.rollout.reward.judge.pool import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.loading import EPISODES, GROUPS, check_judge, load_judge
 from slipstream.rollout.reward.value import MOST_PARTS, RESERVED, Judgement, NoNumber, judgement_of
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.system.plugins import PluginError
+from slipstream.rollout.tokens.trajectory import Prompt
 from tests.unit.judging import Judging, trajectory
 
 PROMPT = Prompt(5, "2+2?")

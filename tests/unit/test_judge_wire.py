@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.rollout.judge.wire import (
+from slipstream.rollout.reward.judge.wire import (
     REQUEST,
     FrameReader,
     MalformedReply,
@@ -14,7 +14,7 @@ from slipstream.rollout.judge.wire import (
     framed_group,
     framed_question,
 )
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
 
 PLAIN = st.recursive(
     st.none()

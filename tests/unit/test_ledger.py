@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from slipstream.rollout.control.core import Ticket
 from slipstream.rollout.control.ends import GroupCounts, Loss
-from slipstream.rollout.ledger.database import LedgerBusy, LedgerError, open_for_reading
 from slipstream.rollout.ledger.recovery import LEDGER, Recovered, open_ledger
-from slipstream.rollout.ledger.samples import OpenSample
-from slipstream.rollout.ledger.segments import FOLDER
-from slipstream.rollout.ledger.writer import COMMIT_DELAY_S, SAMPLES, Ledger, Training
-from slipstream.rollout.record import (
+from slipstream.rollout.ledger.rows.samples import OpenSample
+from slipstream.rollout.ledger.storage.database import LedgerBusy, LedgerError, open_for_reading
+from slipstream.rollout.ledger.storage.segments import FOLDER
+from slipstream.rollout.ledger.writing.writer import COMMIT_DELAY_S, SAMPLES, Ledger, Training
+from slipstream.rollout.tokens.record import (
     REF,
     PieceHeader,
     decode_header,
@@ -34,7 +34,7 @@ from slipstream.rollout.record import (
     encode_chunk,
     encode_trajectory,
 )
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.selection import shortened
 
 BATCH = {"batch_size": 1, "n_samples": 2, "bound": 2}

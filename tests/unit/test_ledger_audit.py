@@ -13,13 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from slipstream.rollout.control.core import Ticket
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.versions import VersionTree
-from slipstream.rollout.ledger.audit import audit_ledger
-from slipstream.rollout.ledger.database import crc_of, sealed
+from slipstream.rollout.ledger.audit.account import audit_ledger
 from slipstream.rollout.ledger.recovery import LEDGER, open_ledger
-from slipstream.rollout.ledger.samples import JUDGED, WHOLE, stored
-from slipstream.rollout.ledger.segments import FOLDER
-from slipstream.rollout.ledger.writer import SAMPLES, Ledger, Training
-from slipstream.rollout.record import encode
+from slipstream.rollout.ledger.rows.samples import JUDGED, WHOLE, stored
+from slipstream.rollout.ledger.storage.database import crc_of, sealed
+from slipstream.rollout.ledger.storage.segments import FOLDER
+from slipstream.rollout.ledger.writing.writer import SAMPLES, Ledger, Training
+from slipstream.rollout.tokens.record import encode
 from tests.unit.test_ledger import (
     BATCH,
     add_piece,

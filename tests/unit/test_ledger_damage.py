@@ -17,15 +17,15 @@ import pytest
 
 from slipstream.rollout.control.core import Ticket
 from slipstream.rollout.control.ends import Loss
-from slipstream.rollout.ledger import store
-from slipstream.rollout.ledger.audit import audit_ledger
-from slipstream.rollout.ledger.database import FAILURES, PAGE_BYTES, LedgerError, open_without_log
-from slipstream.rollout.ledger.history import history_of
+from slipstream.rollout.ledger.audit.account import audit_ledger
+from slipstream.rollout.ledger.reading.history import history_of
 from slipstream.rollout.ledger.recovery import LEDGER, Recovered, open_ledger
-from slipstream.rollout.ledger.samples import JUDGED, WHOLE, stored
-from slipstream.rollout.ledger.segments import FOLDER
-from slipstream.rollout.ledger.writer import SAMPLES, Ledger
-from slipstream.rollout.record import REF, encode, encode_trajectory
+from slipstream.rollout.ledger.rows.samples import JUDGED, WHOLE, stored
+from slipstream.rollout.ledger.storage.database import FAILURES, PAGE_BYTES, LedgerError, open_without_log
+from slipstream.rollout.ledger.storage.segments import FOLDER
+from slipstream.rollout.ledger.writing import store
+from slipstream.rollout.ledger.writing.writer import SAMPLES, Ledger
+from slipstream.rollout.tokens.record import REF, encode, encode_trajectory
 from tests.unit.test_ledger import (
     BATCH,
     add_piece,

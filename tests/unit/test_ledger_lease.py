@@ -16,17 +16,30 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slipstream.rollout.ledger import lease as leases
-from slipstream.rollout.ledger import locks
-from slipstream.rollout.ledger.database import (
+from slipstream.rollout.ledger.lease.driver_file import (
+    Driver,
+    Machine,
+    begin_term,
+    look,
+    make_token,
+    start_of,
+)
+from slipstream.rollout.ledger.lease.folder_lease import (
+    LEASE_S,
+    Fenced,
+    FolderLease,
+    take_lease,
+    wait_until_free,
+)
+from slipstream.rollout.ledger.lease import folder_lease as leases
+from slipstream.rollout.ledger.storage import locks
+from slipstream.rollout.ledger.storage.database import (
     LedgerBusy,
     create_database,
     open_for_reading,
     open_for_writing,
 )
-from slipstream.rollout.ledger.driver_file import Driver, Machine, begin_term, look, make_token, start_of
-from slipstream.rollout.ledger.lease import LEASE_S, Fenced, FolderLease, take_lease, wait_until_free
-from slipstream.rollout.ledger.locks import flock, lock_problem
+from slipstream.rollout.ledger.storage.locks import flock, lock_problem
 from tests.environment import environment
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")

@@ -7,10 +7,10 @@ import pytest
 
 from slipstream.rollout.control.core import Ticket
 from slipstream.rollout.control.ends import Loss
-from slipstream.rollout.ledger.audit import audit_ledger
-from slipstream.rollout.ledger.database import LedgerError
+from slipstream.rollout.ledger.audit.account import audit_ledger
 from slipstream.rollout.ledger.recovery import Recovered, open_ledger
-from slipstream.rollout.ledger.writer import SAMPLES, Ledger
+from slipstream.rollout.ledger.storage.database import LedgerError
+from slipstream.rollout.ledger.writing.writer import SAMPLES, Ledger
 from tests.unit.test_ledger import add_piece, ready_group, train
 
 BOUND = 2

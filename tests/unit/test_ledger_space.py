@@ -8,13 +8,13 @@ import pytest
 
 from slipstream.rollout.control.core import Ticket
 from slipstream.rollout.control.ends import Loss
-from slipstream.rollout.ledger.audit import audit_ledger
-from slipstream.rollout.ledger.database import LedgerError
+from slipstream.rollout.ledger.audit.account import audit_ledger
 from slipstream.rollout.ledger.recovery import open_ledger
-from slipstream.rollout.ledger.segments import FOLDER
-from slipstream.rollout.ledger.store import SPARSE_SEGMENTS
-from slipstream.rollout.ledger.writer import SAMPLES, Ledger
-from slipstream.rollout.record import REF, encode
+from slipstream.rollout.ledger.storage.database import LedgerError
+from slipstream.rollout.ledger.storage.segments import FOLDER
+from slipstream.rollout.ledger.writing.store import SPARSE_SEGMENTS
+from slipstream.rollout.ledger.writing.writer import SAMPLES, Ledger
+from slipstream.rollout.tokens.record import REF, encode
 from tests.unit.test_ledger import (
     BATCH,
     add_piece,
@@ -187,7 +187,7 @@ def test_a_crash_while_segments_are_dropped_or_copied_loses_nothing(tmp_path, ca
 
 
 def test_the_log_is_written_back_before_it_is_long(tmp_path, monkeypatch):
-    monkeypatch.setattr("slipstream.rollout.ledger.store.LOG_BYTES", 200_000)
+    monkeypatch.setattr("slipstream.rollout.ledger.writing.store.LOG_BYTES", 200_000)
     sizes: list[int] = []
 
     async def act(ledger: Ledger) -> None:
@@ -202,7 +202,7 @@ def test_the_log_is_written_back_before_it_is_long(tmp_path, monkeypatch):
 
 
 def test_many_segments_are_read_with_few_open_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("slipstream.rollout.ledger.segments.OPEN_FILES", 3)
+    monkeypatch.setattr("slipstream.rollout.ledger.storage.segments.OPEN_FILES", 3)
 
     async def act(ledger: Ledger) -> None:
         ledger.admitted(Ticket(0, 0), 0)

@@ -11,12 +11,11 @@ import pytest
 from slipstream.rollout.control.core import Ticket
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.live import TurnEnd
-from slipstream.rollout.ledger.audit import audit_ledger
-from slipstream.rollout.ledger.history import history_of
+from slipstream.rollout.ledger.audit.account import audit_ledger
+from slipstream.rollout.ledger.reading.history import history_of
+from slipstream.rollout.ledger.reading.turn_hints import StoredHint, hints_of
 from slipstream.rollout.ledger.recovery import LEDGER, Recovered, open_ledger
-from slipstream.rollout.ledger.segments import FOLDER
-from slipstream.rollout.ledger.turn_hints import StoredHint, hints_of
-from slipstream.rollout.ledger.turns import (
+from slipstream.rollout.ledger.rows.turns import (
     CLIENT,
     JUDGE,
     NOT_NEEDED,
@@ -28,10 +27,11 @@ from slipstream.rollout.ledger.turns import (
     session_of,
     turn_id,
 )
-from slipstream.rollout.ledger.writer import Ledger, Training
-from slipstream.rollout.record import encode_chunk, encode_scores
-from slipstream.rollout.teacher import TeacherScores
-from slipstream.rollout.trajectory import Finish
+from slipstream.rollout.ledger.storage.segments import FOLDER
+from slipstream.rollout.ledger.writing.writer import Ledger, Training
+from slipstream.rollout.tokens.record import encode_chunk, encode_scores
+from slipstream.rollout.tokens.teacher import TeacherScores
+from slipstream.rollout.tokens.trajectory import Finish
 from tests.unit.test_ledger import query, ready_group, training
 
 SETTINGS = {"batch_size": 1, "n_samples": 2, "bound": 2}

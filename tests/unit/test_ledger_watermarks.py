@@ -14,14 +14,14 @@ from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from slipstream.backend.checkpoint.manifest import CheckpointRecord, record_digest
 from slipstream.backend.checkpoint.watermarks import check_watermarks
 from slipstream.backend.commands.audit import audit_run
-from slipstream.backend.driver.checkpointing import TrainerCheckpoints
+from slipstream.backend.driver.weights.checkpointing import TrainerCheckpoints
 from slipstream.configs.schema import CheckpointConfig
 from slipstream.rollout.control.ends import GroupCounts
-from slipstream.rollout.ledger.history import history_of
+from slipstream.rollout.ledger.reading.history import history_of
 from slipstream.rollout.ledger.recovery import LEDGER, open_ledger
-from slipstream.rollout.ledger.segments import FOLDER
-from slipstream.rollout.ledger.watermark import Watermark
-from slipstream.rollout.ledger.writer import Ledger
+from slipstream.rollout.ledger.rows.watermark import Watermark
+from slipstream.rollout.ledger.storage.segments import FOLDER
+from slipstream.rollout.ledger.writing.writer import Ledger
 from tests.unit.test_ledger import BATCH, in_ledger, ready_group, train
 
 LOG = f"{LEDGER}-wal"

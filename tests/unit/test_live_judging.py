@@ -6,9 +6,9 @@ from pathlib import Path
 
 from slipstream.configs.schema import CodeJudge, LiveJudgingConfig, PluginConfig
 from slipstream.rollout.control.live import TurnEnd, TurnState
-from slipstream.rollout.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed
-from slipstream.rollout.judge.pool import JudgePool
 from slipstream.rollout.live.judging import LiveJudging
+from slipstream.rollout.reward.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed
+from slipstream.rollout.reward.judge.pool import JudgePool
 from slipstream.rollout.reward.live import Verdict, VoteCounts, text_of
 from tests.unit.test_live_turns import Run, Talk, Told, number
 

@@ -10,28 +10,36 @@ import msgspec
 import numpy as np
 import pytest
 
-from slipstream.backend.driver.training import encoded
+from slipstream.backend.driver.loops.training import encoded
 from slipstream.configs.schema.live import NoBaseline, RunningBaseline
-from slipstream.rollout.collect.gate import AdmissionGate
-from slipstream.rollout.collect.intake import Intake
-from slipstream.rollout.collect.ready_groups import ReadyGroup, StoredTrajectory
+from slipstream.rollout.collection.driver.gate import AdmissionGate
+from slipstream.rollout.collection.driver.intake import Intake
+from slipstream.rollout.collection.driver.ready_groups import ReadyGroup, StoredTrajectory
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.live import TurnEnd, TurnState
 from slipstream.rollout.control.versions import VersionTree
-from slipstream.rollout.ledger.audit import audit_ledger
-from slipstream.rollout.ledger.database import LEDGER
+from slipstream.rollout.ledger.audit.account import audit_ledger
 from slipstream.rollout.ledger.recovery import Recovered, open_ledger
-from slipstream.rollout.ledger.segments import FOLDER
-from slipstream.rollout.ledger.turns import turn_id
-from slipstream.rollout.ledger.writer import SAMPLES
+from slipstream.rollout.ledger.rows.turns import turn_id
+from slipstream.rollout.ledger.storage.database import LEDGER
+from slipstream.rollout.ledger.storage.segments import FOLDER
+from slipstream.rollout.ledger.writing.writer import SAMPLES
 from slipstream.rollout.live.baseline import Score, ScoreBaseline
 from slipstream.rollout.live.turns import JournalGap, LiveTurns
 from slipstream.rollout.prompts import PromptSet, PromptStream
-from slipstream.rollout.record import REF, checksum, encode, encode_chunk, encode_trajectory
 from slipstream.rollout.reward.live import Verdict
-from slipstream.rollout.teacher import NOTHING_NEEDED, TeacherNeeds, TeacherScores
-from slipstream.rollout.trajectory import Completion, Finish, Prompt, Span, TrajectoryBuilder
-from slipstream.rollout.turns import Entry, Forgotten, NextState, SessionEnd, Turn, TurnType, UserReward
+from slipstream.rollout.tokens.record import REF, checksum, encode, encode_chunk, encode_trajectory
+from slipstream.rollout.tokens.teacher import NOTHING_NEEDED, TeacherNeeds, TeacherScores
+from slipstream.rollout.tokens.trajectory import Completion, Finish, Prompt, Span, TrajectoryBuilder
+from slipstream.rollout.tokens.turns import (
+    Entry,
+    Forgotten,
+    NextState,
+    SessionEnd,
+    Turn,
+    TurnType,
+    UserReward,
+)
 from tests.unit.doubles import Listener
 
 VOCAB = 1000

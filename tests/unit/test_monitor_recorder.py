@@ -16,7 +16,7 @@ from slipstream.rollout.control.live import TurnEnd
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.live.status import LiveStatus, SinceLastBatch
 from slipstream.rollout.reward.live import VoteCounts
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
 
 
 class Fakes:

@@ -15,7 +15,7 @@ from slipstream.backend.monitor.course import read_course
 from slipstream.backend.monitor.report.episodes import choose_episodes
 from slipstream.backend.monitor.report.page import differences
 from slipstream.backend.monitor.report.timeline import read_events, running, timeline
-from slipstream.rollout.episode_log.files import EpisodeFiles
+from slipstream.rollout.ledger.episode_log.files import EpisodeFiles
 from tests.unit.run_folders import (
     HOSTILE,
     episode,

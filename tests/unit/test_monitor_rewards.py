@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slipstream.backend.driver.evaluation import Evaluation
+from slipstream.backend.driver.loops.evaluation import Evaluation
 from slipstream.backend.monitor.metrics import METRICS_FILE, MetricsLog
 from slipstream.backend.monitor.progress import PlainProgress
 from slipstream.backend.monitor.recorder import Recorder
@@ -20,12 +20,12 @@ from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.backend.monitor.summary import RunSummary, print_summary, write_summary
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema import EvalConfig, EvalSamplingConfig
-from slipstream.rollout.collect.questions import EvaluationTasks
+from slipstream.rollout.collection.driver.questions import EvaluationTasks
+from slipstream.rollout.collection.messages import Evaluated
 from slipstream.rollout.control.ends import GroupCounts
 from slipstream.rollout.control.slots import State
-from slipstream.rollout.messages import Evaluated
 from slipstream.rollout.reward import FinalAnswer, Reward, is_accuracy
-from slipstream.rollout.trajectory import Finish, Prompt, RewardParts, Trajectory
+from slipstream.rollout.tokens.trajectory import Finish, Prompt, RewardParts, Trajectory
 
 PROMPTS = [Prompt(i, f"prompt {i}", label=str(i)) for i in range(4)]
 

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.configs.schema import SamplingConfig
-from slipstream.rollout.environment import Action, Step, ToolEnvironment, ToolError
-from slipstream.rollout.environment.pool import EnvironmentPool, ResetFailed
-from slipstream.rollout.plugins import PluginError
-from slipstream.rollout.trajectory import UNSAMPLED, Completion, Finish, Prompt, Span, Trajectory
+from slipstream.rollout.system.plugins import PluginError
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Completion, Finish, Prompt, Span, Trajectory
 from slipstream.rollout.workflow import Dialogue, MultiTurn, ToolUse, WorkflowContext
+from slipstream.rollout.workflow.environment import Action, Step, ToolEnvironment, ToolError
+from slipstream.rollout.workflow.environment.pool import EnvironmentPool, ResetFailed
 from tests.chat_model import APPENDING, REWRITING, build_tokenizer
 from tests.environment import environment
 
@@ -35,7 +35,9 @@ CALL = re.compile(r'<tool_call>\n\{"name": "(.*?)", "arguments": (.*)\}\n</tool_
 def without_sglang():
     """Read calls without SGLang, which would change what this process can import."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slipstream.rollout.environment.tools.call_parser", lambda name, tools: CALL.findall)
+        patch.setattr(
+            "slipstream.rollout.workflow.environment.tools.call_parser", lambda name, tools: CALL.findall
+        )
         yield
 
 
@@ -244,7 +246,7 @@ before = dict(os.environ), list(sys.path)
 from slipstream.rollout.workflow import ToolUse
 workflow = ToolUse(["tests.unit.test_multi_turn.add"], parser="qwen25")
 print("sglang" in sys.modules)
-from slipstream.rollout.environment.parsers import call_parser
+from slipstream.rollout.workflow.environment.parsers import call_parser
 with ThreadPoolExecutor(8) as threads:
     list(threads.map(lambda _: call_parser("qwen25", []), range(8)))
 print("sglang" in sys.modules, (dict(os.environ), list(sys.path)) == before)

@@ -14,7 +14,7 @@ from slipstream.backend.trainer import rank as trainer_module
 from slipstream.backend.trainer.prepared import Targets
 from slipstream.backend.trainer.targets import find_targets
 from slipstream.configs.schema import ActorConfig, RunConfig
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 

@@ -13,8 +13,8 @@ from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.backend.commands import own_run
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.commands.own_run import OwnRun, StepsDone
-from slipstream.backend.driver.own_loop import OwnLoop
-from slipstream.backend.driver.training import BatchTaken, StepLost, StepPublished, StepTrained
+from slipstream.backend.driver.loops.own_loop import OwnLoop
+from slipstream.backend.driver.loops.training import BatchTaken, StepLost, StepPublished, StepTrained
 from tests.unit.test_rollout_gpu_environment import VALID
 from tests.wrong_inputs.failing_plugins import batch
 

@@ -11,7 +11,7 @@ from slipstream.configs.schema import ColumnsConfig, DataConfig, EvalConfig, Pro
 from slipstream.configs.schema.data import data_files, eval_files
 from slipstream.rollout.prompts import PromptError, read_examples, read_prompts, text_in
 from slipstream.rollout.prompts.reading import answered_chat, ends_with_answer
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.tokens.trajectory import Prompt
 
 CHAT = [{"role": "user", "content": "2+2"}]
 VERL = {

@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from slipstream.backend.driver.length_filter import LengthFilter
+from slipstream.backend.driver.start.length_filter import LengthFilter
 from slipstream.configs.schema import PromptFile
 from slipstream.rollout.prompts import (
     PromptError,
@@ -17,7 +17,7 @@ from slipstream.rollout.prompts import (
 )
 from slipstream.rollout.prompts import files as prompt_files
 from slipstream.rollout.prompts.order import turn_at, whole_shares
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.tokens.trajectory import Prompt
 
 
 def source(name, size, weight=None):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from slipstream.rollout.reward.code_cases import AssertCase, StdioCase, cases_of, last_block, same_output
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.tokens.trajectory import Prompt
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from slipstream.rollout.judge.pool import JudgingFailed
 from slipstream.rollout.reward import CodeTests, is_accuracy
+from slipstream.rollout.reward.judge.pool import JudgingFailed
 from slipstream.rollout.sandbox.interface import ExecResult, SandboxFailed
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.tokens.trajectory import Prompt
 from tests.unit.judging import Judging, trajectory
 
 LIMITS = {"type": "local", "wall_s": 5, "cpu_s": 2, "memory_mb": 128}

@@ -8,7 +8,7 @@ import pytest
 from slipstream.rollout.reward import ComputeScore
 from slipstream.rollout.reward.loading import is_concurrent, load_judge
 from slipstream.rollout.reward.value import Judgement, NoNumber
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.tokens.trajectory import Prompt
 from tests.unit.judging import trajectory
 
 HERE = "tests.unit.test_reward_compute_score"

@@ -17,7 +17,7 @@ from slipstream.rollout import reward as shipped
 from slipstream.rollout.reward.loading import MODEL, check_judge, load_judge
 from slipstream.rollout.reward.model.judge_model import JudgeModel
 from slipstream.rollout.reward.value import judgement_of
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.tokens.trajectory import Prompt
 from tests.unit.judging import trajectory
 
 DOCS = (Path(__file__).parents[2] / "docs/rewards.md").read_text()

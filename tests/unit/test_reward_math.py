@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from slipstream.rollout.judge.pool import JudgingFailed
 from slipstream.rollout.reward import MathVerify
+from slipstream.rollout.reward.judge.pool import JudgingFailed
 from slipstream.rollout.reward.loading import is_concurrent
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.tokens.trajectory import Prompt
 from tests.unit.judging import Judging, trajectory
 
 

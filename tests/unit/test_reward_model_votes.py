@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from slipstream.configs.schema import JudgingConfig, PluginConfig
-from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
-from slipstream.rollout.judge.pool import JudgePool
-from slipstream.rollout.judge.wire import ModelSetup
 from slipstream.rollout.reward import ModelVotes
+from slipstream.rollout.reward.judge.errors import JudgeStartFailed, JudgingFailed
+from slipstream.rollout.reward.judge.pool import JudgePool
+from slipstream.rollout.reward.judge.wire import ModelSetup
 from slipstream.rollout.reward.model.answers import turns_in
 from slipstream.rollout.reward.model.judge_model import JudgeModel
 from slipstream.rollout.reward.value import Judgement
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
 from tests.chat_model import build_tokenizer
 from tests.unit.chat_server import ChatServer
 from tests.unit.judging import trajectory

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slipstream.rollout.judge.pool import JudgingFailed
 from slipstream.rollout.reward import Remote
+from slipstream.rollout.reward.judge.pool import JudgingFailed
 from slipstream.rollout.reward.remote import ServerUnavailable
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.tokens.trajectory import Prompt
 from tests.unit.judging import Judging, trajectory
 
 PROMPT = Prompt(3, [{"role": "user", "content": "ä?"}], {"answer": [4, None]}, {"level": 1})

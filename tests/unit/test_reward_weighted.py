@@ -9,7 +9,7 @@ import pytest
 from slipstream.rollout.reward import Weighted
 from slipstream.rollout.reward.loading import is_concurrent, load_judge
 from slipstream.rollout.reward.value import Judgement
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.tokens.trajectory import Prompt
 from tests.unit.judging import Judging, trajectory
 
 REWARDS = "slipstream.rollout.reward"

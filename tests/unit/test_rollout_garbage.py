@@ -5,7 +5,7 @@ import sys
 
 CYCLES = """
 import gc, weakref
-from slipstream.rollout.garbage import expect_objects, look_seldom_for_garbage
+from slipstream.rollout.system.garbage import expect_objects, look_seldom_for_garbage
 
 class Node:
     def __init__(self):

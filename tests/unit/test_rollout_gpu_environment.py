@@ -10,7 +10,7 @@ from slipstream.backend.cluster.trainer_actor import TrainerActor
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.engine import process
 from slipstream.rollout.engine.process import ServerSpec
-from slipstream.rollout.gpu_environment import environment, variables
+from slipstream.rollout.system.gpu_environment import environment, variables
 from tests.environment import ROOT
 from tests.unit.test_engine_process import spec
 
@@ -109,4 +109,4 @@ def test_no_other_module_sets_a_variable_of_the_table():
         if names.search(path.read_text()) and "stand_ins" not in path.parts
     }
     others = {"rollout/sandbox/interface.py", "rollout/sandbox/running.py"}  # of commands of a policy
-    assert modules == {"rollout/gpu_environment.py", "rollout/engine/cpu.py"} | others
+    assert modules == {"rollout/system/gpu_environment.py", "rollout/engine/cpu.py"} | others

@@ -7,14 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.rollout.engine.connection import EngineAddress
-from slipstream.rollout.engine.key import Key
-from slipstream.rollout.engine.routing import LostEngine, PoolStatus, Routing, ServingEngine
-from slipstream.rollout.messages import (
+from slipstream.rollout.collection.messages import (
     DOWN,
     FAILED,
     JUDGED,
-    LONGEST_NOTE,
     PIECE,
     UP,
     Down,
@@ -23,17 +19,17 @@ from slipstream.rollout.messages import (
     FailedAttempt,
     GroupVerdict,
     Lease,
-    MalformedFrame,
     PriorSample,
     Question,
     Status,
     Up,
-    as_note,
-    pack,
-    split,
 )
-from slipstream.rollout.record import PieceHeader, encode
-from slipstream.rollout.trajectory import Prompt, prompt_fields
+from slipstream.rollout.engine.connection import EngineAddress
+from slipstream.rollout.engine.routing import LostEngine, PoolStatus, Routing, ServingEngine
+from slipstream.rollout.system.frames import LONGEST_NOTE, MalformedFrame, as_note, pack, split
+from slipstream.rollout.system.key import Key
+from slipstream.rollout.tokens.record import PieceHeader, encode
+from slipstream.rollout.tokens.trajectory import Prompt, prompt_fields
 
 NUMBERS = st.integers(0, 2**40)
 TEXTS = st.text(max_size=9)

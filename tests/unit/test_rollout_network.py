@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.rollout.network import hold_port, hold_ports, interface_of, port_of, process_group_variables
+from slipstream.rollout.system.network import (
+    hold_port,
+    hold_ports,
+    interface_of,
+    port_of,
+    process_group_variables,
+)
 
 
 def test_a_held_port_is_for_its_server_and_for_nobody_else():
@@ -67,6 +73,6 @@ def test_process_groups_of_one_machine_stay_on_loopback_whatever_the_environment
 def test_between_machines_the_users_choice_of_an_interface_counts(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    monkeypatch.setattr("slipstream.rollout.network.interface_of", lambda address: "eth0")
+    monkeypatch.setattr("slipstream.rollout.system.network.interface_of", lambda address: "eth0")
     variables = process_group_variables("10.77.0.11")
     assert variables == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0"}

@@ -5,9 +5,9 @@ import sys
 import pytest
 
 from slipstream.configs.schema.plugin import PluginConfig
-from slipstream.rollout import plugins
-from slipstream.rollout.plugins import PluginError
 from slipstream.rollout.reward import FinalAnswer
+from slipstream.rollout.system import plugins
+from slipstream.rollout.system.plugins import PluginError
 from slipstream.rollout.workflow import SingleTurn
 
 

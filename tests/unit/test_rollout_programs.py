@@ -12,7 +12,7 @@ import psutil
 import pytest
 import uvloop
 
-from slipstream.rollout.programs.program import TAIL, ProgramEnd, run_program
+from slipstream.rollout.system.programs.program import TAIL, ProgramEnd, run_program
 
 LEAVE_BEHIND = """
 import os, subprocess, sys, time
@@ -105,7 +105,7 @@ def test_nothing_is_left_when_the_process_that_runs_it_is_killed(tmp_path):
     file = tmp_path / "pids"
     owner = f"""
 import asyncio, os, sys
-from slipstream.rollout.programs.program import run_program
+from slipstream.rollout.system.programs.program import run_program
 command = [sys.executable, "-c", {LEAVE_BEHIND + "time.sleep(1000)"!r}, {str(file)!r}]
 asyncio.run(run_program(command, os.environ, b""))
 """

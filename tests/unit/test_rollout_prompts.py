@@ -10,7 +10,7 @@ import pytest
 from slipstream.configs.schema import PromptFile
 from slipstream.rollout.prompts import PromptError, PromptSet, PromptStream, read_prompts
 from slipstream.rollout.prompts.rows import Problems, rows
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.tokens.trajectory import Prompt
 
 CHAT = [{"role": "user", "content": "2+2"}]
 

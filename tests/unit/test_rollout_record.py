@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.rollout.record import (
+from slipstream.rollout.tokens.record import (
     CorruptRecord,
     PieceHeader,
     checksum,
@@ -24,7 +24,7 @@ from slipstream.rollout.record import (
     encode_chunk,
     encode_trajectory,
 )
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory, TrajectoryHeader
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory, TrajectoryHeader
 
 IDS = st.integers(0, 2**31 - 1)
 LOGPROBS = st.floats(-200, 0, width=32)

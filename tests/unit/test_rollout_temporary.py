@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.rollout.temporary import PREFIX, OwnedFolder, sweep
+from slipstream.rollout.system.temporary import PREFIX, OwnedFolder, sweep
 from tests.environment import environment
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from slipstream.rollout.temporary import OwnedFolder
+from slipstream.rollout.system.temporary import OwnedFolder
 folder = OwnedFolder(Path(sys.argv[1]), "engine-0")
 (folder.path / "socket").write_text("")
 print(folder.path, flush=True)

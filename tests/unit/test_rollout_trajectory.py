@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.rollout.trajectory import (
+from slipstream.rollout.tokens.trajectory import (
     UNSAMPLED,
     Completion,
     Finish,

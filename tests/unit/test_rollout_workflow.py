@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.reward import FinalAnswer
-from slipstream.rollout.trajectory import UNSAMPLED, Completion, Finish, Prompt, Span, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Completion, Finish, Prompt, Span, Trajectory
 from slipstream.rollout.workflow import SingleTurn, WorkflowContext
 
 

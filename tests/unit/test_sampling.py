@@ -8,8 +8,8 @@ import pytest
 from slipstream.configs.load import load_recipe
 from slipstream.configs.schema import EvalSamplingConfig, SamplingConfig
 from slipstream.configs.violations import RecipeError
-from slipstream.rollout.collector.parts import evaluation_sampling
-from slipstream.rollout.collector.seeded import SeededEngines, seeded_engines
+from slipstream.rollout.collection.collector.parts import evaluation_sampling
+from slipstream.rollout.collection.collector.seeded import SeededEngines, seeded_engines
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.sampling import LiveSampling, request_fields, starts_over
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.rollout.conversation.sameness import digest_alone, marks_of
 from slipstream.rollout.gateway.sessions.sampling import judge_sampling
+from slipstream.rollout.tokens.conversation.sameness import digest_alone, marks_of
 from tests.unit.talking import assistant, user
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
 from slipstream.configs.schema import ActorConfig
 from slipstream.configs.schema.advantage import RewardTerm
-from slipstream.rollout.record import HEADER, decode_trajectory, encode, encode_trajectory
-from slipstream.rollout.trajectory import (
+from slipstream.rollout.tokens.record import HEADER, decode_trajectory, encode, encode_trajectory
+from slipstream.rollout.tokens.trajectory import (
     UNSAMPLED,
     Completion,
     Finish,

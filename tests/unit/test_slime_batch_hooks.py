@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from slipstream.backend.batch.train_batch import EncodedBatch
-from slipstream.backend.driver.hooked_batches import HookedBatches, records_of, with_training_data
+from slipstream.backend.driver.loops.hooked_batches import HookedBatches, records_of, with_training_data
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.collect.ready_groups import ReadyGroup, StoredTrajectory
+from slipstream.rollout.collection.driver.ready_groups import ReadyGroup, StoredTrajectory
 from slipstream.rollout.compat.slime.batch_hooks import BatchHooks
-from slipstream.rollout.evaluated_set import EvaluatedSet
-from slipstream.rollout.linux import children_of
-from slipstream.rollout.programs.hook_process import HookProcessFailed
-from slipstream.rollout.record import encode_trajectory
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory, joined, prompt_fields
+from slipstream.rollout.system.linux import children_of
+from slipstream.rollout.system.programs.hook_process import HookProcessFailed
+from slipstream.rollout.tokens.evaluated_set import EvaluatedSet
+from slipstream.rollout.tokens.record import encode_trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory, joined, prompt_fields
 
 HOOKS = "tests.unit.slime_batch_hooks"
 

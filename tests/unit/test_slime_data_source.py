@@ -8,19 +8,19 @@ import pytest
 
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.collect.gate import AdmissionGate
-from slipstream.rollout.collect.intake import Intake
-from slipstream.rollout.collect.journal import NoJournal
+from slipstream.rollout.collection.driver.gate import AdmissionGate
+from slipstream.rollout.collection.driver.intake import Intake
+from slipstream.rollout.collection.driver.journal import NoJournal
 from slipstream.rollout.compat.slime.alias_path import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.data_source_process import slime_drawing
 from slipstream.rollout.compat.slime.episode_samples import drawn_onto, fields_of, is_done
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.ends import Loss
-from slipstream.rollout.plugins import resolve
-from slipstream.rollout.programs.hook_process import HookProcessFailed
-from slipstream.rollout.sources.drawn_prompts import FILE, GIVEN_BACK, DrawnPrompts
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.prompts.sources.drawn_prompts import FILE, GIVEN_BACK, DrawnPrompts
+from slipstream.rollout.system.plugins import resolve
+from slipstream.rollout.system.programs.hook_process import HookProcessFailed
+from slipstream.rollout.tokens.trajectory import Prompt
 from tests.unit.doubles import Listener
 
 SAMPLES = 2
@@ -93,7 +93,7 @@ async def drawing(
 
 
 def test_what_was_drawn_is_read_again_and_the_source_goes_on_behind_it(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("slipstream.rollout.sources.drawn_prompts.SAVE_EVERY", 3)
+    monkeypatch.setattr("slipstream.rollout.prompts.sources.drawn_prompts.SAVE_EVERY", 3)
     first = asyncio.run(drawing(model, tmp_path, "Counting", until=4))
     assert [first.at(position).prompt for position in range(4)] == ["0+1=", "1+1=", "2+1=", "3+1="]
     assert first.at(2).label == "3" and first.at(2).metadata["number"] == 2
@@ -117,7 +117,7 @@ def test_a_source_gets_the_groups_back_that_are_given_up_and_no_others(
     model, tmp_path, monkeypatch, save_every
 ):
     """What it does with them outlives its process, whether or not its state was saved since."""
-    monkeypatch.setattr("slipstream.rollout.sources.drawn_prompts.SAVE_EVERY", save_every)
+    monkeypatch.setattr("slipstream.rollout.prompts.sources.drawn_prompts.SAVE_EVERY", save_every)
     notes: list[str] = []
     asyncio.run(drawing(model, tmp_path, "TakesBack", until=4))
     more = {"lost": ALL_LOSSES, "notes": notes}

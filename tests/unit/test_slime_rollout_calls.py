@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slipstream.rollout.collector.time_limit import TimeLimit
+from slipstream.rollout.collection.collector.time_limit import TimeLimit
 from slipstream.rollout.compat.slime.alias_path import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.declared_samples import declared
@@ -20,8 +20,8 @@ from slipstream.rollout.compat.slime.leased_groups import LeasedGroups, pop_firs
 from slipstream.rollout.compat.slime.rollout_calls import RolloutCalls, placed
 from slipstream.rollout.compat.slime.sample_matching import LogprobsDiffer
 from slipstream.rollout.compat.slime.set_evaluation import SetEvaluation
-from slipstream.rollout.plugins import resolve
-from slipstream.rollout.trajectory import UNSAMPLED, Completion, Finish, Prompt, Span
+from slipstream.rollout.system.plugins import resolve
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Completion, Finish, Prompt, Span
 from slipstream.rollout.workflow import EpisodePlace, GroupRejected
 from slipstream.rollout.workflow.endpoint import EndedEpisode, Reply
 

@@ -27,9 +27,9 @@ from slipstream.rollout.compat.slime.group_samples import GroupSamples, Returned
 from slipstream.rollout.compat.slime.hook_filter import HookFailed, HookFilter
 from slipstream.rollout.compat.slime.hook_workflow import HookWorkflow, WrongReturn
 from slipstream.rollout.compat.slime.sample_matching import LogprobsDiffer, SampledReplies, match_sample
-from slipstream.rollout.judge.errors import JudgingFailed
+from slipstream.rollout.reward.judge.errors import JudgingFailed
 from slipstream.rollout.reward.value import Judgement
-from slipstream.rollout.trajectory import (
+from slipstream.rollout.tokens.trajectory import (
     UNSAMPLED,
     Completion,
     Finish,

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.configs.schema import ActorConfig
-from slipstream.rollout.judge.wire import REQUEST, EpisodeQuestion, FrameReader, framed_question
-from slipstream.rollout.record import (
+from slipstream.rollout.reward.judge.wire import REQUEST, EpisodeQuestion, FrameReader, framed_question
+from slipstream.rollout.tokens.record import (
     CorruptRecord,
     count_chunk_tokens,
     cut_chunks,
@@ -20,8 +20,8 @@ from slipstream.rollout.record import (
     encode_scores,
     encode_trajectory,
 )
-from slipstream.rollout.teacher import TeacherNeeds, TeacherScores
-from slipstream.rollout.trajectory import (
+from slipstream.rollout.tokens.teacher import TeacherNeeds, TeacherScores
+from slipstream.rollout.tokens.trajectory import (
     Completion,
     Finish,
     Prompt,

@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.schema import ModelConfig
-from slipstream.rollout.tokenizer import load_tokenizer
+from slipstream.rollout.tokens.tokenizer import load_tokenizer
 
 CHAT = [{"role": "user", "content": "1+1"}]
 

@@ -8,7 +8,7 @@ from slipstream.backend.quickstart.tokenizer import build_tokenizer
 PROGRAM = """
 import sys
 from pathlib import Path
-from slipstream.rollout.tokenizer import load_tokenizer
+from slipstream.rollout.tokens.tokenizer import load_tokenizer
 
 load_tokenizer(Path(sys.argv[1]))
 assert not [name for name in sys.modules if name.startswith("torch._dynamo")]

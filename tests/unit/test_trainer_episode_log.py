@@ -16,10 +16,10 @@ from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.trainer.episode_log import EpisodeLog, StepLogProbs, chosen_episodes
 from slipstream.backend.trainer.prepared import PreparedMicroBatch, Scores, Targets
 from slipstream.configs.schema import EpisodeLogConfig
-from slipstream.rollout.episode_log.files import EpisodeFiles, episode_files, read_rows
-from slipstream.rollout.episode_log.rows import empty_row, episode_row, is_chosen
-from slipstream.rollout.episode_log.token_text import TokenText
-from slipstream.rollout.trajectory import Completion, Finish, Prompt, Span, TrajectoryBuilder
+from slipstream.rollout.ledger.episode_log.files import EpisodeFiles, episode_files, read_rows
+from slipstream.rollout.ledger.episode_log.rows import empty_row, episode_row, is_chosen
+from slipstream.rollout.ledger.episode_log.token_text import TokenText
+from slipstream.rollout.tokens.trajectory import Completion, Finish, Prompt, Span, TrajectoryBuilder
 
 
 def decode(ids) -> str:
@@ -219,7 +219,7 @@ def test_fewer_ranks_take_over_the_files_of_more(tmp_path):
 def test_a_killed_writer_leaves_whole_lines(tmp_path):
     script = (
         "import sys\nfrom pathlib import Path\n"
-        "from slipstream.rollout.episode_log.files import EpisodeFiles\n"
+        "from slipstream.rollout.ledger.episode_log.files import EpisodeFiles\n"
         "log = EpisodeFiles(Path(sys.argv[1]), writer=0, writers=1, max_bytes=10**8, max_rows=10**6)\n"
         "step = 0\nprint('go', flush=True)\n"
         "while True:\n    step += 1\n    log.append(step, [{'response': 'x' * 5000}] * 20)\n"

@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 

@@ -13,7 +13,14 @@ from slipstream.backend.trainer.prepared import Scores
 from slipstream.backend.trainer.targets import find_targets
 from slipstream.configs.schema import ActorConfig, KLConfig, TurnsConfig
 from slipstream.configs.schema.advantage import RewardTerm
-from slipstream.rollout.trajectory import UNSAMPLED, Completion, Finish, Span, Trajectory, TrajectoryBuilder
+from slipstream.rollout.tokens.trajectory import (
+    UNSAMPLED,
+    Completion,
+    Finish,
+    Span,
+    Trajectory,
+    TrajectoryBuilder,
+)
 
 
 def said(tokens: int) -> Completion:

@@ -10,7 +10,7 @@ from slipstream.backend.trainer.minibatches import microbatches_of
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.model.geometry import Geometry
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.models import make_checkpoint
 
 BUDGET = 100

@@ -20,7 +20,7 @@ from slipstream.backend.trainer.minibatches import first_recomputed
 from slipstream.backend.trainer.plugins import RankPlugins
 from slipstream.backend.trainer.prepared import Scores
 from slipstream.backend.trainer.targets import find_targets
-from slipstream.rollout.trajectory import Group, Prompt
+from slipstream.rollout.tokens.trajectory import Group, Prompt
 from tests.unit.test_objective_losses import draw, with_logp
 from tests.wrong_inputs import failing_plugins
 from tests.wrong_inputs.failing_plugins import batch, config_of, let_fail, problems_of, sampled

@@ -28,7 +28,7 @@ def hooked(rank: RankSpec, size: int) -> dict[str, Any]:
     from slipstream.backend.megatron.parallel import initialize
     from slipstream.rollout.compat.slime.alias_path import make_slime_importable
     from slipstream.rollout.compat.slime.arguments import SlimeArguments
-    from slipstream.rollout.plugins import resolve
+    from slipstream.rollout.system.plugins import resolve
 
     initialize(rank, ParallelConfig(context=size), seed=0, timeout_s=60)
     make_slime_importable()

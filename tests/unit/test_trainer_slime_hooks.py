@@ -11,7 +11,7 @@ import pytest
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.integration.test_megatron_parity import config_for
 from tests.models import make_checkpoint
 from tests.ranks import Job, run_jobs, run_ranks

@@ -21,8 +21,8 @@ from slipstream.configs.schema.advantage import (
     TeacherTerm,
     TopTokensTerm,
 )
-from slipstream.rollout.teacher import TeacherScores
-from slipstream.rollout.trajectory import Trajectory, joined
+from slipstream.rollout.tokens.teacher import TeacherScores
+from slipstream.rollout.tokens.trajectory import Trajectory, joined
 from tests.unit.test_trainer_live_turns import LIVE, PROMPTS, live, of_prompt
 
 NAN = math.nan

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from slipstream.backend.commands.tryout import EpisodePart, parts_of, plain, verdict
-from slipstream.backend.driver.inputs import InputError
-from slipstream.backend.driver.tryout import evenly, tryout
+from slipstream.backend.driver.modes.tryout import evenly, tryout
+from slipstream.backend.driver.start.inputs import InputError
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.collector.trial import TriedEpisode
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory, joined
+from slipstream.rollout.collection.collector.trial import TriedEpisode
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory, joined
 from tests.unit.test_rollout_gpu_environment import VALID
 
 

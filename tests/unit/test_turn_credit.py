@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import pytest
 
 from slipstream.configs.schema import ActorConfig, TurnsConfig
-from slipstream.rollout.environment import Action, Step
-from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
 from slipstream.rollout.workflow import MultiTurn
+from slipstream.rollout.workflow.environment import Action, Step
 from tests.chat_model import build_tokenizer
 from tests.unit.test_multi_turn import context
 from tests.unit.test_trainer_live_turns import advantages

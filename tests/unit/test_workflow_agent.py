@@ -2,12 +2,12 @@
 
 import pytest
 
-from slipstream.backend.driver.inputs import InputError, read_inputs
-from slipstream.backend.driver.plugin_checks import plugin_problems
+from slipstream.backend.driver.start.inputs import InputError, read_inputs
+from slipstream.backend.driver.start.plugin_checks import plugin_problems
 from slipstream.configs.load import load_recipe
 from slipstream.configs.schema import PluginConfig
-from slipstream.rollout import plugins
-from slipstream.rollout.plugins import PluginError
+from slipstream.rollout.system import plugins
+from slipstream.rollout.system.plugins import PluginError
 from slipstream.rollout.workflow import Agent
 from tests.environment import ROOT
 

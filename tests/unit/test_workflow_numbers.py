@@ -10,10 +10,10 @@ import pytest
 
 from slipstream.backend.monitor.named import BoundedNames, spread
 from slipstream.configs.schema import RolloutConfig, SamplingConfig
-from slipstream.rollout.collector.episodes import Episodes, check
-from slipstream.rollout.collector.time_limit import TimeLimit
-from slipstream.rollout.record import decode_header, decode_trajectory, encode, encode_trajectory
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
+from slipstream.rollout.collection.collector.episodes import Episodes, check
+from slipstream.rollout.collection.collector.time_limit import TimeLimit
+from slipstream.rollout.tokens.record import decode_header, decode_trajectory, encode, encode_trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
 from slipstream.rollout.workflow.numbers import EpisodeNumbers, MetricError
 

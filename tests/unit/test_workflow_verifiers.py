@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from slipstream.configs.schema import PluginConfig
-from slipstream.rollout import plugins
-from slipstream.rollout.plugins import PluginError
+from slipstream.rollout.system import plugins
+from slipstream.rollout.system.plugins import PluginError
 from slipstream.rollout.workflow.agent_episodes import AgentFailed
 from slipstream.rollout.workflow.verifiers import Host, numbers_of
 

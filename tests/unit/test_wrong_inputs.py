@@ -5,7 +5,7 @@ All of them: ``python -m tests.wrong_inputs``.
 
 import pytest
 
-from slipstream.backend.driver.plugin_process import imported_plugin_problems
+from slipstream.backend.driver.start.plugin_process import imported_plugin_problems
 from slipstream.configs.schema import RunConfig
 from tests.unit.test_rollout_gpu_environment import VALID
 from tests.wrong_inputs import data, failing_episodes, logs, machine, models, plugins, recipes, supervised

@@ -16,19 +16,19 @@ from typing import Any
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.schema import PluginConfig, PromptFile, SamplingConfig
 from slipstream.configs.schema.rollout import RolloutConfig
-from slipstream.rollout import plugins
-from slipstream.rollout.collector.episodes import Episodes, check
-from slipstream.rollout.collector.groups import GroupCollector, NamedFilter, WholeGroups
-from slipstream.rollout.collector.judging import Judging, WorkflowReward
-from slipstream.rollout.collector.outbox import Outbox
-from slipstream.rollout.collector.recording import Recording
-from slipstream.rollout.collector.time_limit import TimeLimit
-from slipstream.rollout.judge.errors import JudgeStartFailed
-from slipstream.rollout.judge.pool import JudgePool
-from slipstream.rollout.linux import children_of
-from slipstream.rollout.messages import FAILED, Lease
+from slipstream.rollout.collection.collector.episodes import Episodes, check
+from slipstream.rollout.collection.collector.groups import GroupCollector, NamedFilter, WholeGroups
+from slipstream.rollout.collection.collector.judging import Judging, WorkflowReward
+from slipstream.rollout.collection.collector.outbox import Outbox
+from slipstream.rollout.collection.collector.recording import Recording
+from slipstream.rollout.collection.collector.time_limit import TimeLimit
+from slipstream.rollout.collection.messages import FAILED, Lease
 from slipstream.rollout.prompts import read_prompts
-from slipstream.rollout.trajectory import Prompt, prompt_fields
+from slipstream.rollout.reward.judge.errors import JudgeStartFailed
+from slipstream.rollout.reward.judge.pool import JudgePool
+from slipstream.rollout.system import plugins
+from slipstream.rollout.system.linux import children_of
+from slipstream.rollout.tokens.trajectory import Prompt, prompt_fields
 from slipstream.rollout.workflow import WorkflowContext
 from tests.unit.collecting import HoldingDriver, PureEngines
 from tests.wrong_inputs.failing_episodes import FailingEpisode

@@ -14,11 +14,11 @@ from slipstream.backend.objective.losses import Tokens
 from slipstream.backend.trainer.plugins import RankPlugins
 from slipstream.backend.trainer.prepared import Scores
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.plugins import PluginFailed
-from slipstream.rollout.programs.hook_process import WrongAnswer
-from slipstream.rollout.sources.drawn_prompts import SourceRequest
-from slipstream.rollout.sources.source_process import OwnSource, _Positions
-from slipstream.rollout.trajectory import Completion, Finish, Span, Trajectory, TrajectoryBuilder
+from slipstream.rollout.prompts.sources.drawn_prompts import SourceRequest
+from slipstream.rollout.prompts.sources.source_process import OwnSource, _Positions
+from slipstream.rollout.system.plugins import PluginFailed
+from slipstream.rollout.system.programs.hook_process import WrongAnswer
+from slipstream.rollout.tokens.trajectory import Completion, Finish, Span, Trajectory, TrajectoryBuilder
 from tests.wrong_inputs import their_plugins
 from tests.wrong_inputs.their_plugins import HERE
 

@@ -6,8 +6,8 @@ import signal
 import sys
 import time
 
-from slipstream.rollout.environment.tools import Tool
-from slipstream.rollout.trajectory import Trajectory, TrajectoryBuilder
+from slipstream.rollout.tokens.trajectory import Trajectory, TrajectoryBuilder
+from slipstream.rollout.workflow.environment.tools import Tool
 
 HERE = "tests.wrong_inputs.their_code"
 

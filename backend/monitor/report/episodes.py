@@ -7,8 +7,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from slipstream.rollout.episode_log.files import episode_files, read_rows
-from slipstream.rollout.episode_log.rows import TRAINED
+from slipstream.rollout.ledger.episode_log.files import episode_files, read_rows
+from slipstream.rollout.ledger.episode_log.rows import TRAINED
 
 LARGEST_TEXT = 20_000
 """Characters of a prompt or a response, and tokens of a response, that the page shows."""

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from slipstream.backend.monitor.trace import TRACES
-from slipstream.rollout.lines import read_lines
+from slipstream.rollout.system.lines import read_lines
 
 Event = Mapping[str, Any]
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from slipstream.rollout.durable import write_durably
+from slipstream.rollout.system.durable import write_durably
 
 
 def tracked_id(folder: Path, tracker: str, make: Callable[[], str]) -> str:

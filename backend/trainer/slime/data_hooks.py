@@ -20,7 +20,7 @@ from slipstream.backend.trainer.slime.returned import checked_list, require_fini
 from slipstream.backend.trainer.slime.samples import Samples
 from slipstream.backend.trainer.slime.view import FIXED, Lists, fixed_lists, joined, token_lists, units_of
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
-from slipstream.rollout.trajectory import Finish
+from slipstream.rollout.tokens.trajectory import Finish
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from slipstream.configs.schema import HooksConfig
 from slipstream.rollout.compat.slime.alias_path import make_slime_importable
-from slipstream.rollout.plugins import resolve
+from slipstream.rollout.system.plugins import resolve
 
 ON_RANKS = (
     "rollout_data_postprocess",

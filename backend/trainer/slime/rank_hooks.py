@@ -22,9 +22,9 @@ from slipstream.backend.trainer.slime.loss_hooks import HookedLoss, LossFunction
 from slipstream.backend.trainer.slime.named import NamedHook, load_hooks
 from slipstream.backend.trainer.slime.samples import ContextPlace, Samples
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout import plugins
 from slipstream.rollout.compat.slime.arguments import SlimeArguments, slime_arguments
 from slipstream.rollout.engine.client import EngineAddress
+from slipstream.rollout.system import plugins
 
 if TYPE_CHECKING:  # Megatron can only be imported once the rank has joined its groups
     from megatron.core.models.gpt import GPTModel

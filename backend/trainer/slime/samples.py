@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slipstream.backend.batch.micro_batch import MicroBatch
 from slipstream.backend.batch.train_batch import TrainBatch
-from slipstream.rollout.trajectory import UNSAMPLED, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Trajectory
 
 
 @dataclass(frozen=True)

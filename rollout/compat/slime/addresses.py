@@ -4,7 +4,7 @@ import inspect
 from urllib.parse import urlsplit
 
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
-from slipstream.rollout.plugins import resolve
+from slipstream.rollout.system.plugins import resolve
 from slipstream.rollout.workflow.endpoint import OpenEndpoint
 
 

@@ -9,7 +9,7 @@ from slipstream.configs.rules.hooks import read_custom_config
 from slipstream.configs.schema import ColumnsConfig, EvalSamplingConfig, HooksConfig, RunConfig, path_text
 from slipstream.configs.schema.hooks import HOOK_NAMES
 from slipstream.configs.schema.rollout import RolloutConfig
-from slipstream.rollout.evaluated_set import HELD_OUT
+from slipstream.rollout.tokens.evaluated_set import HELD_OUT
 
 """Name of the recipe's evaluation, as slime's data sets have names."""
 

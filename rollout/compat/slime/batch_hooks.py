@@ -9,8 +9,8 @@ import msgspec
 
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.compat.slime.batch_process import BatchQuestion, HookSetup, RecordedEpisode
-from slipstream.rollout.evaluated_set import EvaluatedSet
-from slipstream.rollout.programs.hook_process import LOG, HookProcess, HookProcessFailed
+from slipstream.rollout.system.programs.hook_process import LOG, HookProcess, HookProcessFailed
+from slipstream.rollout.tokens.evaluated_set import EvaluatedSet
 
 BESIDE_DRIVER = (
     "custom_reward_post_process",

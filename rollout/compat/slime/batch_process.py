@@ -16,12 +16,12 @@ from slipstream.configs.schema import RunConfig
 from slipstream.rollout.compat.slime.alias_path import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import SlimeArguments, slime_arguments
 from slipstream.rollout.compat.slime.rebuilt_samples import SampleRebuilder
-from slipstream.rollout.evaluated_set import EvaluatedSet
-from slipstream.rollout.plugins import resolve
-from slipstream.rollout.programs.hook_process import WrongAnswer, serve_answers
-from slipstream.rollout.record import decode_trajectory
-from slipstream.rollout.tokenizer import load_tokenizer
-from slipstream.rollout.trajectory import Group, Prompt, PromptFields, TrajectoryHeader
+from slipstream.rollout.system.plugins import resolve
+from slipstream.rollout.system.programs.hook_process import WrongAnswer, serve_answers
+from slipstream.rollout.tokens.evaluated_set import EvaluatedSet
+from slipstream.rollout.tokens.record import decode_trajectory
+from slipstream.rollout.tokens.tokenizer import load_tokenizer
+from slipstream.rollout.tokens.trajectory import Group, Prompt, PromptFields, TrajectoryHeader
 
 
 class HookSetup(msgspec.Struct, array_like=True, frozen=True):

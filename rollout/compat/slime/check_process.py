@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from slipstream.rollout.compat.slime.alias_path import make_slime_importable
 from slipstream.rollout.compat.slime.signatures import SIGNATURES, problem_with
-from slipstream.rollout.imports import serve
-from slipstream.rollout.plugins import PluginError, resolve
+from slipstream.rollout.system.imports import serve
+from slipstream.rollout.system.plugins import PluginError, resolve
 
 
 def _answers_to(request: bytes) -> Iterator[str | None]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from slipstream.configs.schema import HooksConfig, RunConfig
 from slipstream.rollout.compat.slime.arguments import slime_arguments
-from slipstream.rollout.imports import ImportEnding, ask
+from slipstream.rollout.system.imports import ImportEnding, ask
 
 
 def hook_problems(config: RunConfig) -> list[str]:

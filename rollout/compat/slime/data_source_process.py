@@ -18,10 +18,10 @@ from slipstream.configs.schema import RunConfig
 from slipstream.rollout.compat.slime.alias_path import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import slime_arguments
 from slipstream.rollout.compat.slime.episode_samples import DRAWN, drawn_onto, metadata_of
-from slipstream.rollout.plugins import resolve
-from slipstream.rollout.programs.hook_process import LOG, HookProcess, WrongAnswer, serve_answers
-from slipstream.rollout.sources.drawn_prompts import Drawing, DrawnPrompts, GivenBack, SourceRequest
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.prompts.sources.drawn_prompts import Drawing, DrawnPrompts, GivenBack, SourceRequest
+from slipstream.rollout.system.plugins import resolve
+from slipstream.rollout.system.programs.hook_process import LOG, HookProcess, WrongAnswer, serve_answers
+from slipstream.rollout.tokens.trajectory import Prompt
 
 SERVE = "slipstream.rollout.compat.slime.data_source_process.serve"
 

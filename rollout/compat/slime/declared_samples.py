@@ -12,7 +12,7 @@ from slipstream.rollout.compat.slime.episode_samples import (
     response_of,
     rewarded,
 )
-from slipstream.rollout.trajectory import UNSAMPLED, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
 
 

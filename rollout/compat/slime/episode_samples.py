@@ -11,9 +11,9 @@ import numpy.typing as npt
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.sample_matching import SampledReplies, match_sample
 from slipstream.rollout.reward.value import Judgement, NoNumber, is_part_name, judgement_of
-from slipstream.rollout.teacher import TeacherScores
-from slipstream.rollout.tokenizer import Tokenizer
-from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
+from slipstream.rollout.tokens.teacher import TeacherScores
+from slipstream.rollout.tokens.tokenizer import Tokenizer
+from slipstream.rollout.tokens.trajectory import Finish, Prompt, Trajectory
 
 _LONGEST_SHOWN = 80
 """Characters of a wrong value in an error."""

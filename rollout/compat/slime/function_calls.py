@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from slipstream.rollout.compat.slime.addresses import address, prepare_requests
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.leased_groups import LeasedGroups
-from slipstream.rollout.plugins import resolve
+from slipstream.rollout.system.plugins import resolve
 from slipstream.rollout.workflow.endpoint import EndedEpisode, OpenEndpoint, PolicyEndpoint
 
 
@@ -21,7 +21,7 @@ class FunctionFailed(RuntimeError):
 
 
 class EpisodeLimit(Protocol):
-    """The time limit of episodes: ``rollout.collector.time_limit.TimeLimit``."""
+    """The time limit of episodes: ``rollout.collection.collector.time_limit.TimeLimit``."""
 
     def __call__(self) -> AbstractContextManager[object]: ...
     def suspended(self) -> AbstractContextManager[None]: ...

@@ -15,9 +15,9 @@ from slipstream.rollout.compat.slime.episode_samples import (
 from slipstream.rollout.compat.slime.leased_groups import GROUP
 from slipstream.rollout.compat.slime.recipe_reward import PROMPT
 from slipstream.rollout.compat.slime.rollout_calls import RolloutCalls, SampledEpisode
-from slipstream.rollout.plugins import resolve
-from slipstream.rollout.tokenizer import Tokenizer
-from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.system.plugins import resolve
+from slipstream.rollout.tokens.tokenizer import Tokenizer
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
 from slipstream.rollout.workflow import EpisodePlace, WorkflowContext
 
 

@@ -8,11 +8,11 @@ from slipstream.configs.schema.rollout import JudgingConfig
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.episode_samples import judgement_of_reward
 from slipstream.rollout.compat.slime.group_samples import GroupSamples, flat
-from slipstream.rollout.judge.errors import JudgingFailed
-from slipstream.rollout.named_numbers import means_by_name
-from slipstream.rollout.plugins import resolve
+from slipstream.rollout.reward.judge.errors import JudgingFailed
 from slipstream.rollout.reward.value import Judgement
-from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.system.plugins import resolve
+from slipstream.rollout.tokens.named_numbers import means_by_name
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
 
 LONGEST_WAIT_S = 60.0
 """Seconds between two attempts at the longest."""

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.rebuilt_samples import SampleRebuilder
-from slipstream.rollout.tokenizer import Tokenizer
-from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.tokens.tokenizer import Tokenizer
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
 
 _Key = tuple[int, bytes]
 """Prompt, and a digest of the tokens and log-probs of one trajectory."""

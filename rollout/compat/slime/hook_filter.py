@@ -13,8 +13,8 @@ import numpy as np
 from slipstream.configs.schema import HooksConfig
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.group_samples import GroupSamples, flat
-from slipstream.rollout.plugins import resolve
-from slipstream.rollout.trajectory import Group, Trajectory
+from slipstream.rollout.system.plugins import resolve
+from slipstream.rollout.tokens.trajectory import Group, Trajectory
 
 Hook = Callable[..., Any]
 

@@ -29,9 +29,9 @@ from slipstream.rollout.compat.slime.episode_samples import (
 )
 from slipstream.rollout.compat.slime.group_samples import ReturnedSamples
 from slipstream.rollout.compat.slime.sample_matching import SampledReplies
-from slipstream.rollout.plugins import resolve
-from slipstream.rollout.tokenizer import Tokenizer
-from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
+from slipstream.rollout.system.plugins import resolve
+from slipstream.rollout.tokens.tokenizer import Tokenizer
+from slipstream.rollout.tokens.trajectory import Finish, Prompt, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
 from slipstream.rollout.workflow.endpoint import Reply
 

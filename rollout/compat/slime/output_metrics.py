@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from slipstream.rollout.compat.slime.episode_samples import WrongReturn
-from slipstream.rollout.named_numbers import NamedNumbers
 from slipstream.rollout.reward.value import MOST_PARTS, number_of
+from slipstream.rollout.tokens.named_numbers import NamedNumbers
 
 LONGEST_NAME = 64
 """Characters of the name of a metric."""

@@ -17,11 +17,11 @@ from slipstream.rollout.compat.slime.recipe_reward import PATH as RECIPE_REWARD
 from slipstream.rollout.compat.slime.recipe_reward import SampleJudge, answer_by
 from slipstream.rollout.compat.slime.rollout_calls import RolloutCalls
 from slipstream.rollout.compat.slime.set_evaluation import SetEvaluation
-from slipstream.rollout.plugins import resolve
 from slipstream.rollout.prompts import checked_prompts
-from slipstream.rollout.teacher import TeacherNeeds
-from slipstream.rollout.tokenizer import Tokenizer
-from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.system.plugins import resolve
+from slipstream.rollout.tokens.teacher import TeacherNeeds
+from slipstream.rollout.tokens.tokenizer import Tokenizer
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
 
 
 class Unrewarded:

@@ -5,10 +5,10 @@ from typing import Any, cast
 
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.episode_samples import metadata_of
-from slipstream.rollout.evaluated_set import EvaluatedSet
-from slipstream.rollout.plugins import resolve
-from slipstream.rollout.tokenizer import Tokenizer
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
+from slipstream.rollout.system.plugins import resolve
+from slipstream.rollout.tokens.evaluated_set import EvaluatedSet
+from slipstream.rollout.tokens.tokenizer import Tokenizer
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
 
 
 class SampleRebuilder:

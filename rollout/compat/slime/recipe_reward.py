@@ -11,7 +11,7 @@ import numpy as np
 
 from slipstream.rollout.compat.slime.episode_samples import PARTS, SampleLike, finish_of, response_of
 from slipstream.rollout.reward.value import Judgement
-from slipstream.rollout.trajectory import UNSAMPLED, Prompt, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Prompt, Trajectory
 
 PATH = "slipstream.rollout.compat.slime.recipe_reward.score"
 """Import path of this reward."""

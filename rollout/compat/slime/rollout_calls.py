@@ -17,14 +17,14 @@ from contextvars import Context
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
-from slipstream.rollout.changes import Changes
 from slipstream.rollout.compat.slime.episode_samples import SampleLike, WrongReturn
 from slipstream.rollout.compat.slime.function_calls import FunctionCalls, FunctionFailed
 from slipstream.rollout.compat.slime.leased_groups import LeasedGroups, SampleGroup, number_of
 from slipstream.rollout.compat.slime.output_metrics import OutputMetrics
 from slipstream.rollout.compat.slime.sample_matching import SampledReplies
 from slipstream.rollout.engine.pool import NoEngine
-from slipstream.rollout.named_numbers import NamedNumbers
+from slipstream.rollout.system.changes import Changes
+from slipstream.rollout.tokens.named_numbers import NamedNumbers
 from slipstream.rollout.workflow import EpisodePlace, GroupRejected
 from slipstream.rollout.workflow.endpoint import EndedEpisode, Reply
 

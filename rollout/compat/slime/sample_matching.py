@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.rollout.trajectory import UNSAMPLED
+from slipstream.rollout.tokens.trajectory import UNSAMPLED
 from slipstream.rollout.workflow.endpoint import Reply
 
 LOGPROB_TOLERANCE = 1e-4

@@ -9,9 +9,9 @@ from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.episode_samples import WrongReturn, judgement_of_reward
 from slipstream.rollout.compat.slime.function_calls import FunctionCalls
 from slipstream.rollout.compat.slime.output_metrics import OutputMetrics
-from slipstream.rollout.evaluated_set import EvaluatedSet
-from slipstream.rollout.named_numbers import NamedNumbers
-from slipstream.rollout.plugins import PluginError, resolve
+from slipstream.rollout.system.plugins import PluginError, resolve
+from slipstream.rollout.tokens.evaluated_set import EvaluatedSet
+from slipstream.rollout.tokens.named_numbers import NamedNumbers
 
 LONGEST_NAME = 64
 """Characters of the name of a set, which is a part of the name of a metric."""

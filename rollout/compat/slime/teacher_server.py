@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
-from slipstream.rollout.plugins import resolve
+from slipstream.rollout.system.plugins import resolve
 
 Post = Callable[[str, Mapping[str, Any]], Awaitable[object]]
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from slipstream.rollout.gateway.serving.running import AnswerPart, RunningAnswer, RunningTurn
 from slipstream.rollout.gateway.source import Alternatives, Finished
-from slipstream.rollout.trajectory import Finish
+from slipstream.rollout.tokens.trajectory import Finish
 
 Content = dict[str, Any]
 """What SGLang's tokenizer manager yields: ``text``, ``output_ids`` and ``meta_info``."""

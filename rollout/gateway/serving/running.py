@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
-from slipstream.rollout.changes import Changes
 from slipstream.rollout.gateway.conversations import Answer, Begun, ChatMessage, Conversations, EntryLog
 from slipstream.rollout.gateway.serving.text import GrowingText
 from slipstream.rollout.gateway.source import (
@@ -25,7 +24,8 @@ from slipstream.rollout.gateway.source import (
     TokenRequest,
     TokenSource,
 )
-from slipstream.rollout.trajectory import Finish
+from slipstream.rollout.system.changes import Changes
+from slipstream.rollout.tokens.trajectory import Finish
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.gateway.serving.call import LiveCall
 from slipstream.rollout.gateway.serving.contents import Content, Form
-from slipstream.rollout.tokenizer import with_template_args
+from slipstream.rollout.tokens.tokenizer import with_template_args
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
-from slipstream.rollout.conversation.chains import (
+from slipstream.rollout.gateway.conversations import Arrival, ChatMessage
+from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState, common_depth, messages_of
+from slipstream.rollout.tokens.conversation.chains import (
     Decode,
     Extended,
     Segment,
@@ -27,9 +29,7 @@ from slipstream.rollout.conversation.chains import (
     repeats,
     segments_of,
 )
-from slipstream.rollout.conversation.sameness import Mark, ids_of_calls, role_of
-from slipstream.rollout.gateway.conversations import Arrival, ChatMessage
-from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState, common_depth, messages_of
+from slipstream.rollout.tokens.conversation.sameness import Mark, ids_of_calls, role_of
 
 
 class BranchReason(StrEnum):

@@ -11,13 +11,13 @@ What a side turn adds is no reaction of a user, so that the client's own side tu
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.rollout.conversation.sameness import Mark, role_of, text_of
 from slipstream.rollout.gateway.conversations import ChatMessage, Recorded
 from slipstream.rollout.gateway.sessions.continuing import Predecessor
 from slipstream.rollout.gateway.sessions.counters import SessionCounters
 from slipstream.rollout.gateway.sessions.recording import as_json
 from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState
-from slipstream.rollout.turns import NextState
+from slipstream.rollout.tokens.conversation.sameness import Mark, role_of, text_of
+from slipstream.rollout.tokens.turns import NextState
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.rollout.conversation.sameness import Mark
 from slipstream.rollout.gateway.conversations import NamedAnswer, TooManySessions
 from slipstream.rollout.gateway.sessions.counters import SessionCounters
 from slipstream.rollout.gateway.sessions.stored import SessionState
+from slipstream.rollout.tokens.conversation.sameness import Mark
 
 Id = tuple[str, str]
 """Name of the API key, and name of the session. Two keys never share a session."""

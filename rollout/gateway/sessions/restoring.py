@@ -7,13 +7,13 @@ texts, which are decoded when they are needed.
 import json
 from typing import cast
 
-from slipstream.rollout.conversation.chains import Sampled, append, length_of, resume
-from slipstream.rollout.conversation.sameness import marks_of
 from slipstream.rollout.gateway.conversations import ChatMessage, Recorded
 from slipstream.rollout.gateway.sessions.placing import SessionTable
 from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState, ancestor
-from slipstream.rollout.record import decode_chunks
-from slipstream.rollout.turns import Forgotten, NextState, SessionEnd, Turn, TurnType
+from slipstream.rollout.tokens.conversation.chains import Sampled, append, length_of, resume
+from slipstream.rollout.tokens.conversation.sameness import marks_of
+from slipstream.rollout.tokens.record import decode_chunks
+from slipstream.rollout.tokens.turns import Forgotten, NextState, SessionEnd, Turn, TurnType
 
 
 class Restoring:

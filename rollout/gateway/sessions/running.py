@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slipstream.rollout.conversation.sameness import Mark
 from slipstream.rollout.gateway.conversations import Begun, ChatMessage
 from slipstream.rollout.gateway.sessions.continuing import PromptPlan
 from slipstream.rollout.gateway.sessions.pairing import Expected
 from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState
+from slipstream.rollout.tokens.conversation.sameness import Mark
 
 
 @dataclass(eq=False, kw_only=True)

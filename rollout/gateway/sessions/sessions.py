@@ -15,8 +15,6 @@ from typing import TypeVar
 
 import msgspec
 
-from slipstream.rollout.conversation.chains import Decode, Sampled, append, ids_of, length_of
-from slipstream.rollout.conversation.sameness import Mark, marks_of
 from slipstream.rollout.gateway.conversations import (
     Answer,
     Arrival,
@@ -44,7 +42,9 @@ from slipstream.rollout.gateway.sessions.restoring import Restoring
 from slipstream.rollout.gateway.sessions.running import Running, running_of
 from slipstream.rollout.gateway.sessions.sampling import SamplingVerdict, judge_sampling
 from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState
-from slipstream.rollout.turns import Forgotten, NextState, SessionEnd, Turn, TurnType, UserReward
+from slipstream.rollout.tokens.conversation.chains import Decode, Sampled, append, ids_of, length_of
+from slipstream.rollout.tokens.conversation.sameness import Mark, marks_of
+from slipstream.rollout.tokens.turns import Forgotten, NextState, SessionEnd, Turn, TurnType, UserReward
 
 _Key = TypeVar("_Key", bound=Hashable)
 

@@ -11,9 +11,9 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.rollout.conversation.chains import Segment, length_of, size_of
-from slipstream.rollout.conversation.sameness import Mark, marks_of, role_of
 from slipstream.rollout.gateway.conversations import ChatMessage, NamedAnswer
+from slipstream.rollout.tokens.conversation.chains import Segment, length_of, size_of
+from slipstream.rollout.tokens.conversation.sameness import Mark, marks_of, role_of
 
 _TURN_BYTES = 600
 _MESSAGE_BYTES = 600

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 from slipstream.configs.schema.plugin import PluginConfig
-from slipstream.rollout import plugins
 from slipstream.rollout.reward.live import JudgedTurn
 from slipstream.rollout.reward.model.functions import Parser, load_parser, load_prompt
 from slipstream.rollout.reward.model.judge_model import JudgeModel
 from slipstream.rollout.reward.model.prompts import LONGEST_CONVERSATION, cut, transcript
 from slipstream.rollout.reward.value import Judgement, TurnRewards
-from slipstream.rollout.trajectory import UNSAMPLED, Messages, Prompt, Trajectory
+from slipstream.rollout.system import plugins
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Messages, Prompt, Trajectory
 
 T = TypeVar("T")
 

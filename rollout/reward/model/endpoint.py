@@ -13,8 +13,8 @@ from slipstream.rollout.engine.client import Aborted, EngineError, EngineLost, I
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.sampling import LiveSampling
 from slipstream.rollout.engine.serving import ModelEngines
-from slipstream.rollout.tokenizer import Tokenizer
-from slipstream.rollout.trajectory import Finish, Messages
+from slipstream.rollout.tokens.tokenizer import Tokenizer
+from slipstream.rollout.tokens.trajectory import Finish, Messages
 
 LONGEST_REPLY = 8 << 20
 """Bytes of one reply of a server."""

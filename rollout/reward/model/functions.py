@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from slipstream.configs.schema.plugin import PluginConfig
-from slipstream.rollout import plugins
 from slipstream.rollout.reward.live import JudgedTurn
 from slipstream.rollout.reward.model.prompts import message_text, transcript
 from slipstream.rollout.reward.model.votes import Vote
 from slipstream.rollout.reward.value import number_of
-from slipstream.rollout.trajectory import Messages
+from slipstream.rollout.system import plugins
+from slipstream.rollout.tokens.trajectory import Messages
 
 Prompt = Callable[[JudgedTurn, Messages], Messages]
 Parser = Callable[[str], Vote | None]

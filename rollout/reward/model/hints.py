@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, cast
 
-from slipstream.rollout.tokenizer import Tokenizer
-from slipstream.rollout.trajectory import Messages
+from slipstream.rollout.tokens.tokenizer import Tokenizer
+from slipstream.rollout.tokens.trajectory import Messages
 
 HEAD = "\n\n[hint]\n"
 

@@ -14,8 +14,8 @@ from slipstream.rollout.engine.serving import ENGINES
 from slipstream.rollout.reward.live import NO_VOTES, VoteCounts
 from slipstream.rollout.reward.model.endpoint import ChatEngines, ChatServer, CutOff, Missing, ModelEndpoint
 from slipstream.rollout.reward.model.votes import Tied, Vote, elected
-from slipstream.rollout.tokenizer import Tokenizer, load_tokenizer
-from slipstream.rollout.trajectory import Messages
+from slipstream.rollout.tokens.tokenizer import Tokenizer, load_tokenizer
+from slipstream.rollout.tokens.trajectory import Messages
 
 Parse = Callable[[str], Vote | None]
 

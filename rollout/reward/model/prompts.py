@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from slipstream.rollout.reward.live import JudgedTurn, text_of
-from slipstream.rollout.trajectory import Messages
+from slipstream.rollout.tokens.trajectory import Messages
 
 LONGEST_MESSAGE = 20_000
 """Characters of one message in a question. The middle of a longer one is left out."""

@@ -12,13 +12,13 @@ import numpy as np
 from slipstream.configs.schema.judge import HintConfig, JudgeTeacher, OverlapHint, UrlTeacher
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.engine.completion import TokenScores
-from slipstream.rollout.engine.key import NO_KEY, Key
 from slipstream.rollout.engine.serving import ENGINES
 from slipstream.rollout.reward.live import JudgedTurn
 from slipstream.rollout.reward.model.endpoint import key_of
 from slipstream.rollout.reward.model.hints import NoPlace, with_hint
-from slipstream.rollout.teacher import TeacherScores
-from slipstream.rollout.tokenizer import Tokenizer
+from slipstream.rollout.system.key import NO_KEY, Key
+from slipstream.rollout.tokens.teacher import TeacherScores
+from slipstream.rollout.tokens.tokenizer import Tokenizer
 
 AnyEngine = Callable[[], AbstractAsyncContextManager[EngineClient]]
 """Gives an engine inside a block. Raises EngineLost."""

@@ -4,13 +4,13 @@ import asyncio
 from typing import NamedTuple
 
 from slipstream.configs.schema.judge import ModelQuestion
-from slipstream.rollout.plugins import PluginError
 from slipstream.rollout.reward.live import NO_VOTES, JudgedTurn, Verdict
 from slipstream.rollout.reward.model.functions import Parser, Prompt, load_parser, load_prompt
 from slipstream.rollout.reward.model.judge_model import Election, JudgeModel
 from slipstream.rollout.reward.model.teacher import HintTeacher
 from slipstream.rollout.reward.model.votes import hints_for
-from slipstream.rollout.trajectory import Messages
+from slipstream.rollout.system.plugins import PluginError
+from slipstream.rollout.tokens.trajectory import Messages
 
 YES = 1.0
 """The vote that says that there is a hint."""

@@ -20,7 +20,7 @@ from slipstream.rollout.engine.process import (
     ServerProcess,
     ServerSpec,
 )
-from slipstream.rollout.network import hold_ports, port_of
+from slipstream.rollout.system.network import hold_ports, port_of
 from tests.models import make_checkpoint
 from tests.ports import held_port
 

@@ -10,8 +10,8 @@ import pytest
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.engine.key import Key, new_key
 from slipstream.rollout.engine.leftovers import members
+from slipstream.rollout.system.key import Key, new_key
 from tests.runs.engines.conftest import Server, version_of
 from tests.runs.exposure import beyond_loopback, command_lines, is_private, listening, unix_sockets
 

@@ -20,7 +20,7 @@ from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.sampling import LiveSampling
-from slipstream.rollout.trajectory import Completion, Finish
+from slipstream.rollout.tokens.trajectory import Completion, Finish
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import reference_logprobs, reference_model
 from tests.ranks import run_ranks

@@ -13,7 +13,7 @@ from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.engine.adapters import AdapterServing
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
-from slipstream.rollout.trajectory import Completion, Finish
+from slipstream.rollout.tokens.trajectory import Completion, Finish
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import make_checkpoint, reference_logprobs, reference_model
 from tests.ranks import run_ranks

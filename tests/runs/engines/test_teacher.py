@@ -14,7 +14,7 @@ from slipstream.rollout.reward.live import JudgedTurn
 from slipstream.rollout.reward.model.endpoint import ChatEngines, CutOff
 from slipstream.rollout.reward.model.hints import with_hint
 from slipstream.rollout.reward.model.teacher import HintTeacher
-from slipstream.rollout.tokenizer import load_tokenizer
+from slipstream.rollout.tokens.tokenizer import load_tokenizer
 
 PROMPT, TOKENS = [3, 5, 7, 11, 13, 2], [17, 4, 4, 30]
 

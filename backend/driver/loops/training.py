@@ -1,0 +1,202 @@
+"""Training: ready groups in, policy versions out.
+
+    gate.batch ──► step_begins ──► weights: train ──► publish ──► listener.step ──► checkpoint, if due
+        ▲          (journal on disk)                     │                          evaluation, if due
+        └────────────── slots are free ◄─────────────────┘
+
+``training_steps`` yields what becomes of each step. ``training_loop`` takes them all; an own loop
+(``own_loop``) goes from one to the next when its user says so.
+
+The loop waits for nothing but a batch (``run.batch_timeout_s``) and the trainer. Back-pressure on generation
+is the number of slots: they become free when the version trained on their groups is published. Evaluations
+and the writing of checkpoints go on beside the next steps. When the trainer has failed, the loop waits until
+it is restored (``revival``), and goes on from the version that it then holds.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
+from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.cluster.waits import first_of
+from slipstream.backend.driver.loops.evaluation import Evaluation
+from slipstream.backend.driver.loops.hooked_batches import HookedBatches
+from slipstream.backend.driver.ports import Checkpoints, ClientT, RunListener
+from slipstream.backend.driver.start.feedback import Feedback
+from slipstream.backend.driver.weights.served_weights import ServedWeights
+from slipstream.backend.driver.weights.skipped import SkippedUpdateLimit
+from slipstream.backend.driver.weights.trainer_life import TrainerLife
+from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
+from slipstream.configs.schema.run import RunSection
+from slipstream.rollout.collection.driver.gate import AdmissionGate
+from slipstream.rollout.collection.driver.ready_groups import ReadyGroup
+from slipstream.rollout.live.batches import LiveTrajectory
+
+Read = Callable[[list[bytes]], Awaitable[list[bytes]]]
+
+
+@dataclass(frozen=True)
+class BatchTaken:
+    """A batch that the next step trains on. Whoever steers may send another one back."""
+
+    batch: EncodedBatch
+
+
+@dataclass(frozen=True)
+class StepTrained:
+    """The batch was trained on, and its version is to be published."""
+
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class StepPublished:
+    """The new version is served."""
+
+    version: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class StepLost:
+    """The trainer has failed in the step, which is to be done again with another batch."""
+
+    error: TrainerFailed
+
+
+StepEvent = BatchTaken | StepTrained | StepPublished | StepLost
+Steps = AsyncGenerator[StepEvent, "TrainBatch | None"]
+"""Each step as it comes: taken, trained and published, or lost instead of one of them."""
+
+
+async def training_loop(
+    steps: Steps, run: RunSection, gate: AdmissionGate, evaluation: Evaluation | None
+) -> None:
+    """Train and publish until ``run.steps`` steps are done or the gate was ended. Raises as ``steps``."""
+    running: list[asyncio.Task[object]] = []
+    async with asyncio.TaskGroup() as evaluations:
+        async for event in steps:
+            is_published = isinstance(event, StepPublished)
+            if is_published and evaluation is not None and evaluation.is_due(gate.step, run.total_steps):
+                running.append(evaluations.create_task(evaluation.run(event.version)))
+        if gate.is_ended:
+            for task in running:
+                task.cancel()
+
+
+async def training_steps(
+    run: RunSection,
+    gate: AdmissionGate,
+    weights: ServedWeights[ClientT],
+    checkpoints: Checkpoints,
+    listener: RunListener,
+    status: Callable[[], RunStatus],
+    read: Read,
+    feedback: Feedback,
+    hooks: HookedBatches | None = None,
+) -> Steps:
+    """Yield what becomes of each step, until ``run.steps`` are done or the gate was ended.
+
+    ``read`` returns the chunks of trajectories, given their references into the ledger. ``feedback`` passes
+    on what a step measures to later ones. ``hooks`` see each batch before it is trained; None: the recipe
+    names none.
+
+    Raises HookProcessFailed, PluginFailed, and TooManySkippedUpdates when the trainer skips more updates than
+    ``run.max_skipped_updates``.
+    """
+    clock = asyncio.get_running_loop().time
+    skipped = SkippedUpdateLimit(run.max_skipped_updates, listener.note)
+    while gate.step < run.total_steps and await _is_trainer_there(weights.life, gate):
+        try:
+            began = clock()
+            groups = await _batch(run, gate, weights.life)
+            if not (groups or gate.live_batch):
+                return
+            waited_s = clock() - began
+            await gate.step_begins()
+            batch = await encoded(groups, gate, read)
+            sources = _sources(groups, gate)
+            if hooks is not None:
+                batch = await _hooked(hooks.begin(batch, groups, gate, waited_s), weights.life)
+            batch = feedback.prepared(batch)
+            changed = yield BatchTaken(batch)
+            async with weights.trained(changed or batch, gate.next_version) as trained:
+                feedback.observe(batch, trained.metrics)
+                yield StepTrained(trained.metrics)
+                report = await trained.publish()
+            times = StepTimes(wait_s=waited_s, train_s=trained.train_s, step_s=clock() - began)
+            step = TrainedStep(
+                batch.headers,
+                batch.lags or {},
+                trained.version,
+                trained.metrics,
+                report,
+                times,
+                is_logged=hooks is not None and await hooks.has_logged(),
+                sources=sources,
+            )
+            listener.step(step, status())
+            skipped.add(gate.step, trained.skipped)
+            await checkpoints.step_done(gate)
+            yield StepPublished(trained.version, trained.metrics)
+        except TrainerFailed as error:
+            weights.life.fail(error)
+            if gate.is_stepping:
+                await gate.step_failed(str(error))
+            yield StepLost(error)
+
+
+def _sources(groups: Sequence[ReadyGroup], gate: AdmissionGate) -> list[str]:
+    """Return the name of the source of each trajectory's prompt; nothing where there is one source."""
+    names = [gate.prompt_of(group.id).source for group in groups for _ in group.trajectories]
+    return names if any(names) else []
+
+
+async def _is_trainer_there(life: TrainerLife, gate: AdmissionGate) -> bool:
+    """Wait for a trainer that is being restored. Return True if there is one: not once the gate was ended."""
+    if life.is_alive:
+        return True
+    async with first_of(life.alive(), gate.ended()):
+        """Either has come."""
+    return life.is_alive
+
+
+async def _batch(run: RunSection, gate: AdmissionGate, life: TrainerLife) -> list[ReadyGroup]:
+    """Wait for the next batch. It is empty once the gate was ended. Raises TrainerFailed."""
+    async with first_of(gate.batch(run.batch_timeout_s), life.lost()) as (batch, lost):
+        if lost.done():
+            raise lost.result()
+        return batch.result()
+
+
+async def _hooked(begin: Coroutine[None, None, EncodedBatch], life: TrainerLife) -> EncodedBatch:
+    """Wait for the hooks' batch. Raises TrainerFailed: a trainer that is restored has no use for it."""
+    async with first_of(begin, life.lost()) as (made, lost):
+        if lost.done():
+            raise lost.result()
+        return made.result()
+
+
+async def encoded(groups: Sequence[ReadyGroup], gate: AdmissionGate, read: Read) -> EncodedBatch:
+    """Return the trajectories of ``groups``, in their order, and behind them the live ones of the batch, for
+    a step from the present version.
+    """
+    live = gate.live_batch
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    chunks = await read([trajectory.refs for trajectory in (*trajectories, *live)])
+    chunks[len(trajectories) :] = map(LiveTrajectory.payload, live, chunks[len(trajectories) :])
+    versions = {version for item in (*groups, *live) for version in item.trained_tokens}
+    # A live trajectory is a group of its own.
+    group_ids = [group.id for group in groups for _ in group.trajectories] + [each.ids[0] for each in live]
+    return EncodedBatch(
+        gate.version,
+        tuple(trajectory.header for trajectory in (*trajectories, *live)),
+        np.frombuffer(b"".join(chunks), np.uint8),
+        tuple(map(len, chunks)),
+        np.array(group_ids, np.int64),
+        {version: gate.lag(version) for version in versions},
+        {number: each.advantages for number, each in enumerate(live, len(trajectories))},
+    )

@@ -1,0 +1,1 @@
+"""The processes that the driver starts and keeps alive: engines, collectors, gateways."""

@@ -1,0 +1,100 @@
+"""The collectors of a run: started, watched, and started again under another name when one is gone.
+
+    start ──► connected, gets leases ──process or connection ends──► start again    (one task each)
+
+A collector that is gone holds nobody up: its groups are leased to others at once.
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from slipstream.backend.cluster.actors import CollectorActors
+from slipstream.backend.cluster.configured_ray import ray
+from slipstream.backend.cluster.handles import kill
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.collection.collector.spec import CollectorSpec
+from slipstream.rollout.system.key import Key
+
+
+class CollectorGone(RuntimeError):
+    """A collector has failed more often than ``rollout.collector_restarts`` allows, or cannot start."""
+
+
+class Collectors:
+    """Single event loop. ``run`` for as long as episodes are collected; its end ends every collector."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        actors: CollectorActors,
+        logs: Path,
+        key: Key,
+        vocab_size: int,
+        context: int,
+        note: Callable[[str], None],
+    ) -> None:
+        """``key``: secret of the run. ``vocab_size``: number of token ids of the model. ``context``: largest
+        number of tokens of prompt and completion together.
+        """
+        self._config = config
+        self._actors = actors
+        self._logs = logs
+        self._key = key
+        self._vocab_size = vocab_size
+        self._context = context
+        self._note = note
+        self.restarts = 0
+        """Number of restarts of all collectors so far."""
+
+    @property
+    def count(self) -> int:
+        """Number of collectors; 0 in a run without prompts."""
+        return self._actors.count
+
+    async def run(self, url: str) -> None:
+        """Keep all collectors running, connected to ``url``. Ends by cancellation only.
+
+        Raises, in an ExceptionGroup, CollectorGone.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(self._actors.count):
+                tasks.create_task(self._keep(number, url), name=f"collector-{number}")
+
+    async def _keep(self, number: int, url: str) -> None:
+        life = 0
+        while True:
+            name = f"collector-{number}"
+            spec = CollectorSpec(
+                name,
+                life,
+                url,
+                self._key,
+                self._vocab_size,
+                self._context,
+                self._logs,
+                number,
+                self._actors.count,
+            )
+            reason = await self._live(number, spec)
+            life += 1
+            self.restarts += 1
+            if life > self._config.rollout.collector_restarts:
+                raise CollectorGone(f"{spec.collector} failed {life} times; the last time {reason}")
+            self._note(f"{spec.collector} is started again: {reason}")
+
+    async def _live(self, number: int, spec: CollectorSpec) -> str:
+        """Run one life of a collector. Return the reason of its end."""
+        actor = self._actors.create(number)
+        try:
+            await actor.collect.remote(spec, self._config)
+            return "its connection has ended"
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause or error
+            if spec.life == 0:  # most likely the recipe is wrong, and would be so again
+                raise CollectorGone(f"{spec.collector}: {cause} (logs: {self._logs})") from error
+            return f"{type(cause).__name__}: {cause}"
+        except ray.exceptions.RayActorError:
+            return f"its process has ended (log: {self._logs / spec.collector}.log)"
+        finally:
+            kill(actor)

@@ -1,0 +1,210 @@
+"""The engines of a run as the supervisor sees them: one handle each, a Ray actor on each of its nodes."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from slipstream.backend.cluster.actors import EngineActors
+from slipstream.backend.cluster.configured_ray import ray
+from slipstream.backend.cluster.handles import EngineServerActor, kill
+from slipstream.backend.cluster.waits import within
+from slipstream.backend.driver.processes.devices import Devices
+from slipstream.bridge.model.geometry import Geometry
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.engine.client import EngineAddress
+from slipstream.rollout.engine.context import served_length
+from slipstream.rollout.engine.process import ServerAccess
+
+T = TypeVar("T")
+
+STOP_TIMEOUT_S = 15.0
+START_GRACE_S = 60.0
+"""Seconds that an actor's start may take beyond its server's."""
+
+INITIAL_VERSION = 0
+"""Version of the weights in ``model.path``, with which every server starts."""
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Limits of the requests to an engine, and of its start."""
+
+    ranks: int
+    vocab_size: int
+    max_length: int
+    request_timeout_s: float
+    answer_timeout_s: float
+    stream_interval: int
+    start_timeout_s: float
+    adapter: str | None = None
+    """Name of the adapter that requests ask for; None: they use the weights as they are."""
+
+    @staticmethod
+    def of(config: RunConfig, geometry: Geometry, *, adapter: str | None = None) -> "EngineLimits":
+        engine = config.rollout.engine
+        # A request stands still while a colocated trainer takes its turn.
+        turn_s = config.run.step_timeout_s if engine.colocated else 0.0
+        return EngineLimits(
+            ranks=engine.ranks,
+            vocab_size=geometry.vocab,
+            max_length=served_length(geometry.max_positions, engine.args),
+            request_timeout_s=engine.request_timeout_s + turn_s,
+            answer_timeout_s=engine.answer_timeout_s,
+            stream_interval=engine.stream_interval,
+            start_timeout_s=engine.start_timeout_s + START_GRACE_S,
+            adapter=adapter,
+        )
+
+
+class TrainerGpus(Protocol):
+    """The trainer whose GPUs a colocated engine shares."""
+
+    @property
+    def gpus(self) -> Sequence[Sequence[str]]:
+        """Ids of each rank's GPUs."""
+        ...
+
+
+class NoTrainer:
+    """Stands for the trainer of a run that trains nothing."""
+
+    gpus: Sequence[Sequence[str]] = ()
+
+
+class InitialWeights:
+    """Every engine that has started holds the version that is served: the initial one."""
+
+    async def bring_up_to_date(self, engine: EngineAddress, admit: Callable[[], None]) -> str | None:
+        """Admit the engine."""
+        admit()
+        return None
+
+
+class RayEngine:
+    """An ``EngineHandle`` with a Ray actor on each of the engine's nodes, which owns the server of that node.
+
+    The servers start and end together: when one of them ends, or its actor is lost, the others are ended, and
+    the next start is that of a whole engine. When an actor is lost, the next start makes new ones.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        create: Callable[[int], EngineServerActor],
+        limits: EngineLimits,
+        devices: Devices,
+        *,
+        nodes: int = 1,
+        meets: bool = False,
+    ) -> None:
+        """``create``: makes the actor of a node, by its number. ``devices`` say when the servers may start.
+
+        ``meets``: the ranks need a meeting point on the first node.
+        """
+        self.name = name
+        self._create = create
+        self._limits = limits
+        self._devices = devices
+        self._nodes = nodes
+        self._meets = meets
+        self._actors: list[EngineServerActor] = []
+
+    async def start(self) -> EngineAddress:
+        async with self._devices.starting():
+            try:
+                access = await self._start()
+            except ray.exceptions.RayActorError:
+                self._kill()
+                access = await self._start()
+        limits = self._limits
+        return EngineAddress(
+            self.name,
+            access.url,
+            ranks=limits.ranks,
+            vocab_size=limits.vocab_size,
+            max_length=limits.max_length,
+            timeout_s=limits.request_timeout_s,
+            answer_timeout_s=limits.answer_timeout_s,
+            stream_interval=limits.stream_interval,
+            key=access.key,
+            adapter=limits.adapter,
+        )
+
+    async def wait_exit(self) -> int:
+        """Wait until the server of any node has ended. The other servers are ended then."""
+        if not self._actors:
+            raise RuntimeError(f"{self.name} was never started")
+        exits = [asyncio.ensure_future(_exit_of(actor)) for actor in self._actors]
+        try:
+            done, _ = await asyncio.wait(exits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in exits:
+                each.cancel()
+        if self._nodes > 1:
+            self._end_servers()
+        return next(each for each in exits if each in done).result()
+
+    async def stop(self) -> None:
+        if not self._actors:
+            return
+        stopping = [actor.stop.remote() for actor in self._actors]
+        try:
+            await within(STOP_TIMEOUT_S, f"stopping {self.name}", asyncio.gather(*stopping))
+        finally:
+            self._kill()
+
+    async def _start(self) -> ServerAccess:
+        if not self._actors:
+            self._actors = [self._create(node) for node in range(self._nodes)]
+        meeting = None
+        if self._meets:
+            meeting = await self._within("a meeting point of", self._actors[0].meeting_point.remote())
+        starting = [actor.start.remote(INITIAL_VERSION, meeting) for actor in self._actors]
+        try:
+            # The first error counts: those of the other servers follow from it.
+            first, *_ = await self._within("starting", asyncio.gather(*starting))
+        except BaseException:
+            if self._nodes > 1:
+                self._end_servers()
+            raise
+        return first
+
+    async def _within(self, what: str, work: Awaitable[T]) -> T:
+        return await within(self._limits.start_timeout_s, f"{what} {self.name}", work)
+
+    def _end_servers(self) -> None:
+        """End every server without waiting for any: an actor may be gone, or its node."""
+        for actor in self._actors:
+            actor.stop.remote()
+
+    def _kill(self) -> None:
+        for actor in self._actors:
+            kill(actor)
+        self._actors = []
+
+
+async def _exit_of(actor: EngineServerActor) -> int:
+    try:
+        return await actor.wait_exit.remote()
+    except ray.exceptions.RayActorError:
+        return -1
+
+
+def policy_engines(
+    config: RunConfig, actors: EngineActors, limits: EngineLimits, trainer: TrainerGpus, devices: Devices
+) -> list[RayEngine]:
+    """Return the handles of the policy's engines. ``trainer``: its GPUs are also a colocated engine's."""
+    engine = config.rollout.engine
+
+    def handle(number: int) -> RayEngine:
+        return RayEngine(
+            actors.name(number),
+            lambda node: actors.create(number, node, trainer.gpus),
+            limits,
+            devices,
+            nodes=engine.nodes,
+            meets=engine.nodes > 1 or engine.data_parallel > 1,
+        )
+
+    return [handle(number) for number in range(engine.count)]

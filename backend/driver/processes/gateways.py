@@ -1,0 +1,149 @@
+"""The gateways of a run: processes on the driver's node, started, watched, ended, or taken over.
+
+    start, or take over ──► connects to the driver, serves ──process ends──► start again    (one task each)
+
+They are child processes of the driver and not Ray actors. Users know the address of one node. A gateway opens
+its journal on that node alone. It serves on when Ray and the driver are gone, which end every actor: without
+engines, its users wait, and a driver that resumes the run finds it in the run folder and gives it engines
+again. Nothing that a gateway does runs in the driver, which holds the end of its connection only
+(``rollout/live``).
+
+A gateway that has had no driver for ``LINGER_S`` ends by itself. A driver that ends on any path but kill -9
+ends its gateways.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from slipstream.backend.cluster.kept_process import KeptProcess
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.gateway.keys import KEY_VARIABLE, KeysError, keys_file, read_keys
+
+MODULE = "slipstream.rollout.gateway.process"
+"""Program of a gateway. Its argument is the JSON of ``specification``."""
+
+LINGER_S = 600.0
+"""Longest time that a gateway waits for a driver: a resumed run loads its models and checkpoints first."""
+
+RESTARTS = 16
+"""Number of times that one gateway may be started again."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""Times before a gateway is started again. A port, for example, may be in use for a while."""
+
+LASTING_S = 60.0
+"""A gateway that has lived so long is started again at once when it ends."""
+
+WRONG_INPUT = 2
+"""Exit code of a gateway that would fail in the same way again."""
+
+FOLDER = "gateway"
+"""Folder of the journals, and of the files that name the processes, in the run folder."""
+
+
+class GatewayGone(RuntimeError):
+    """A gateway cannot start, or has failed too often."""
+
+
+def specification(config: RunConfig, number: int, context: int) -> str:
+    """Return what gateway ``number`` is told. ``context``: largest number of tokens that the engines take,
+    those of the completion included. The rest is in ``recipe.yaml`` of the run folder, and where the
+    driver listens is in ``rollout.live.driver_address``.
+    """
+    assert config.gateway is not None
+    return json.dumps(
+        {
+            "run": str(config.run.folder.absolute()),
+            "number": number,
+            "processes": config.gateway.processes,
+            "context": context,
+            "linger_s": LINGER_S,
+            # Also so that a gateway which has outlived other settings is not taken over.
+            "model": str(config.model.path.absolute()),
+            "gateway": config.gateway.model_dump(mode="json"),
+        }
+    )
+
+
+def announcement(config: RunConfig, environment: Mapping[str, str]) -> str:
+    """Return where users reach the gateways, and what they lack to do so. ``environment``: of the driver."""
+    gateway = config.gateway
+    assert gateway is not None
+    host = f"[{gateway.host}]" if ":" in gateway.host else gateway.host
+    text = f"users reach http://{host}:{gateway.port}/v1"
+    with suppress(KeysError):  # a gateway says why it cannot read them
+        if not environment.get(KEY_VARIABLE) and all(key.revoked for key in read_keys(keys_file(config))):
+            text += "; every request is refused until there is an API key: `slipstream key add`"
+    return text
+
+
+def gateway_command(config: RunConfig, number: int, context: int) -> list[str]:
+    """Return the command of gateway ``number``. ``context``: as in ``specification``."""
+    return [sys.executable, "-m", MODULE, specification(config, number, context)]
+
+
+class Gateways:
+    """Single event loop. ``run`` for as long as users are served, then ``stop``."""
+
+    def __init__(
+        self,
+        commands: Sequence[Sequence[str]],
+        folder: Path,
+        logs: Path,
+        note: Callable[[str], None],
+        *,
+        restarts: int = RESTARTS,
+        first_pause_s: float = FIRST_PAUSE_S,
+    ) -> None:
+        """``commands``: one for each gateway. ``folder``: run folder."""
+        self._commands = commands
+        self._folder = folder / FOLDER
+        self._logs = logs
+        self._note = note
+        self._restarts_allowed = restarts
+        self._first_pause_s = first_pause_s
+        self._processes: dict[int, KeptProcess] = {}
+        self.restarts = 0
+        """Number of restarts of all gateways so far."""
+
+    async def run(self) -> None:
+        """Keep all gateways running. Ends by cancellation only; they go on until ``stop``.
+
+        Raises, in an ExceptionGroup, GatewayGone.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(len(self._commands)):
+                tasks.create_task(self._keep(number), name=f"gateway-{number}")
+
+    async def stop(self) -> None:
+        """End every gateway."""
+        ending = (process.end() for process in self._processes.values())
+        await asyncio.gather(*ending, return_exceptions=True)
+
+    async def _keep(self, number: int) -> None:
+        clock = asyncio.get_running_loop().time
+        name, command = f"gateway-{number}", self._commands[number]
+        file, log = self._folder / f"process-{number}.json", self._logs / f"{name}.log"
+        lives, pause_s = 0, self._first_pause_s
+        process = KeptProcess.taken_over(command, file)
+        if process is not None:
+            self._note(f"{name} has outlived its driver and goes on (process {process.pid})")
+        while True:
+            process = self._processes[number] = process or KeptProcess.start(command, file, log)
+            began = clock()
+            code = await process.wait()
+            del self._processes[number]
+            reason = "it has ended" if code is None else f"it has ended with code {code}"
+            lives += 1
+            if code == WRONG_INPUT or lives > self._restarts_allowed:
+                raise GatewayGone(f"{name} has ended {lives} times; the last time: {reason} (log: {log})")
+            self.restarts += 1
+            self._note(f"{name} is started again: {reason} (log: {log})")
+            process = None
+            pause_s = self._first_pause_s if clock() - began > LASTING_S else pause_s
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

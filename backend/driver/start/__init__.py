@@ -1,0 +1,1 @@
+"""What is read, checked and restored before anything runs."""

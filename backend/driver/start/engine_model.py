@@ -1,0 +1,109 @@
+"""The HF checkpoint from which engines start, and a copy of the model's if they hold it in another form.
+
+python -m slipstream.backend.driver.start.engine_model '{"source": ..., "families": {}, "folder": ..., ...}'
+
+Engines hold the policy as `rollout.engine.quantization` says, and get every later version in this form. If
+`model.path` has another one, it is written into the run folder once, in that form. Trainer ranks read
+`model.path` itself.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from slipstream.backend.driver.start.prepare import run_module
+from slipstream.backend.trainer.engine_checkpoint import EngineCheckpoint, engine_model_of
+from slipstream.bridge.hf.config import UnsupportedModel
+from slipstream.bridge.hf.index import HfCheckpointError
+from slipstream.bridge.model.spec import ModelSpec
+from slipstream.bridge.shards.fp8 import engine_fp8, fp8_problems
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.engine.unserved import UNSERVED_BY_EXPERT_RANKS
+
+
+def engine_problems(config: RunConfig, spec: ModelSpec) -> list[str]:
+    """Return why engines cannot hold the model on their ranks, or as `rollout.engine.quantization` says."""
+    engine, family = config.rollout.engine, spec.geometry.family
+    problems = list[str]()
+    if engine.expert_parallel > 1 and family in UNSERVED_BY_EXPERT_RANKS:
+        problems.append(
+            f"rollout.engine.expert_parallel: {engine.expert_parallel}: SGLang cannot divide the experts of "
+            f"{family} among ranks: {UNSERVED_BY_EXPERT_RANKS[family]}; set it to 1 and use "
+            "rollout.engine.tensor_parallel"
+        )
+    try:
+        fp8 = engine_fp8(engine.quantization, spec)
+    except UnsupportedModel as error:
+        return [*problems, str(error)]
+    if fp8 is None:
+        return problems
+    return problems + fp8_problems(
+        spec,
+        fp8,
+        ranks=engine.tensor_parallel,
+        expert_ranks=engine.expert_parallel,
+        attention_groups=engine.data_parallel,
+    )
+
+
+def quantization_notes(config: RunConfig, spec: ModelSpec, *, has_engines: bool) -> list[str]:
+    """Return what the user is told of quantized weights, in the policy's checkpoint and in the engines."""
+    notes, dtype, quantization = list[str](), config.model.dtype, config.rollout.engine.quantization
+    if spec.quantization is not None:
+        stored = f"model.path: its weights are stored in {spec.quantization}"
+        notes.append(f"{stored}; the trainer loads them as {dtype}")
+    if has_engines and (spec.quantization is not None or quantization is not None):
+        notes.append(f"rollout.engine.quantization: engines hold the weights in {quantization or dtype}")
+    with suppress(UnsupportedModel, HfCheckpointError, OSError):  # which are told as problems
+        if has_engines and (model := engine_model_of(config, spec)).is_copy:
+            notes[-1] += f", and start from a copy of model.path that a run writes: {model.path}"
+    return notes
+
+
+async def write_engine_model(
+    config: RunConfig, model: EngineCheckpoint, say: Callable[[str], None], *, again: bool = False
+) -> None:
+    """Write the copy, unless it is there or engines need none. ``again``: also if it is there.
+
+    ``say``: hears what is being done. Raises PrepareFailed.
+    """
+    if not model.is_copy or (model.path.exists() and not again):
+        return
+    say("writing the weights that the engines start from")
+    request = {
+        "source": str(config.model.path),
+        "families": config.model.families,
+        "folder": str(model.path),
+        "dtype": config.model.dtype,
+        "quantization": config.rollout.engine.quantization,
+    }
+    await run_module(
+        "slipstream.backend.driver.start.engine_model",
+        request,
+        say,
+        name=f"writing a copy of {config.model.path}",
+    )
+
+
+def main() -> None:
+    import torch
+
+    from slipstream.bridge.families import model_spec
+    from slipstream.bridge.hf.copy import write_copy
+    from slipstream.rollout.system import plugins
+
+    request = json.loads(sys.argv[1])
+    spec = model_spec(Path(request["source"]), plugins.resolved(request["families"]))
+    write_copy(
+        spec.path,
+        spec.quantization,
+        Path(request["folder"]),
+        dtype=getattr(torch, request["dtype"]),
+        fp8=engine_fp8(request["quantization"], spec),
+    )
+
+
+if __name__ == "__main__":
+    main()

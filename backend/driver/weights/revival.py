@@ -1,0 +1,144 @@
+"""A trainer that dies is started again in place, while the engines and the collectors go on.
+
+    lost ──► all ranks killed ──► new ranks start ────────────────────────► restored ──► published ──► alive
+                  │                                                            ▲         under a new number
+                  └► checkpoint under way settled ──► newest sound checkpoint ─┤
+                                                              │                │
+                     episodes called off ──► ledger, control core, leases go back
+
+docs/recovery.md has the states of this and what holds in each.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from slipstream.backend.checkpoint.errors import CheckpointError
+from slipstream.backend.checkpoint.folder import FoundCheckpoint
+from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.driver.ports import RestartedTrainer
+from slipstream.backend.driver.weights.checkpointing import TrainerCheckpoints
+from slipstream.backend.driver.weights.rewind import Rewind
+from slipstream.backend.driver.weights.served_weights import ServedWeights
+from slipstream.rollout.engine.client import EngineClient
+
+WATCH_S = 5.0
+"""Seconds between two questions to the trainer while nobody else asks it anything. Ray tells of the end of an
+actor only to whoever has called it."""
+
+
+class TrainerGone(RuntimeError):
+    """The trainer has failed more often than ``run.trainer_restarts`` allows, or cannot be restored."""
+
+
+class Revival:
+    """Single event loop. ``run`` for as long as the trainer is needed."""
+
+    def __init__(
+        self,
+        trainer: RestartedTrainer,
+        weights: ServedWeights[EngineClient],
+        checkpoints: TrainerCheckpoints,
+        rewind: Rewind,
+        *,
+        restarts: int,
+        note: Callable[[str], None],
+    ) -> None:
+        """``restarts``: ``run.trainer_restarts``."""
+        self._trainer = trainer
+        self._weights = weights
+        self._life = weights.life
+        self._checkpoints = checkpoints
+        self._rewind = rewind
+        self._restarts_allowed = restarts
+        self._note = note
+        self._from: int | None = None
+        """Version of the checkpoint that the trainer was restored from last, or was to be."""
+        self._failures = 0
+        """Number of failures since then."""
+        self.restarts = 0
+        """Number of restarts so far."""
+
+    async def run(self) -> None:
+        """Restore the trainer whenever it has failed. Ends by cancellation only.
+
+        Raises, in an ExceptionGroup, TrainerGone, and what the ledger raises.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch(), name="watching the trainer")
+            while True:
+                error = await self._life.lost()
+                await self._revive(error)
+                self._life.restored()
+
+    async def _watch(self) -> None:
+        """Notice the end of a trainer that nobody calls."""
+        while True:
+            await self._life.alive()
+            incarnation = self._life.incarnation
+            try:
+                await self._trainer.respond()
+            except TrainerFailed as error:
+                if self._life.incarnation == incarnation:
+                    self._life.fail(error)
+            else:
+                await asyncio.sleep(WATCH_S)
+
+    async def _revive(self, error: Exception) -> None:
+        """Start the trainer until it has the state of a checkpoint. Raises TrainerGone."""
+        while True:
+            try:
+                await self._attempt(error)
+            except (TrainerFailed, CheckpointError) as failure:
+                error = failure
+            else:
+                return
+
+    async def _attempt(self, error: Exception) -> None:
+        self._trainer.kill()
+        await self._checkpoints.settled()
+        checkpoint = await self._newest(error)
+        self._count(checkpoint.record.version if checkpoint else 0, error)
+        async with self._weights.starting():
+            self._trainer.create()
+            with _beside(asyncio.ensure_future(self._trainer.connect())) as connecting:
+                await self._rewind.to(checkpoint.record.version if checkpoint else 0)
+                self._checkpoints.restored(self._rewind.step)
+                await connecting
+            if checkpoint is not None:
+                await self._trainer.restore(checkpoint.path)
+        if (copy := await self._rewind.copy_begins()) is not None:
+            await self._weights.publish_copy(copy)
+
+    async def _newest(self, error: Exception) -> FoundCheckpoint | None:
+        """Return the checkpoint to restore; None for the initial weights. Raises TrainerGone."""
+        try:
+            checkpoint = await self._checkpoints.newest(self._rewind.is_possible)
+        except CheckpointError as damage:
+            raise TrainerGone(f"the trainer cannot be restored: {damage}. It has failed: {error}") from error
+        for warning in checkpoint.warnings if checkpoint else ():
+            self._note(warning)
+        return checkpoint
+
+    def _count(self, version: int, error: Exception) -> None:
+        """Count a failure against the checkpoint of ``version``. Raises TrainerGone."""
+        if version != self._from:
+            self._from, self._failures = version, 0
+        self._failures += 1
+        source = f"version {version}" if version else "the initial weights"
+        if self._failures > self._restarts_allowed:
+            raise TrainerGone(
+                f"the trainer has failed {self._failures} times since {source}, and run.trainer_restarts "
+                f"allows {self._restarts_allowed} restarts from one checkpoint; the last time: {error}"
+            ) from error
+        self.restarts += 1
+        self._note(f"the trainer is started again from {source}: {error}")
+
+
+@contextmanager
+def _beside(task: "asyncio.Future[None]") -> Iterator["asyncio.Future[None]"]:
+    """Cancel ``task`` when the block ends before it."""
+    try:
+        yield task
+    finally:
+        task.cancel()

@@ -1,0 +1,117 @@
+"""Takes a running run back to an older version, as a resume does, without ending anything but the trainer.
+
+    leases closed: collectors send what they have ──► ledger: trainings undone ──► control core, prompts
+                                                                                        │
+    leases open again: what is recorded goes on  ◄──────────────────────────────────────┘
+
+The engines go on with the version that they serve, which is now one of a line that is left: the control core
+knows the lag of its tokens (``rollout/control/core.py``). Then they get the restored weights, under a number
+of their own.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from slipstream.backend.driver.start.feedback import Feedback
+from slipstream.backend.driver.start.inputs import Inputs
+from slipstream.backend.driver.start.resume import restore_collection
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.collection.driver.gate import AdmissionGate
+from slipstream.rollout.collection.driver.leases import Leases
+from slipstream.rollout.control.core import RolloutControl
+from slipstream.rollout.ledger.rows.turns import RecoveredTurns
+from slipstream.rollout.ledger.writing.writer import Ledger
+from slipstream.rollout.prompts.sources.drawn_prompts import DrawnPrompts
+
+
+class Turns(Protocol):
+    """The turns of live users: ``rollout.live.turns.LiveTurns``."""
+
+    def hold(self) -> None:
+        """Record nothing until ``restored``."""
+        ...
+
+    def restored(self, core: RolloutControl, recovered: RecoveredTurns) -> None:
+        """Go on with ``core`` and ``recovered``."""
+        ...
+
+
+class Rewind:
+    """Single event loop. While ``to`` runs, nobody takes a batch, and no version is published."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        inputs: Inputs,
+        ledger: Ledger,
+        gate: AdmissionGate,
+        leases: Leases,
+        feedback: Feedback,
+        note: Callable[[str], None],
+        turns: Turns | None = None,
+        drawn: DrawnPrompts | None = None,
+        when_done: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``turns``: those of live users; None without a gateway. ``drawn``: prompts of a data source.
+        ``when_done`` is called when the run stands at the older version.
+        """
+        self._config = config
+        self._inputs = inputs
+        self._ledger = ledger
+        self._gate = gate
+        self._leases = leases
+        self._feedback = feedback
+        self._note = note
+        self._turns = turns
+        self._drawn = drawn
+        self._when_done = when_done
+
+    @property
+    def step(self) -> int:
+        """Number of training steps behind the version that the trainer holds."""
+        return self._gate.step
+
+    def is_possible(self, version: int) -> bool:
+        """True if the present weights are those of ``version`` or descend from them."""
+        return self._gate.descends_from(version)
+
+    async def copy_begins(self) -> int | None:
+        """Return a new number for the trainer's weights, under which the engines must get them at once.
+
+        None if the engines serve them already. Raises LedgerError.
+        """
+        return None if self._gate.served == self._gate.version else await self._gate.copy_begins()
+
+    async def to(self, version: int) -> None:
+        """Go back to ``version``. Raises LedgerError and CorruptRecord."""
+        was_open = self._leases.is_open
+        if was_open:
+            await self._leases.close()
+        if self._turns is not None:
+            self._turns.hold()
+        rollout = self._config.rollout
+        recovered = await self._ledger.restarted(
+            version, bound=rollout.max_head_offpolicyness, n_samples=rollout.n_samples_per_prompt
+        )
+        collected = restore_collection(
+            self._config,
+            self._inputs,
+            self._ledger,
+            recovered,
+            self._feedback,
+            served=self._gate.served,
+            drawn=self._drawn,
+        )
+        self._gate.restored(collected.control, collected.intake, collected.groups.ready, recovered.failures)
+        self._leases.restored(collected.groups.continued)
+        if self._turns is not None:
+            self._turns.restored(collected.control, recovered.live)
+        self._when_done()
+        for note in recovered.notes:
+            self._note(note)
+        self._note(
+            f"the trainer goes on from {collected.described()}; the engines serve version "
+            f"{self._gate.served} until version {collected.control.versions.next}"
+        )
+        if was_open:
+            self._leases.open()

@@ -1,0 +1,287 @@
+"""The trainer's weights and the engines that serve them, moved together.
+
+    train ──► publish ──► version v+1 ──► verdict on what the engines hold, while the next step trains
+                │                            │
+                └─ failed engine: condemned  └─ wrong engine: condemned, its doubted tokens are sampled again
+
+What an engine samples from weights that are still to be verified is held back in the collectors. A good
+verdict releases it into completions.
+
+A trainer that dies leaves the engines with the version that they serve. Restored from an older version, it
+gets no engine back to that number: the engines get a copy of its weights as the next version. Engines that
+start meanwhile, or whose weights were cut off, wait for it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Generic
+
+from slipstream.backend.batch.skipped import SkippedUpdate
+from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
+from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.driver.ports import ClientT, ServingEngines, Trainer, VersionOwner
+from slipstream.backend.driver.processes.devices import Devices, TrainerTurn
+from slipstream.backend.driver.weights.interrupted import InterruptedUpdates
+from slipstream.backend.driver.weights.skipped import skipped_in
+from slipstream.backend.driver.weights.trainer_life import TrainerLife
+from slipstream.backend.driver.weights.verification import Verifier, WeightsMismatch
+from slipstream.bridge.publish.report import PublishReport
+from slipstream.rollout.engine.client import EngineAddress
+
+log = logging.getLogger(__name__)
+
+ROOM_RETRY_S = 10.0
+"""Seconds after which a version is sent again for which there was no room. Somebody has to make it."""
+
+
+class TrainedWeights:
+    """One training step, whose weights are to be published."""
+
+    def __init__(
+        self,
+        version: int,
+        metrics: Mapping[str, float],
+        skipped: Sequence[SkippedUpdate],
+        train_s: float,
+        publish: Callable[[], Awaitable[PublishReport]],
+    ) -> None:
+        """``version``: that of the new weights. ``skipped``: optimizer updates that the step has skipped."""
+        self.version = version
+        self.metrics = metrics
+        self.skipped = skipped
+        self.train_s = train_s
+        self._publish = publish
+        self.report: PublishReport | None = None
+        """None until the weights are published."""
+
+    async def publish(self) -> PublishReport:
+        """Bring every serving engine to these weights. Raises TrainerFailed.
+
+        Engines that missed them are condemned; the report names them.
+        """
+        self.report = await self._publish()
+        return self.report
+
+
+class ServedWeights(Generic[ClientT]):
+    """Moves weights, one move at a time: no engine starts to serve between a step and its publication."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        roster: ServingEngines[ClientT],
+        devices: Devices,
+        owner: VersionOwner,
+        *,
+        verifier: Verifier | None = None,
+        interrupted: InterruptedUpdates | None = None,
+        starts_served: bool = True,
+        note: Callable[[str], None] = log.warning,
+    ) -> None:
+        """``interrupted``: ends updates that a dead trainer has left; None where no trainer dies.
+
+        ``starts_served``: an engine that has started holds the trainer's initial weights already. ``note``:
+        hears what somebody has to do something about.
+        """
+        self._trainer = trainer
+        self._roster = roster
+        self._devices = devices
+        self._owner = owner
+        self._verifier = verifier
+        self._interrupted = interrupted
+        self._starts_served = starts_served
+        self._note = note
+        self.life = TrainerLife()
+        self._moving = asyncio.Lock()
+        self._verdict: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def starting(self) -> AsyncIterator[None]:
+        """Start the trainer inside the block, for the first time or after it was killed.
+
+        Engines that are ready meanwhile wait for its end.
+        """
+        async with self._moving:
+            self._devices.trainer_gone()
+            async with self._devices.training():
+                yield
+
+    @asynccontextmanager
+    async def trained(
+        self, batch: EncodedBatch | TrainBatch, version: int
+    ) -> AsyncIterator["TrainedWeights"]:
+        """Train one step before the block, which publishes its result as ``version`` (``publish``).
+
+        No engine starts to serve before the block has ended. Raises TrainerFailed; the version is published
+        nevertheless if the owner has moved to it.
+        """
+        async with self._moving:
+            async with AsyncExitStack() as verification, self.trainers_turn() as turn:
+                began = time.monotonic()
+                metrics = await self._trainer.train(batch)
+                train_s = time.monotonic() - began
+                skipped = await skipped_in(self._trainer, metrics)
+                publish = partial(self._publish_verified, version, verification)
+                weights = TrainedWeights(version, metrics, skipped, train_s, publish)
+                yield weights
+            if weights.report is not None:
+                weights.report.stall_s += turn.stood_s
+
+    async def publish_copy(self, version: int) -> None:
+        """Bring every serving engine to the weights that the trainer holds, as ``version``.
+
+        Engines that missed it are condemned. Raises TrainerFailed.
+        """
+        async with self._moving, AsyncExitStack() as verification, self.trainers_turn():
+            await self._publish_verified(version, verification)
+
+    async def _publish_verified(self, version: int, verification: AsyncExitStack) -> PublishReport:
+        """Publish ``version``. Its verdict is awaited behind ``verification``, by another task."""
+        await self.settled()
+        if self._verifier is not None and self._verifier.due(version):
+            # The version can be verified even if the trainer does not survive its publication.
+            expected = await self._trainer.logprobs(self._verifier.text)
+            await verification.enter_async_context(self._verified(self._verifier, version, expected))
+        async with self._devices.publishing():
+            return await self._publish(version)
+
+    @asynccontextmanager
+    async def _verified(self, verifier: Verifier, version: int, expected: list[float]) -> AsyncIterator[None]:
+        """Have ``version``, which is published inside the block, verified behind it.
+
+        Until the verdict, what the engines sample from it is held back.
+        """
+        await self._roster.doubt(version)
+        try:
+            yield
+        finally:
+            if self._owner.served == version:
+                verifying = self._verify(verifier, version, expected)
+                self._verdict = asyncio.create_task(verifying, name=f"verdict on version {version}")
+            else:
+                for client in self._roster.clients:  # they never had it, or are not asked any more
+                    self._roster.trust(client)
+
+    @asynccontextmanager
+    async def trainers_turn(self, *newcomers: EngineAddress) -> AsyncIterator[TrainerTurn]:
+        """Let the trainer compute inside the block. ``newcomers`` run, and are not in the roster yet."""
+        if self._devices.shared:
+            await self.settled()  # an engine that stands still gives no verdict
+        async with self._devices.training(*newcomers) as turn:
+            yield turn
+
+    async def settled(self) -> None:
+        """Wait for the verdict on the last version. Raises what the verification has raised."""
+        if (verdict := self._verdict) is not None:
+            await asyncio.wait({verdict})
+            if self._verdict is verdict:
+                self._verdict = None
+            verdict.result()
+
+    async def cancel(self) -> None:
+        """Give up a verdict that is pending."""
+        if self._verdict is not None:
+            self._verdict.cancel()
+            await asyncio.wait({self._verdict})
+
+    async def bring_up_to_date(self, engine: EngineAddress, admit: Callable[[], None]) -> str | None:
+        """Bring an engine that holds the initial weights to the current version, then ``admit`` it.
+
+        Return None, or why it was not admitted. Waits while there is no trainer. Raises WeightsMismatch when
+        trainer and engine compute different log-probs from the initial weights.
+        """
+        while True:
+            if not self.life.is_alive:
+                with self._roster.awaited():
+                    await self.life.alive()
+            try:
+                async with self._moving:
+                    if self.life.is_alive:
+                        return await self._bring_up_to_date(engine, admit)
+            except TrainerFailed as error:
+                self._trainer.kill()
+                self.life.fail(error)
+                if self._interrupted is not None:  # else its next update could not begin
+                    await self._interrupted.ended(self._owner.version, [engine])
+
+    async def _bring_up_to_date(self, engine: EngineAddress, admit: Callable[[], None]) -> str | None:
+        version = self._owner.version
+        expected: list[float] = []
+        async with self.trainers_turn(engine):
+            if version > 0 or not self._starts_served:
+                async with self._devices.publishing():
+                    report = await self._send(version, [engine])
+                if engine.name in report.failed:
+                    return report.failed[engine.name]
+            if self._verifier is not None:
+                expected = await self._trainer.logprobs(self._verifier.text)
+        if self._verifier is not None:
+            wrong = await self._verifier.wrong(version, expected, [engine])
+            if wrong and version == 0:
+                raise WeightsMismatch(f"{engine.name}: {wrong[engine.name]}")
+            if wrong:
+                return wrong[engine.name]
+        admit()
+        return None
+
+    async def _publish(self, version: int) -> PublishReport:
+        addresses = [client.address for client in self._roster.clients]
+        try:
+            report = await self._send(version, addresses)
+        except TrainerFailed:
+            self._trainer.kill()
+            await self._take_stock(addresses)
+            raise
+        for client in list(self._roster.clients):
+            if client.name in report.failed:
+                self._roster.condemn(client, report.failed[client.name])
+        self._owner.published(version)
+        self._roster.announce()
+        return report
+
+    async def _take_stock(self, addresses: Sequence[EngineAddress]) -> None:
+        """Find out what the engines hold after a publication that the trainer has not survived.
+
+        Intact engines go on; the others serve again with the next version.
+        """
+        if self._interrupted is None:
+            return
+        stock = await self._interrupted.ended(self._owner.served, addresses)
+        for client in list(self._roster.clients):
+            if client.name in stock.failed:
+                self._roster.condemn(client, stock.failed[client.name])
+            elif client.name in stock.outdated:
+                self._roster.withdraw(client, stock.outdated[client.name])
+
+    async def _send(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
+        """Send the weights, as soon as there is room for them. The engines go on meanwhile.
+
+        Raises WeightsMismatch when no engine of this run can get them.
+        """
+        report = await self._trainer.publish(version, engines)
+        if report.no_room is not None:
+            self._note(
+                f"version {version} waits for room, and the engines go on without it: {report.no_room}"
+            )
+        while report.no_room is not None:
+            await asyncio.sleep(ROOM_RETRY_S)
+            report = await self._trainer.publish(version, engines)
+        if report.unservable is not None:
+            raise WeightsMismatch(report.unservable)
+        return report
+
+    async def _verify(self, verifier: Verifier, version: int, expected: list[float]) -> None:
+        clients = list(self._roster.clients)
+        try:
+            wrong = await verifier.wrong(version, expected, [client.address for client in clients])
+        except Exception as error:  # without a verdict, completions would be held back for ever
+            wrong = {client.name: f"verifying version {version} failed: {error!r}" for client in clients}
+        for client in clients:
+            if client.name in wrong:
+                self._roster.condemn(client, wrong[client.name])
+            else:
+                self._roster.trust(client)

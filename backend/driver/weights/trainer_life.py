@@ -1,0 +1,44 @@
+"""Tells if the trainer lives, to everybody who has to know it.
+
+whoever calls it ──fail──► LOST ──► revival: killed, started again, restored ──restored──► ALIVE
+                            │                                                     │
+                            └──── training, engines to be brought up to date: wait ┘
+"""
+
+from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.rollout.system.changes import Changes
+
+
+class TrainerLife:
+    """Single event loop."""
+
+    def __init__(self) -> None:
+        self._error: TrainerFailed | None = None
+        self.incarnation = 0
+        """Number of times that the trainer was restored."""
+        self._changes = Changes()
+
+    @property
+    def is_alive(self) -> bool:
+        """True if no failure is known that the trainer was not restored from."""
+        return self._error is None
+
+    def fail(self, error: TrainerFailed) -> None:
+        """Note that the trainer has failed. Of several reasons, the first one counts."""
+        if self._error is None:
+            self._error = error
+            self._changes.notify()
+
+    def restored(self) -> None:
+        """Note that a new trainer has the state of a checkpoint, which the engines serve, too."""
+        self._error = None
+        self.incarnation += 1
+        self._changes.notify()
+
+    async def lost(self) -> TrainerFailed:
+        """Wait until the trainer has failed. Return the reason."""
+        return await self._changes.first(lambda: self._error)
+
+    async def alive(self) -> None:
+        """Wait until the trainer is alive. Its restart has time-outs."""
+        await self._changes.first(lambda: self.is_alive or None)

@@ -1,0 +1,93 @@
+"""Judging as a collector's episodes see it.
+
+    trajectory without a reward ──► text of its last completion ──► judges ──► reward    (a stage of its own)
+    group with such a trajectory ─► texts of all of its members ──► judges ──► rewards   (rewards of groups)
+    workflow asks for a reward  ──────────────────────────────────► judges ──► reward    (inside the episode)
+
+Judging has attempts and time limits of its own: it never costs a completion, nor the time of an episode.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from slipstream.rollout.collection.collector.recording import Recording
+from slipstream.rollout.collection.collector.time_limit import TimeLimit
+from slipstream.rollout.reward.value import Judgement
+from slipstream.rollout.tokens.tokenizer import Tokenizer
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Prompt, Trajectory
+
+
+class Judges(Protocol):
+    """Whoever asks the recipe's reward: ``rollout.reward.judge.pool.JudgePool``."""
+
+    async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> Judgement:
+        """Raises JudgingFailed after the last attempt."""
+        ...
+
+    async def score_group(
+        self, prompt: Prompt, responses: Sequence[str], trajectories: Sequence[Trajectory]
+    ) -> list[Judgement]:
+        """Raises JudgingFailed after the last attempt."""
+        ...
+
+    @property
+    def of_groups(self) -> bool:
+        """True if the reward judges all episodes of a group at once."""
+        ...
+
+
+class Judging:
+    """Judges whole trajectories by their last completion."""
+
+    def __init__(self, judges: Judges, tokenizer: Tokenizer) -> None:
+        self._judges = judges
+        self._tokenizer = tokenizer
+
+    @property
+    def of_groups(self) -> bool:
+        """True if only a whole group can be judged."""
+        return self._judges.of_groups
+
+    async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Judgement:
+        """Return what a trajectory is worth. A reward of groups gets it as a group of its own.
+
+        Raises JudgingFailed.
+        """
+        if self.of_groups:
+            return (await self.judge_group(prompt, [trajectory]))[0]
+        response = last_response(self._tokenizer, trajectory)
+        return await self._judges.score(prompt, response, trajectory)
+
+    async def judge_group(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Judgement]:
+        """Return what each trajectory of a group is worth. Raises JudgingFailed."""
+        responses = [last_response(self._tokenizer, trajectory) for trajectory in trajectories]
+        return await self._judges.score_group(prompt, responses, trajectories)
+
+
+class WorkflowReward:
+    """The recipe's reward as a workflow asks for it, in the middle of an episode."""
+
+    def __init__(self, judges: Judges, limit: TimeLimit, recording: Recording | None = None) -> None:
+        """``recording``: of the episode; what has ended of it is recorded before it is judged."""
+        self._judges = judges
+        self._limit = limit
+        self._recording = recording
+
+    async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
+        """Return the reward. Raises JudgingFailed, which a workflow must let through."""
+        if self._recording is not None:
+            self._recording.write_ends()
+        with self._limit.suspended():
+            return (await self._judges.score(prompt, response, trajectory)).reward
+
+
+def last_response(tokenizer: Tokenizer, trajectory: Trajectory) -> str:
+    """Return the text of the trajectory's last completion, without special tokens."""
+    start = end = previous_end = 0
+    was_sampled = False
+    for version, _, run_end in trajectory.header.runs:
+        is_sampled = version != UNSAMPLED
+        if is_sampled:
+            start, end = (start if was_sampled else previous_end), run_end
+        was_sampled, previous_end = is_sampled, run_end
+    return tokenizer.decode(trajectory.tokens_T[start:end].tolist(), skip_special_tokens=True)

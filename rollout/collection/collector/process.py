@@ -1,0 +1,236 @@
+"""One life of a collector: from its plug-ins to the end of its connection.
+
+    the parts of episodes ──► connect ──► leases in, events out ──► end of the connection
+
+When the connection ends, nothing that is left here counts any more: the driver has leased it to others, or is
+gone. A further life begins anew, under another name.
+"""
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import cast
+
+import aiohttp
+
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.collection.collector.episodes import Episodes
+from slipstream.rollout.collection.collector.evaluation import Evaluations
+from slipstream.rollout.collection.collector.groups import GroupCollector
+from slipstream.rollout.collection.collector.judging import WorkflowReward
+from slipstream.rollout.collection.collector.outbox import Outbox
+from slipstream.rollout.collection.collector.parts import (
+    Surroundings,
+    WatchedJudges,
+    episode_parts,
+    surroundings_of,
+)
+from slipstream.rollout.collection.collector.recording import JOURNAL_EVERY_S, Recording
+from slipstream.rollout.collection.collector.seeded import seeded_engines
+from slipstream.rollout.collection.collector.spec import CollectorSpec
+from slipstream.rollout.collection.collector.time_limit import TimeLimit
+from slipstream.rollout.collection.collector.untrained_log import UntrainedLog, open_untrained_log
+from slipstream.rollout.collection.collector.watchdog import end_process, watched
+from slipstream.rollout.collection.messages import DOWN, Down, Status, Up
+from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.serving import ServingAddresses
+from slipstream.rollout.engine.trace import RequestTrace
+from slipstream.rollout.system.frames import LONGEST_FRAME, SILENCE_S, pack, split
+from slipstream.rollout.system.garbage import OF_COLLECTED_EPISODE, expect_objects, look_seldom_for_garbage
+from slipstream.rollout.tokens.teacher import TeacherNeeds
+
+REPORT_TIMEOUT_S = 5.0
+
+
+async def collect(
+    spec: CollectorSpec, config: RunConfig, trace: Callable[[RequestTrace], None] | None = None
+) -> None:
+    """Collect for the driver until the connection ends.
+
+    Raises PluginError, JudgeStartFailed and OSError when the collector cannot start.
+    """
+    async with surroundings_of(config, spec.logs, spec.name, trace) as surroundings:
+        await collect_in(surroundings, spec, config)
+
+
+async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: RunConfig) -> None:
+    """Collect in given surroundings until the connection ends."""
+    rollout, judges = config.rollout, surroundings.judges
+    limit, outbox = TimeLimit(rollout.episode_timeout_s, "rollout.episode_timeout_s"), Outbox()
+    pool = EnginePool(
+        wait_timeout_s=rollout.engine.start_timeout_s,
+        isolate_versions=config.weights.interrupt == "in_place",
+        most_requests=surroundings.most_requests,
+        connect=surroundings.connect,
+        report=outbox.flush,
+        on_held=limit.stop,
+        trace=surroundings.trace,
+    )
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(pool.close)
+        parts = await stack.enter_async_context(
+            episode_parts(
+                surroundings,
+                config,
+                pool,
+                limit,
+                vocab_size=spec.vocab_size,
+                context=spec.context,
+                give_up=lambda reason: end_process(_reporter(spec), None, reason),
+            )
+        )
+        session = await stack.enter_async_context(aiohttp.ClientSession(spec.url, headers=spec.headers()))
+        socket = await stack.enter_async_context(
+            session.ws_connect(f"/collector/{spec.name}", max_msg_size=LONGEST_FRAME, compress=0)
+        )
+
+        episodes = Episodes(parts.workflow, rollout, parts.check, limit, outbox, parts.name)
+        groups = GroupCollector(
+            outbox=outbox,
+            record=lambda group, lease, sample, attempt: Recording(
+                seeded_engines(pool, rollout.sampling.seed, group, sample, attempt),
+                outbox,
+                group,
+                lease,
+                sample,
+                surroundings.clock,
+            ),
+            context=lambda recording: parts.context(
+                recording, WorkflowReward(judges, limit, recording), rollout.sampling
+            ),
+            episodes=episodes,
+            judge=parts.judge,
+            samples=rollout.n_samples_per_prompt,
+            group_filter=parts.group_filter,
+            needs=TeacherNeeds.of(config.actor),
+        )
+        log = open_untrained_log(config, spec)
+        if log is not None:
+            stack.callback(log.flush)
+        evaluations = Evaluations(
+            outbox, parts.evaluation_context(), episodes, parts.judge, parts.evaluation, log
+        )
+        stack.push_async_callback(evaluations.close)
+        stack.push_async_callback(groups.close)
+        stack.enter_context(watched(rollout.collector_timeout_s, _reporter(spec)))
+        connection = _Connection(socket, pool, judges, groups, evaluations, surroundings.engines, outbox, log)
+        look_seldom_for_garbage()
+        await _live(connection, outbox, groups)
+
+
+class _ConnectionEnded(Exception):
+    """The driver is gone, or has given this collector up."""
+
+
+async def _live(connection: "_Connection", outbox: Outbox, groups: GroupCollector[Recording]) -> None:
+    """Take in messages and send others until the connection ends."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(connection.receive(), name="receiving")
+            tasks.create_task(outbox.run(connection.send, connection.status), name="sending")
+            tasks.create_task(_write_ends(groups), name="writing ends")
+    except* (_ConnectionEnded, ConnectionError):
+        """This life of the collector is over."""
+
+
+async def _write_ends(groups: GroupCollector[Recording]) -> None:
+    while True:
+        await asyncio.sleep(JOURNAL_EVERY_S / 2)
+        groups.write_ends(JOURNAL_EVERY_S)
+
+
+class _Connection:
+    """The collector's end of its connection with the driver."""
+
+    def __init__(
+        self,
+        socket: aiohttp.ClientWebSocketResponse,
+        pool: EnginePool,
+        judges: WatchedJudges,
+        groups: GroupCollector[Recording],
+        evaluations: Evaluations,
+        engines: ServingAddresses,
+        outbox: Outbox,
+        log: UntrainedLog | None,
+    ) -> None:
+        self._outbox = outbox
+        self._log = log
+        self._flushes: set[asyncio.Task[None]] = set()
+        self._engines = engines
+        self._socket = socket
+        self._pool = pool
+        self._judges = judges
+        self._groups = groups
+        self._evaluations = evaluations
+
+    def status(self) -> Status:
+        judges = self._judges.status()
+        return Status(self._pool.status(), judges.waiting + judges.running, judges.oldest_s)
+
+    async def send(self, message: Up, chunks: Sequence[bytes]) -> None:
+        await self._socket.send_bytes(pack(message, chunks))
+
+    async def receive(self) -> None:
+        """Do what the driver says. Raises _ConnectionEnded."""
+        while True:
+            try:
+                message = await self._socket.receive(timeout=SILENCE_S)
+            except TimeoutError:
+                raise _ConnectionEnded from None
+            if message.type is not aiohttp.WSMsgType.BINARY:
+                raise _ConnectionEnded
+            self._take(*split(cast(bytes, message.data), DOWN))
+
+    def _take(self, message: Down, chunks: memoryview) -> None:
+        if message.routing is not None:
+            self._pool.follow(message.routing)
+            self._engines.follow(message.routing)
+            expect_objects(OF_COLLECTED_EPISODE * message.routing.limit)
+        start = 0
+        for lease in message.leases:
+            end = start + sum(size for sample in lease.prior for size, _ in sample.pieces)
+            self._groups.start(lease, chunks[start:end])
+            start = end
+        self._take_log(message, chunks[start:])
+        for group, number in message.cancelled:
+            self._groups.cancel(group, number)
+        for question in message.questions:
+            self._evaluations.start(question)
+        for task in message.withdrawn:
+            self._evaluations.withdraw(task)
+
+    def _take_log(self, message: Down, chunks: memoryview) -> None:
+        """Write what is to be in the episode log. ``chunks``: those of the lost groups."""
+        if self._log is not None:
+            if message.evaluates_from is not None:
+                self._log.evaluates_from(message.evaluates_from)
+            start = 0
+            for group in message.lost:
+                end = start + sum(size for sample in group.recorded for size, _ in sample.pieces)
+                self._log.lost(group, chunks[start:end])
+                start = end
+        if message.flush is not None:
+            task = asyncio.create_task(self._flush(message.flush), name="flushing the episode log")
+            self._flushes.add(task)
+            task.add_done_callback(self._flushes.discard)
+
+    async def _flush(self, number: int) -> None:
+        if self._log is not None:
+            await asyncio.to_thread(self._log.flush)
+        self._outbox.flushed(number)
+
+
+def _reporter(spec: CollectorSpec) -> Callable[[int | None, str], None]:
+    """Return what tells the driver which group blocks this process."""
+
+    def report(group: int | None, stack: str) -> None:
+        request = urllib.request.Request(
+            f"{spec.url}/collector/{spec.name}/blocked",
+            json.dumps({"group": group, "traceback": stack}).encode(),
+            {"Content-Type": "application/json"} | spec.headers(),
+        )
+        urllib.request.urlopen(request, timeout=REPORT_TIMEOUT_S).close()
+
+    return report

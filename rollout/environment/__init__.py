@@ -1,7 +1,0 @@
-"""Environments: what an episode of several turns talks to. A recipe names one by import path."""
-
-from slipstream.rollout.environment.contract import Action, Environment, Step
-from slipstream.rollout.environment.pool import EnvironmentPool
-from slipstream.rollout.environment.tools import ToolEnvironment, ToolError
-
-__all__ = ["Action", "Environment", "EnvironmentPool", "Step", "ToolEnvironment", "ToolError"]

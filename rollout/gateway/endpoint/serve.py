@@ -1,0 +1,239 @@
+"""The endpoint of a collector on a port of its process: the gateway's application for users, on loopback.
+
+    async with serve(config, context=..., version=..., decode=...) as served:
+        endpoint = served.of(recording, config.rollout.sampling)      # of one attempt at an episode
+
+Importing this module imports SGLang, for which ``engine.process.let_import_sglang`` prepares the process.
+"""
+
+import asyncio
+import socket
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence, Set
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+
+from slipstream.configs.schema import EndpointConfig, LimitsConfig, RunConfig, SamplingConfig
+from slipstream.rollout.gateway.endpoint.attempt import Attempt, AttemptLimits, EpisodeEngines
+from slipstream.rollout.gateway.endpoint.attempts import UNLIMITED, Attempts
+from slipstream.rollout.gateway.endpoint.keys import key_variables
+from slipstream.rollout.gateway.engines import Decode
+from slipstream.rollout.gateway.port import PortServer
+from slipstream.rollout.gateway.serving.assemble import assemble, served_model
+from slipstream.rollout.tokens.trajectory import Trajectory
+from slipstream.rollout.workflow.endpoint import EndedEpisode, NothingToTrain, PolicyEndpoint, Reply, ResultT
+
+LOOPBACK = "127.0.0.1"
+
+CLOSE_S = 5.0
+"""Seconds for the ends of connections when the collector ends."""
+
+CANCEL_S = 10.0
+"""Seconds for an agent to end when it is cancelled."""
+
+_LIMITS = LimitsConfig(body_bytes=1 << 30, messages=UNLIMITED, choices=UNLIMITED, concurrent=UNLIMITED)
+"""Limits of requests. Agents are the user's own: settings of their workflow bound an episode."""
+
+
+@asynccontextmanager
+async def serve(
+    config: RunConfig, *, context: int, version: Callable[[], int], decode: Decode
+) -> AsyncGenerator["CollectorEndpoint"]:
+    """Serve the endpoint inside the block. Once in a process.
+
+    ``context``: largest number of tokens of prompt and completion together. ``version``: returns the policy
+    version that a new request gets. ``decode``: returns the text of token ids.
+    """
+    dialect, sampling = config.rollout.endpoint or EndpointConfig(), config.rollout.sampling
+    attempts = Attempts(version, decode)
+    serving = assemble(
+        served_model(config.model, name=config.run.name, context=context, dialect=dialect, sampling=sampling),
+        limits=_LIMITS,
+        source=attempts,
+        conversations=attempts,
+        entries=attempts,
+        keys=attempts,
+        mint=_mint,
+        aborts_all=True,
+    )
+    listener = socket.socket()
+    listener.bind((LOOPBACK, 0))
+    server = PortServer(serving.app, listener)
+    running = asyncio.create_task(server.serve(), name="the endpoint of the collector")
+    try:
+        await server.is_listening.wait()
+        if running.done():
+            running.result()
+        yield CollectorEndpoint(
+            attempts,
+            server.url,
+            sampling.temperature,
+            dialect.sampling == "recipe",
+            decode,
+            key_variables(config),
+        )
+    finally:
+        await serving.close()
+        server.should_exit = server.force_exit = True
+        await asyncio.wait({running}, timeout=CLOSE_S)
+        running.cancel()
+        server.close()
+
+
+class CollectorEndpoint:
+    """Makes the endpoint of each attempt at an episode."""
+
+    def __init__(
+        self,
+        attempts: Attempts,
+        url: str,
+        temperature: float,
+        override: bool,
+        decode: Decode,
+        key_variables: Set[str],
+    ) -> None:
+        """``override``: sample as the recipe says, whatever clients ask for. ``key_variables``: environment
+        variables with keys of the run itself.
+        """
+        self.attempts = attempts
+        self.url = url
+        self._temperature = temperature
+        self._override = override
+        self._decode = decode
+        self._key_variables = key_variables
+
+    def of(
+        self, engines: EpisodeEngines, sampling: SamplingConfig, *, is_trained: bool = True
+    ) -> "AttemptEndpoint":
+        """Return the endpoint of an attempt. ``is_trained``: the trainer must reproduce its sampling."""
+
+        def make(name: str, limits: AttemptLimits) -> Attempt:
+            return Attempt(
+                name,
+                engines,
+                limits,
+                temperature=self._temperature,
+                override=self._override or not is_trained,
+                decode=self._decode,
+                mint=_mint,
+            )
+
+        return AttemptEndpoint(self.attempts, self.url, make, sampling.max_new_tokens, self._key_variables)
+
+
+class AttemptEndpoint:
+    """The ``PolicyEndpoint`` of one attempt at an episode."""
+
+    def __init__(
+        self,
+        attempts: Attempts,
+        url: str,
+        make: Callable[[str, AttemptLimits], Attempt],
+        completion: int,
+        key_variables: Set[str],
+    ) -> None:
+        """``completion``: largest number of tokens of a completion."""
+        self._attempts = attempts
+        self._url = url
+        self._make = make
+        self._completion = completion
+        self._key_variables = key_variables
+
+    def make(self, name: str, *, max_turns: int | None = None, max_tokens: int | None = None) -> Attempt:
+        """Return an attempt of this endpoint."""
+        limits = AttemptLimits(max_turns=max_turns, max_tokens=max_tokens, completion=self._completion)
+        return self._make(name, limits)
+
+    @asynccontextmanager
+    async def open(
+        self, *, max_turns: int | None = None, max_tokens: int | None = None
+    ) -> AsyncGenerator["OpenedEndpoint"]:
+        """Open the endpoint for the block."""
+        key, attempt = self._attempts.open(partial(self.make, max_turns=max_turns, max_tokens=max_tokens))
+        opened = OpenedEndpoint(self._attempts, attempt, self._url, key, self._key_variables)
+        try:
+            yield opened
+        finally:
+            opened.close()
+
+
+class OpenedEndpoint:
+    """The ``OpenEndpoint`` of one attempt at an episode."""
+
+    def __init__(
+        self, attempts: Attempts, attempt: Attempt, url: str, key: str, key_variables: Set[str]
+    ) -> None:
+        self._attempts = attempts
+        self._attempt = attempt
+        self.base_url = url
+        self.api_key = key
+        self.key_variables = key_variables
+
+    @property
+    def limit(self) -> str | None:
+        """Name of the limit that has stopped the episode."""
+        fatal = self._attempt.fatal
+        cannot_go_on = fatal.done() and not fatal.cancelled()
+        return None if cannot_go_on else self._attempt.limits.reached
+
+    async def run(self, work: Awaitable[ResultT]) -> ResultT:
+        """Return what ``work`` returns. Cancels it, and raises NoEngine, when the run cannot go on."""
+        running, fatal = asyncio.current_task(), self._attempt.fatal
+        # The watchdog knows whose code runs by the name of its task.
+        name = "" if running is None else running.get_name()
+        task = asyncio.create_task(_awaited(work), name=name)
+        try:
+            await asyncio.wait({task, fatal}, return_when=asyncio.FIRST_COMPLETED)
+            if fatal.done():
+                raise fatal.result()
+            return task.result()
+        except _EndedItself as ended:
+            raise ended.error from None  # of this task, whose caller takes whatever user code raises
+        except asyncio.CancelledError:
+            self.close()  # at once: what the engines have sampled so far is recorded
+            raise
+        finally:
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_S)
+
+    def trajectories(self) -> Sequence[Trajectory]:
+        """End the episode, and return what was sampled in it. Raises NothingToTrain."""
+        self.close()
+        return self._attempt.trajectories()
+
+    def replies(self) -> Sequence[Reply]:
+        """End the episode, and return each of its completions. Raises NothingToTrain."""
+        self.close()
+        return self._attempt.replies()
+
+    def renew(self, endpoint: PolicyEndpoint) -> EndedEpisode:
+        """End the episode, and return its completions. The key names one of ``endpoint`` from now on."""
+        assert isinstance(endpoint, AttemptEndpoint)
+        ended, self._attempt = self._attempt, self._attempts.renew(self.api_key, endpoint.make)
+        replies: Sequence[Reply] = ()
+        with suppress(NothingToTrain):
+            replies = ended.replies()
+        return EndedEpisode(replies, ended.untrained_replies())
+
+    def close(self) -> None:
+        """Make the key void, and end all requests."""
+        self._attempts.close(self.api_key)
+
+
+async def _awaited(work: Awaitable[ResultT]) -> ResultT:
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:  # out of a task, they end the event loop
+        raise _EndedItself(error) from error
+
+
+class _EndedItself(Exception):
+    """User code has raised what ends a process. It is the error of its episode alone."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def _mint() -> str:
+    return uuid.uuid4().hex

@@ -1,1 +1,0 @@
-"""The way of live turns from gateways to the driver, and of routing records back."""

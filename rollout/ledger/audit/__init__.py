@@ -1,0 +1,1 @@
+"""Recounts a run from its ledger, with code of its own."""

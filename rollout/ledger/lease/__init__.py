@@ -1,0 +1,1 @@
+"""One driver at a time for a run folder."""

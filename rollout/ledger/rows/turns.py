@@ -1,0 +1,201 @@
+"""Turns of live users as the ledger names and stores them. Plain data.
+
+    gateways   number of the last journal entry of each gateway that the ledger holds
+    turns      one row per turn: its state, its head, where its payload stands
+    sessions   the sessions of which anything may still be needed
+
+Nothing that a user has said is in the database: names of sessions and keys are digests there, and what was
+said is payload in segments. So a session can be forgotten by writing over its payload.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+import msgspec
+
+from slipstream.rollout.system.frames import UNREADABLE
+from slipstream.rollout.tokens.record import CorruptRecord
+from slipstream.rollout.tokens.trajectory import Finish
+
+NUMBER_BITS = 40
+"""Entries of one journal: 2^40."""
+
+
+class Stage(StrEnum):
+    """States of a turn that has not ended. A turn in training is still `ready`, as a group is."""
+
+    WAITING = "waiting"
+    """Nothing has come after the turn yet."""
+    UNJUDGED = "unjudged"
+    """The turn waits for its verdict."""
+    READY = "ready"
+
+
+OPEN = "state IN ('waiting', 'unjudged', 'ready')"
+"""SQL: a turn has not ended."""
+
+PAYLOAD = ("chunk", "said", "next", "hint", "teacher")
+"""Columns of references to payload, as in ``Payload``."""
+
+JUDGE, CLIENT = range(2)
+"""Who has given a score."""
+
+
+def turn_id(gateway: int, number: int) -> int:
+    """Return the number of a turn in the run, given that of its entry in the journal of a gateway.
+
+    It is below 0, where numbers of groups are not: batches, trainings and failed steps name both.
+    """
+    return -(gateway << NUMBER_BITS | number)
+
+
+def gateway_of(turn: int) -> int:
+    """Return the number of the gateway that has recorded a turn."""
+    return -turn >> NUMBER_BITS
+
+
+def entry_of(turn: int) -> int:
+    """Return the number of the entry of a turn in its gateway's journal."""
+    return -turn & (1 << NUMBER_BITS) - 1
+
+
+KEPT, NOT_NEEDED, FORGOTTEN = range(3)
+"""What becomes of a turn's payload."""
+
+
+def named(name: str) -> int:
+    """Return the number that stands for a name: below 0, so never that of a group."""
+    digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest()
+    return -1 - (int.from_bytes(digest, "little") >> 1)
+
+
+def session_of(key: int, name: int) -> int:
+    """Return the number of a session, given those of its key and of its name.
+
+    Sessions of two keys are never the same.
+    """
+    return named(f"{key}/{name}")
+
+
+class TurnHead(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Everything about a turn that never changes, but its payload."""
+
+    shared: int
+    """Tokens that its prompt has in common with its parent's branch, from the beginning."""
+    context: int
+    """Further tokens of its prompt: the context of its chunk."""
+    spans: tuple[tuple[int, int], ...]
+    """(version, tokens) of the sampled tokens of its chunk."""
+    finish: Finish
+    ended_s: float
+    """Seconds since the epoch at which the answer was complete."""
+    is_whole: bool = True
+    """True if all of its tokens, and those before it, are there and sound. Otherwise nothing that continues
+    it can be trained."""
+
+    @property
+    def sampled(self) -> int:
+        """Number of sampled tokens."""
+        return sum(tokens for _, tokens in self.spans)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the branch up to the end of this turn."""
+        return self.shared + self.context + self.sampled
+
+    @property
+    def versions(self) -> frozenset[int]:
+        """Versions of the sampled tokens."""
+        return frozenset(version for version, tokens in self.spans if tokens)
+
+
+class VerdictRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The verdict on a turn: a score, a teacher's scores of its tokens, or both."""
+
+    score: float | None
+    source: int
+    has_teacher: bool = False
+    """A teacher's scores belong to it: without them the turn cannot be trained."""
+
+
+_HEAD = msgspec.msgpack.Decoder(TurnHead)
+_VERDICT = msgspec.msgpack.Decoder(VerdictRow)
+
+
+def decode_head(data: bytes) -> TurnHead:
+    """Return the head of a turn. Raises CorruptRecord."""
+    try:
+        return _HEAD.decode(data)
+    except UNREADABLE as error:
+        raise CorruptRecord(f"not the head of a turn: {error}") from error
+
+
+def decode_verdict(data: bytes) -> VerdictRow:
+    """Return a verdict. Raises CorruptRecord."""
+    try:
+        return _VERDICT.decode(data)
+    except UNREADABLE as error:
+        raise CorruptRecord(f"not a verdict: {error}") from error
+
+
+class Payload(NamedTuple):
+    """Packed ``record.REF`` of everything that is stored of a turn; None: there is nothing."""
+
+    chunk: bytes | None
+    """One chunk of ``rollout.tokens.record``."""
+    said: bytes | None
+    """The messages of the request and of the answer."""
+    next: bytes | None = None
+    """The messages that came after the turn."""
+    hint: bytes | None = None
+    """The hint of its verdict."""
+    teacher: bytes | None = None
+    """A teacher's scores of its sampled tokens: ``record.encode_scores``."""
+
+    @property
+    def all(self) -> bytes:
+        return b"".join(ref for ref in self if ref is not None)
+
+
+@dataclass
+class StoredTurn:
+    """A turn as a restart finds it."""
+
+    id: int
+    session: int
+    key: int
+    parent: int | None
+    state: str
+    head: TurnHead
+    payload: Payload
+    """Without what is damaged."""
+    verdict: VerdictRow | None
+    is_lost: bool = False
+    """Its tokens are damaged or were given up: neither the turn nor one that continues it can be trained."""
+
+
+class Gateway(NamedTuple):
+    """How far the ledger is with one gateway's journal."""
+
+    id: int
+    """From 1 on."""
+    name: str
+    durable: int
+    """Number of the last entry that the ledger holds."""
+
+
+@dataclass
+class RecoveredTurns:
+    """What a restart knows of live users."""
+
+    gateways: list[Gateway] = field(default_factory=list[Gateway])
+    turns: list[StoredTurn] = field(default_factory=list[StoredTurn])
+    """All turns of sessions of which anything may still be needed, in the order of their entries."""
+    ended_sessions: set[int] = field(default_factory=set[int])
+    """Those of the sessions that no further turn continues."""
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+    """Number of turns in each state, all turns included."""
+    trained: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    """Key and score of the turns that were trained last, the newest last."""

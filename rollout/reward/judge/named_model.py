@@ -1,0 +1,21 @@
+"""The part of the recipe's section ``judge`` that judge processes are given."""
+
+from slipstream.configs.schema import Judge, ModelJudge, PluginConfig, RunConfig
+from slipstream.rollout.reward.judge.wire import ModelSetup
+
+TURN_VOTES = PluginConfig(path="slipstream.rollout.reward.model.turns.TurnVotes")
+
+
+def judge_of_turns(judge: Judge) -> PluginConfig:
+    """Return the code that judges turns of live users."""
+    return TURN_VOTES if isinstance(judge, ModelJudge) else judge.code
+
+
+def named_model(config: RunConfig) -> ModelSetup | None:
+    """Return the language model that the recipe names; None: it names none."""
+    if not isinstance(config.judge, ModelJudge):
+        return None
+    policy = config.model
+    return ModelSetup(
+        config.judge.model_dump(mode="json"), str(policy.path.absolute()), dict(policy.template_args)
+    )

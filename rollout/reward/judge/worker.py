@@ -1,0 +1,134 @@
+"""The inner process of a judge: constructs the reward, and asks it."""
+
+import faulthandler
+import gc
+import os
+import resource
+import socket
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from slipstream.rollout.reward.judge.asynchronous import answer_at_once
+from slipstream.rollout.reward.judge.limits import Bounds, ForkGuard, MemoryWatch, Watchdog, WorkingDirectory
+from slipstream.rollout.reward.judge.replies import group_scored, ruled, scored, traceback_of
+from slipstream.rollout.reward.judge.synchronous import answer_in_turn
+from slipstream.rollout.reward.judge.wire import (
+    CONNECTION_CLOSED,
+    SETUP,
+    FrameReader,
+    JudgeReady,
+    JudgeSetup,
+    ModelSetup,
+    Question,
+    Reply,
+    StartFailure,
+    framed,
+)
+from slipstream.rollout.reward.loading import (
+    GROUPS,
+    REWARDS,
+    TURNS,
+    JudgeKind,
+    LoadedJudge,
+    is_concurrent,
+    load_judge,
+)
+from slipstream.rollout.system import plugins
+
+
+def work(connection: socket.socket, crash: int) -> None:
+    """Answer the questions that come over ``connection`` until it ends.
+
+    ``crash``: descriptor for the tracebacks of a process that is about to die.
+    """
+    faulthandler.enable(crash)
+    forks = ForkGuard(connection, crash)
+    try:
+        setup = _receive_setup(connection)
+        judge = setup and _construct(connection, setup, Watchdog(crash), forks)
+        if setup and judge:
+            memory = MemoryWatch(setup.memory_mb)
+            watchdog, home = Watchdog(crash), WorkingDirectory()
+            bounds = Bounds(setup.timeout_s, watchdog, memory, forks, home, setup.section)
+            _answer(connection, judge, bounds, setup)
+    except OSError:  # user code has closed descriptors that are not its own
+        with suppress(OSError):
+            traceback.print_exc()
+        os._exit(CONNECTION_CLOSED)
+    finally:
+        forks.leave_if_forked()
+
+
+def _receive_setup(connection: socket.socket) -> JudgeSetup | None:
+    """Return the first message of the pool. It sends no other before it has an answer. None: it has gone."""
+    reader = FrameReader()
+    while data := connection.recv(1 << 16):
+        for frame in reader.feed(data):
+            return SETUP.decode(frame)
+    return None
+
+
+def _construct(
+    connection: socket.socket, setup: JudgeSetup, watchdog: Watchdog, forks: ForkGuard
+) -> LoadedJudge | None:
+    """Return the code that judges. Report to the pool and return None when there is none."""
+    _limit_memory(setup.memory_mb)
+    watchdog.arm(setup.start_timeout_s)
+    try:
+        kinds = (TURNS,) if setup.of_turns else REWARDS
+        return load_judge(setup.path, setup.args, kinds, setup.model and partial(_model, setup.model))
+    except BaseException as error:  # exits included: whatever user code raises is reported
+        forks.leave_if_forked()
+        connection.sendall(framed(StartFailure(_reason(error))))
+        return None
+    finally:
+        watchdog.disarm()
+
+
+def _model(setup: ModelSetup) -> object:
+    """Return what code asks that has a parameter ``judge_model``. Imports more than other judges need."""
+    from slipstream.rollout.reward.model.judge_model import JudgeModel
+
+    return JudgeModel.of(setup.settings, setup.policy, setup.template_args)
+
+
+def _reason(error: BaseException) -> str:
+    """Return the traceback of user code, or what a PluginError says if it is about the recipe alone."""
+    if not isinstance(error, plugins.PluginError):
+        return traceback_of(error)
+    return f"{error}\n{traceback_of(error.__cause__)}" if error.__cause__ else str(error)
+
+
+def _limit_memory(memory_mb: int | None) -> None:
+    """Make allocations fail beyond a limit: the heap and private mappings count, mapped files do not."""
+    if memory_mb is not None:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = memory_mb << 20 if hard == resource.RLIM_INFINITY else min(memory_mb << 20, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _answer(connection: socket.socket, judge: LoadedJudge, bounds: Bounds, setup: JudgeSetup) -> None:
+    gc.collect()
+    gc.freeze()  # what the imports made stays: no collection needs to look at it again
+    concurrent = is_concurrent(judge.call)
+    connection.sendall(framed(JudgeReady(os.getpid(), concurrent, judge.kind is GROUPS)))
+    answer = answer_at_once if concurrent else answer_in_turn
+    answer(connection, partial(_ask, judge.call), bounds, _replies(judge.kind, setup.reward_key))
+
+
+def _ask(call: Callable[..., Any], question: Question) -> Any:
+    if question.engines:
+        from slipstream.rollout.engine.serving import ENGINES
+
+        ENGINES.follow(question.engines)
+    return call(*question.arguments())
+
+
+def _replies(kind: JudgeKind, key: str) -> Callable[[Question, Any], Reply]:
+    """Return what makes a reply of a question and of what the code has returned for it."""
+    if kind is TURNS:
+        return ruled
+    return partial(group_scored if kind is GROUPS else scored, key=key)

@@ -1,5 +1,0 @@
-"""Prompts that are drawn from a source beside the driver, and are on disk before they are used."""
-
-from slipstream.rollout.sources.source import DataSource
-
-__all__ = ["DataSource"]

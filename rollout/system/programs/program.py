@@ -1,0 +1,119 @@
+"""Runs one program, from its start to the end of its last process."""
+
+import asyncio
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO
+
+from slipstream.rollout.system.programs.start import start_kept
+
+TAIL = 1 << 16
+"""Bytes of the end of each output that are kept. A program may print as much as it likes."""
+
+KILL_S = 8.0
+"""Seconds for a keeper to end everything. Then it is killed itself, and its program with it."""
+
+
+@dataclass(frozen=True)
+class ProgramEnd:
+    """How a program has ended."""
+
+    code: int
+    """Exit code; 128 + N where the signal N has ended it."""
+    output: str
+    """The end of its standard output."""
+    errors: str
+    """The end of its standard error."""
+
+
+async def run_program(command: Sequence[str], environment: Mapping[str, str], given: bytes) -> ProgramEnd:
+    """Run a program in a session of its own, and return when no process of it is left.
+
+    ``environment``: all of its variables. ``given``: its standard input. When this is cancelled, or this
+    process ends for whatever reason, everything that the program has started is ended. Raises OSError when no
+    process can be started.
+    """
+    # Without asyncio's subprocesses, which need a policy of event loops that libraries replace.
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            process = start_kept(
+                command,
+                theirs.fileno(),
+                environment=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+    except BaseException:
+        ours.close()
+        raise
+    reader, writer = await asyncio.open_connection(sock=ours)
+    lost = asyncio.ensure_future(reader.read())
+    try:
+        output, errors, _ = await asyncio.gather(
+            _tail(process.stdout), _tail(process.stderr), _give(process.stdin, given)
+        )
+        await asyncio.wait({lost})
+    finally:
+        writer.write_eof()  # the keeper takes it for the end of this process
+        await _ended(process, lost)
+        writer.close()
+    return ProgramEnd(process.wait(), output, errors)
+
+
+async def _give(pipe: IO[bytes] | None, given: bytes) -> None:
+    """Write into a pipe, and close it."""
+    assert pipe is not None
+    loop = asyncio.get_running_loop()
+    flow = asyncio.streams.FlowControlMixin()
+    transport, _ = await loop.connect_write_pipe(lambda: flow, pipe)
+    writer = asyncio.StreamWriter(transport, flow, None, loop)
+    try:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it does not read what it is given
+            writer.write(given)
+            await writer.drain()
+    except asyncio.CancelledError:
+        transport.abort()
+        raise
+    writer.close()
+
+
+async def _tail(pipe: IO[bytes] | None) -> str:
+    """Read a pipe to its end, and return its last bytes as text."""
+    assert pipe is not None
+    stream = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), pipe
+    )
+    tail = b""
+    try:
+        while data := await stream.read(TAIL):
+            tail = (tail + data)[-TAIL:]
+    finally:
+        transport.close()
+    return tail.decode(errors="replace")
+
+
+async def _ended(process: subprocess.Popen[bytes], lost: "asyncio.Future[bytes]") -> None:
+    """Wait for the end of a keeper, which ends its program; kill it after KILL_S.
+
+    Its end of the lifeline is ``lost`` then.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    deadline = asyncio.get_running_loop().time() + KILL_S
+    while not lost.done():
+        left = deadline - asyncio.get_running_loop().time()
+        if left <= 0:
+            process.kill()
+            left = KILL_S
+        try:
+            await asyncio.wait({lost}, timeout=left)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    process.wait()
+    if cancelled is not None:
+        raise cancelled

@@ -1,0 +1,20 @@
+"""What an evaluation has come to, as collectors, the driver and hooks hold it."""
+
+import msgspec
+
+from slipstream.rollout.tokens.trajectory import PromptFields
+
+HELD_OUT = "held_out"
+"""Name of the set of ``eval.path``."""
+
+
+class EvaluatedSet(msgspec.Struct, array_like=True, gc=False):
+    """One set of prompts; each list is over its samples."""
+
+    name: str
+    rewards: list[float]
+    lengths: list[int]
+    """Response tokens; 0 where a function has not said."""
+    truncated: list[bool]
+    prompts: list[PromptFields] = []
+    """Empty: a function of the recipe has evaluated prompts of its own."""

@@ -1,0 +1,151 @@
+"""The entries of the append-only journal in which a gateway records its users. Plain data.
+
+    session   the requests of one user's conversation, and of everything that branches off it
+    branch    a chain of turns in which each prompt repeats all tokens of the turn before, and adds some
+    turn      one request and its answer: context ids that no policy has sampled, then sampled ids
+
+    gateway: journal ──entries, in order──► driver: ledger ──number of the last durable entry──► gateway
+
+An entry has a number, from 1 on in each journal, and is never changed. The driver takes entries in their
+order and acknowledges the last one that its ledger holds. Whatever was not acknowledged is sent again after
+a break of the connection, and the ledger passes over numbers that it has: each entry counts exactly once.
+
+The payload of a ``Turn`` is one chunk of ``tokens.record``: the context ids beyond those that the branch
+shares with its parent, then the sampled ids with the engine's own log-prob of each. A turn's prompt consists
+of the first ``shared`` ids of its parent's branch, and of the chunk's context.
+"""
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import TypeAlias, cast
+
+import msgspec
+
+from slipstream.rollout.system.frames import UNREADABLE
+from slipstream.rollout.tokens.record import CorruptRecord
+from slipstream.rollout.tokens.trajectory import Finish
+
+
+class TurnType(IntEnum):
+    """True if a turn belongs to the task that is learned."""
+
+    MAIN = 0
+    SIDE = 1
+    """Not trained: the client says so, or the trainer cannot reproduce how it was sampled."""
+
+
+class Turn(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A request and its answer. Written before the last byte of the answer leaves."""
+
+    session: str
+    key: str
+    """Name of the API key."""
+    parent: int | None
+    """Number of the entry of the turn that this one continues; None: the branch begins with this turn."""
+    shared: int
+    """Tokens that the prompt has in common with the parent's branch, from its beginning. Fewer than the
+    branch has if the client or the template has rewritten history: a new branch begins then."""
+    turn_type: TurnType
+    reason: str
+    """Why a branch begins or a turn is a side turn; empty: neither, or the client asked for it."""
+    spans: tuple[tuple[int, int], ...]
+    """(version, tokens) of the sampled tokens, in order; they tile them."""
+    finish: Finish
+    cancelled: bool
+    """The client has gone before the end: the turn is recorded and not trained."""
+    started_s: float
+    """Seconds since the epoch at which the request arrived."""
+    ended_s: float
+    kept: int
+    """Messages of the parent that the request repeats, from the first one: those of the parent's request,
+    then its answer. 0 without a parent."""
+    messages: msgspec.Raw
+    """JSON list: the messages of the request behind the first ``kept``."""
+    answer: msgspec.Raw
+    """JSON: the message that was answered."""
+    response: str = ""
+    """Id of the answer for requests that name it later; empty: they cannot."""
+    previous: str = ""
+    """``response`` of the turn that the request continues by name; empty: it named none."""
+    exchange: msgspec.Raw = msgspec.Raw(b"")
+    """JSON, where there is a ``response``: what the request has added, and the reply that the client got."""
+
+
+class NextState(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What came after a turn: the messages that the next request of the branch has added."""
+
+    turn: int
+    """Number of the turn's entry."""
+    messages: msgspec.Raw
+    """JSON list of messages of users, tools and environments. Empty if the session has ended."""
+
+
+class UserReward(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A reward that the client has given; it takes the place of a judge's."""
+
+    turn: int
+    reward: float
+
+
+class SessionEnd(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """No further turn follows in a session. Turns without a next state are judged without one.
+
+    A client that uses the name of the session again begins anew: entries behind this one have no parent
+    before it.
+    """
+
+    session: str
+    key: str
+    """Name of the API key. Sessions of two keys are never the same, whatever their names."""
+
+
+class Forgotten(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Everything of a session, or of a key, is to be removed and never trained on again.
+
+    With both given, it is the session of that name which belongs to the key.
+    """
+
+    session: str | None
+    key: str | None
+
+
+Entry: TypeAlias = Turn | NextState | UserReward | SessionEnd | Forgotten
+"""Exactly one of the kinds below. ``KINDS`` gives each its number in journals and messages."""
+
+KINDS: tuple[type[Entry], ...] = (Turn, NextState, UserReward, SessionEnd, Forgotten)
+
+
+def encode_entry(entry: Entry) -> tuple[int, bytes]:
+    """Return the number of an entry's kind, and its fields as msgpack. JSON becomes binary data in it."""
+    values = msgspec.structs.astuple(entry)
+    return KINDS.index(type(entry)), _encoder.encode(
+        [bytes(value) if isinstance(value, msgspec.Raw) else value for value in values]
+    )
+
+
+def decode_entry(kind: int, data: bytes | memoryview) -> Entry:
+    """Return the entry that was encoded. Raises CorruptRecord."""
+    if not 0 <= kind < len(KINDS):
+        raise CorruptRecord(f"an entry of kind {kind}, expected one of 0 to {len(KINDS) - 1}")
+    try:
+        values = msgspec.structs.astuple(_decoders[kind].decode(data))
+    except UNREADABLE as error:
+        raise CorruptRecord(f"not an entry of kind {KINDS[kind].__name__}: {error}") from error
+    fields = zip(values, msgspec.structs.fields(KINDS[kind]), strict=True)
+    make = cast("Callable[..., Entry]", KINDS[kind])
+    return make(*(msgspec.Raw(value) if field.type is msgspec.Raw else value for value, field in fields))
+
+
+def _decoder(kind: type[Entry]) -> msgspec.msgpack.Decoder[msgspec.Struct]:
+    """Return a decoder of an entry's fields. A field of JSON is binary data there, because msgspec takes a
+    ``Raw`` for a part of the message that it stands in.
+    """
+    fields = [
+        (field.name, bytes if field.type is msgspec.Raw else field.type)
+        for field in msgspec.structs.fields(kind)
+    ]
+    return msgspec.msgpack.Decoder(msgspec.defstruct(f"{kind.__name__}Fields", fields, array_like=True))
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders = [_decoder(kind) for kind in KINDS]
