@@ -14,7 +14,7 @@ that it does not follow, silence) loses its connection, and may come back. What 
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import count
@@ -156,7 +156,7 @@ class GatewayReceiver:
         roster.subscribe(self._routing_changed, self._lags)
 
     @asynccontextmanager
-    async def serving(self, host: str) -> AsyncIterator[str]:
+    async def serving(self, host: str) -> AsyncGenerator[str]:
         """Listen on ``host`` inside the block, and give the URL."""
         app = web.Application()
         app.router.add_get("/gateway/{identity}", self._connected)

@@ -10,7 +10,7 @@ So the number grows with the episodes: garbage has at most as many objects as al
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 LEAST = 50_000
@@ -24,7 +24,7 @@ OF_RECORDED_EPISODE = 10
 
 
 @contextmanager
-def kept_for_good() -> Iterator[None]:
+def kept_for_good() -> Generator[None]:
     """Look for no garbage inside the block, which imports modules, and never look at what it has made.
 
     Torch, SGLang and Megatron make hundreds of thousands of objects that stay. To look at them again and

@@ -5,7 +5,7 @@ Driver, collectors, gateways and judges load a tokenizer, and compile nothing.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
@@ -23,7 +23,7 @@ class _Later(ModuleType):
 
 
 @contextmanager
-def compiler_put_off() -> Iterator[None]:
+def compiler_put_off() -> Generator[None]:
     """Let modules that are imported inside the block have the class without torch's compiler.
 
     It is imported when they use the class first, and nothing stands for it behind the block.
