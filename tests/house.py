@@ -1,8 +1,8 @@
-"""The house: which rooms each package has, and on which floor each of them lies. ``python -m tests.house`` draws it.
+"""The house: which rooms each package has, and on which floor each of them lies.
 
-A room is a folder of a package, or a file that lies directly in it. The ground floor comes first; a room imports
-rooms of lower floors only. ``tests/unit/test_import_graph.py`` holds the code against this drawing, and
-``docs/architecture.md`` shows it.
+A room is a folder of a package, or a file that lies directly in it. The ground floor comes first; a room
+imports rooms of lower floors only. ``tests/unit/test_import_graph.py`` holds the code against this drawing,
+and ``python -m tests.house`` writes it into ``docs/architecture.md``.
 """
 
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
-BEGIN, END = "<!-- rooms -->\n", "<!-- /rooms -->\n"
+BEGIN, END = "<!-- rooms, by tests/house.py -->\n", "<!-- end of rooms -->\n"
 
 
 @dataclass(frozen=True)

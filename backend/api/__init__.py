@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from slipstream.bridge.families import Family
     from slipstream.configs.schema import RunConfig
     from slipstream.rollout.control.filters import GroupFilter
-    from slipstream.rollout.prompts.sources.source import DataSource
+    from slipstream.rollout.prompts.sources import DataSource
     from slipstream.rollout.reward import Reward
     from slipstream.rollout.tokens.teacher import TeacherScores
     from slipstream.rollout.tokens.trajectory import Group, Prompt, Trajectory, TrajectoryBuilder
@@ -78,7 +78,7 @@ __all__ = [
 _WHERE = {
     "BatchMetrics": "slipstream.backend.trainer.protocols",
     "BatchTransform": "slipstream.backend.trainer.protocols",
-    "DataSource": "slipstream.rollout.prompts.sources.source",
+    "DataSource": "slipstream.rollout.prompts.sources",
     "Family": "slipstream.bridge.families",
     "Generator": "slipstream.rollout.workflow",
     "Group": "slipstream.rollout.tokens.trajectory",

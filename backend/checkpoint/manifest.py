@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,10 +10,32 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from slipstream.backend.checkpoint.disk import checksum, synced_checksum
 from slipstream.backend.checkpoint.errors import CheckpointError, describe
 from slipstream.rollout.ledger.rows.watermark import Watermark
 from slipstream.rollout.system.durable import write_durably
+
+CHUNK = 2**24
+"""Bytes per read."""
+
+
+def checksum(path: Path) -> int:
+    """Return the CRC-32 of a file."""
+    crc32 = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            crc32 = zlib.crc32(chunk, crc32)
+    return crc32
+
+
+def synced_checksum(path: Path) -> int:
+    """Wait until a file is on disk, and return its CRC-32."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return checksum(path)
+
 
 MANIFEST = "checkpoint.json"
 FORMAT = 2

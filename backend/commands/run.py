@@ -23,7 +23,7 @@ from slipstream.backend.monitor.summary import (
 )
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.supervised import Supervised
-from slipstream.rollout.system.heaps import keep_few_heaps
+from slipstream.rollout.system.garbage import keep_few_heaps
 
 T = TypeVar("T")
 

@@ -7,8 +7,11 @@ Shapes: T tokens of the micro-batch, M of them with loss, N trajectories with lo
 one context-parallel rank.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +19,91 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from slipstream.backend.batch.context_parallel import ContextShare
-from slipstream.backend.batch.host_buffer import fill, slots_of
 from slipstream.backend.batch.micro_batch import MicroBatch
-from slipstream.backend.batch.unpacking import unpacking_of
 from slipstream.backend.megatron import rotation
+
+
+@dataclass(frozen=True)
+class Unpacking:
+    """Places of a pack's tokens in padded batches, one for each class of lengths."""
+
+    shapes: tuple[tuple[int, int], ...]
+    """(N, L) of each class."""
+    gather: np.ndarray
+    """int64: place in the pack of every padded place, one class after the other; padding repeats the last
+    token of its segment."""
+    restore_T: np.ndarray
+    """int64: padded place of every token of the pack."""
+
+
+def length_classes(cu_seqlens: list[int]) -> list[list[tuple[int, int]]]:
+    """Return the segments of a pack as (start, end), grouped by powers of two of their length.
+
+    Padding the segments of one class to the longest of them at most doubles their tokens.
+
+    >>> length_classes([0, 3, 7, 20])
+    [[(0, 3), (3, 7)], [(7, 20)]]
+    """
+    classes: dict[int, list[tuple[int, int]]] = {}
+    for start, end in pairwise(cu_seqlens):
+        if end > start:
+            classes.setdefault(math.ceil(math.log2(end - start)), []).append((start, end))
+    return list(classes.values())
+
+
+def unpacking_of(cu_seqlens: np.ndarray) -> Unpacking:
+    """Return the unpacking of a pack with these boundaries."""
+    shapes: list[tuple[int, int]] = []
+    gathers: list[np.ndarray] = []
+    restore_T = np.empty(int(cu_seqlens[-1]), np.int64)
+    padded = 0
+    for segments in length_classes(cu_seqlens.tolist()):
+        start_N, end_N = np.array(segments, np.int64).T
+        longest = int((end_N - start_N).max())
+        place_NL = start_N[:, None] + np.arange(longest)
+        inside_NL = place_NL < end_N[:, None]
+        restore_T[place_NL[inside_NL]] = padded + np.flatnonzero(inside_NL)
+        gathers.append(np.minimum(place_NL, end_N[:, None] - 1).ravel())
+        shapes.append(place_NL.shape)
+        padded += place_NL.size
+    gather = np.concatenate(gathers) if gathers else np.empty(0, np.int64)
+    return Unpacking(tuple(shapes), gather, restore_T)
+
+
+ALIGNMENT = 16
+"""Bytes. A view of another dtype must begin at a multiple of its element's size."""
+
+
+class ArraySlot(NamedTuple):
+    """The place of one array in a buffer."""
+
+    start: int
+    stop: int
+    """Without the padding behind it."""
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+
+def slots_of(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, ArraySlot], int]:
+    """Return the slot of each array, and the size of the buffer in bytes.
+
+    >>> slots, size = slots_of({"a": np.zeros(3, np.int32), "b": np.zeros((2, 2))})
+    >>> slots["b"].start, slots["b"].stop, size
+    (16, 48, 48)
+    """
+    slots: dict[str, ArraySlot] = {}
+    size = 0
+    for name, array in arrays.items():
+        slots[name] = ArraySlot(size, size + array.nbytes, array.dtype, array.shape)
+        size += array.nbytes + -array.nbytes % ALIGNMENT
+    return slots, size
+
+
+def fill(buffer: np.ndarray, slots: Mapping[str, ArraySlot], arrays: Mapping[str, np.ndarray]) -> None:
+    """Copy the arrays into their slots of ``buffer``, which holds bytes (uint8)."""
+    for name, array in arrays.items():
+        slot = slots[name]
+        buffer[slot.start : slot.stop].view(slot.dtype).reshape(slot.shape)[...] = array
 
 
 @dataclass

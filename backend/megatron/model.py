@@ -41,8 +41,7 @@ from slipstream.backend.megatron.delta_net import PackedDeltaNet
 from slipstream.backend.megatron.groups import groups
 from slipstream.backend.megatron.head import ValueHead
 from slipstream.backend.megatron.layer_spec import layer_spec
-from slipstream.backend.megatron.layer_variants import WindowRopeAttention
-from slipstream.backend.megatron.layers import final_norm, layer_specs
+from slipstream.backend.megatron.layers import WindowRopeAttention, final_norm, layer_specs
 from slipstream.backend.megatron.local_layers import DownProjection, RMSNorm
 from slipstream.backend.megatron.marks import marks_of
 from slipstream.backend.megatron.sparse_attention import TokenIndexer

@@ -9,7 +9,7 @@ tied embeddings meet pipeline stages, because it ignores the padding between gra
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from math import prod
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -21,7 +21,34 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from slipstream.backend.checkpoint.errors import CheckpointError
-from slipstream.backend.megatron.rectangles import rectangles
+
+
+class Rectangle(NamedTuple):
+    """Rows ``row`` to ``row + rows`` and columns ``column`` to ``column + columns`` of a matrix."""
+
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+
+def rectangles(start: int, end: int, columns: int) -> Iterator[Rectangle]:
+    """Split elements ``start`` to ``end`` of a row-major matrix of ``columns`` columns into rectangles.
+
+    There are at most three, in the order of the elements: the rest of a row, whole rows, the start of a row.
+
+    >>> [tuple(r) for r in rectangles(2, 11, columns=4)]
+    [(0, 2, 1, 2), (1, 0, 1, 4), (2, 0, 1, 3)]
+    """
+    while start < end:
+        row, column = divmod(start, columns)
+        rows = (end - start) // columns if column == 0 else 0
+        if rows:
+            piece = Rectangle(row, 0, rows, columns)
+        else:
+            piece = Rectangle(row, column, 1, min(columns - column, end - start))
+        yield piece
+        start += piece.rows * piece.columns
 
 
 class _Adam(Protocol):

@@ -28,13 +28,32 @@ from slipstream.backend.memory.parameters import (
     buffer_of,
     stage_parameters,
 )
-from slipstream.backend.memory.pipeline import parts_in_flight
 from slipstream.bridge.hf.index import ITEMSIZE
 from slipstream.bridge.model.geometry import Geometry
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.spec import value_spec
 from slipstream.bridge.shards.plan import SENDER, STAGING_DIVISOR, ExportPlan
 from slipstream.configs.schema import ActorConfig, OptimizerConfig, RunConfig
+
+
+def parts_in_flight(stage: int, stages: int, chunks: int) -> list[int]:
+    """Return for each part of the model on ``stage`` how many micro-batches have activations there.
+
+    By Megatron's schedules. One part per stage (1F1B): stage s of P has run P - s forward passes before its
+    first backward pass ends. With V parts per stage (interleaved, arXiv:2104.04473): (P - s - 1) * 2 +
+    (V - 1) * P warm-up passes of one part each, and one more.
+    """
+    if stages == 1:
+        return [1]
+    if chunks == 1:
+        return [stages - stage]
+    passes = (stages - stage - 1) * 2 + (chunks - 1) * stages + 1
+    # The passes visit the parts in turns of ``stages`` micro-batches.
+    held = [0] * chunks
+    for number in range(passes):
+        held[number // stages % chunks] += 1
+    return held
+
 
 HEAD_SLICE = {"plain": 2**21, "fused": 2**27}
 """Logits of a slice of the head, as in ``backend/objective/logprob.py``."""

@@ -15,7 +15,7 @@ from slipstream.backend.driver.start.feedback import Feedback
 from slipstream.backend.driver.weights.served_weights import ServedWeights
 from slipstream.backend.monitor.status import RunStatus
 from slipstream.backend.simulate import clock
-from slipstream.backend.simulate.account import Account, Outcome
+from slipstream.backend.simulate.account import Account, Failures, Outcome
 from slipstream.backend.simulate.collector import NAME, Asked, Link, SimulatedRecord
 from slipstream.backend.simulate.episodes import (
     NoReward,
@@ -24,7 +24,6 @@ from slipstream.backend.simulate.episodes import (
     SimulatedTokenizer,
     SimulatedWorkflow,
 )
-from slipstream.backend.simulate.failures import Failures
 from slipstream.backend.simulate.gpu_split import GpuSplit, model_of
 from slipstream.backend.simulate.pool import SimulatedPool
 from slipstream.backend.simulate.schedules import Schedule

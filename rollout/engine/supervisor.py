@@ -4,9 +4,10 @@
                              ^                                      |
                              +-------------- withdrawn -------------+
 
-An engine is in the roster only while SERVING. It is lost when its server ends or stands still (``watch.py``).
-It is admitted while no publication can intervene. An engine is withdrawn when its server is well but its
-weights are not whole, because the trainer died while it sent them.
+An engine is in the roster only while SERVING. It is lost when its server ends or stands still: every few
+seconds it is asked whether it is well (``unwell``). It is admitted while no publication can intervene. An
+engine is withdrawn when its server is well but its weights are not whole, because the trainer died while it
+sent them.
 """
 
 import asyncio
@@ -15,7 +16,23 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
-from slipstream.rollout.engine.watch import unwell
+
+LONGEST_PAUSE_S = 5.0
+"""Longest time between two questions."""
+
+STOOD_STILL = 1.5
+"""An answer that is missed by so many times its time-out was not read: this process did not run."""
+
+
+async def unwell(client: EngineClient) -> str:
+    """Wait until a server does not say that it is well. Return a sentence that tells of it."""
+    clock = asyncio.get_running_loop().time
+    timeout_s = client.address.answer_timeout_s
+    while True:
+        await asyncio.sleep(min(LONGEST_PAUSE_S, timeout_s / 4))
+        began = clock()
+        if not await client.healthy() and clock() - began < STOOD_STILL * timeout_s:
+            return f"it does not say within {timeout_s:g} s that it is well"
 
 
 class EngineGone(RuntimeError):

@@ -13,11 +13,11 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol, cast
+from typing import cast
 
 import aiohttp
 
-from slipstream.rollout.engine.routing import PoolStatus, Routing
+from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.gateway.journal import TurnJournal
 from slipstream.rollout.gateway.journal_file import Row
 from slipstream.rollout.live.driver_address import DriverAddress
@@ -43,14 +43,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 CONNECT_TIMEOUT_S = 30.0
 
 
-class FollowingPool(Protocol):
-    """The part of ``EnginePool`` that follows routing records."""
-
-    def status(self) -> PoolStatus: ...
-    def follow(self, routing: Routing) -> None: ...
-    def lose_touch(self) -> None: ...
-
-
 class _Disconnected(Exception):
     """The connection has ended, or is of no use."""
 
@@ -61,7 +53,7 @@ class DriverLink:
     def __init__(
         self,
         journal: TurnJournal,
-        pool: FollowingPool,
+        pool: EnginePool,
         find: Callable[[], DriverAddress | None],
         silence_s: float = SILENCE_S,
     ) -> None:

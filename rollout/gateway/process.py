@@ -44,8 +44,7 @@ from slipstream.rollout.gateway.peers import (
 from slipstream.rollout.gateway.port import PortServer
 from slipstream.rollout.gateway.spec import Build, GatewaySpec, GatewaySurroundings, Served
 from slipstream.rollout.live.driver_address import DriverAddress
-from slipstream.rollout.system.garbage import kept_for_good, look_seldom_for_garbage
-from slipstream.rollout.system.heaps import keep_few_heaps
+from slipstream.rollout.system.garbage import keep_few_heaps, kept_for_good, look_seldom_for_garbage
 from slipstream.rollout.system.key import Application, Key
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ ledger. It expires there if its tokens become too old, and fails when it has wai
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
 
 from slipstream.configs.schema.judge import JudgeSection, ModelJudge
 from slipstream.configs.schema.live import LiveJudgingConfig
@@ -20,7 +19,7 @@ from slipstream.rollout.ledger.storage.database import LedgerError
 from slipstream.rollout.live.status import LiveListener
 from slipstream.rollout.live.verdicts import Verdicts
 from slipstream.rollout.reward.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed
-from slipstream.rollout.reward.live import JudgedTurn, Verdict
+from slipstream.rollout.reward.judge.pool import JudgePool
 from slipstream.rollout.tokens.record import CorruptRecord
 from slipstream.rollout.tokens.trajectory import Messages
 
@@ -31,12 +30,6 @@ SHOWN_FAILURES = 5
 """Failures of judges that the user is told of. Further ones are only counted."""
 
 
-class TurnJudges(Protocol):
-    """Judge processes: ``rollout.reward.judge.pool.JudgePool``."""
-
-    async def judge(self, turn: JudgedTurn, next_state: Messages) -> Verdict: ...
-
-
 class LiveJudging:
     """Gives every turn to the judges that waits for a verdict."""
 
@@ -45,7 +38,7 @@ class LiveJudging:
         judge: JudgeSection,
         settings: LiveJudgingConfig,
         verdicts: Verdicts,
-        judges: Callable[[], AbstractAsyncContextManager[TurnJudges]],
+        judges: Callable[[], AbstractAsyncContextManager[JudgePool]],
         listener: LiveListener,
     ) -> None:
         """``judges``: starts new judge processes. Entering raises JudgeStartFailed."""
@@ -97,7 +90,7 @@ class LiveJudging:
             await asyncio.sleep(self._wait_s(outages))
             outages += 1
 
-    async def _judge_with(self, judges: TurnJudges) -> str:
+    async def _judge_with(self, judges: JudgePool) -> str:
         """Judge turns until the judges are gone. Return why they are."""
         loop = asyncio.get_running_loop()
         gone: asyncio.Future[str] = loop.create_future()
@@ -118,7 +111,7 @@ class LiveJudging:
                 worker.cancel()
             await asyncio.wait(workers)
 
-    async def _work(self, judges: TurnJudges, gone: "asyncio.Future[str]") -> None:
+    async def _work(self, judges: JudgePool, gone: "asyncio.Future[str]") -> None:
         while not gone.done():
             id_ = await self._verdicts.unjudged()
             try:

@@ -2,7 +2,7 @@
 
     GET  /gateway/IDENTITY    frames of ``messages`` in both directions
 
-Every request carries the run's key. Entries go to a ``LiveIntake`` in the order of their numbers, each once;
+Every request carries the run's key. Entries go to a ``LiveTurns`` in the order of their numbers, each once;
 a gateway hears which of them are durable there, and sends the rest again after a break of the connection. It
 sends no more than ``WINDOW_BYTES`` without that: a slow disk slows the hand-over down and nothing else.
 
@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import count
-from typing import Protocol, cast
+from typing import cast
 
 from aiohttp import WSMsgType, web
 
@@ -32,6 +32,7 @@ from slipstream.rollout.live.gateway_messages import (
     Hello,
     crc_of_entry,
 )
+from slipstream.rollout.live.turns import LiveTurns
 from slipstream.rollout.system.frames import (
     KEEPALIVE_S,
     LONGEST_FRAME,
@@ -50,27 +51,6 @@ CLOSE_S = 3.0
 """Seconds for the goodbye on a connection."""
 
 SHUTDOWN_S = 5.0
-
-
-class LiveIntake(Protocol):
-    """Takes what gateways have recorded, and keeps it."""
-
-    def take(
-        self, gateway: str, first_number: int, entries: Sequence[Entry], chunks: Sequence[memoryview]
-    ) -> None:
-        """Take consecutive entries of the journal that is called ``gateway``, with the chunk of each.
-
-        ``first_number`` follows the last number that was taken, or the last one that is durable if none was.
-        """
-        ...
-
-    def durable(self, gateway: str) -> int:
-        """Return the number of the last entry that survives a power cut, as all before it; 0: none."""
-        ...
-
-    def when_durable(self, then: Callable[[], None]) -> None:
-        """Call ``then`` on the event loop once everything taken so far is durable; never after a failure."""
-        ...
 
 
 class HandoverRefused(RuntimeError):
@@ -132,7 +112,7 @@ class GatewayReceiver:
     def __init__(
         self,
         key: Key,
-        intake: LiveIntake,
+        intake: LiveTurns,
         roster: EngineRoster,
         *,
         limit: int,

@@ -1,29 +1,19 @@
 """The turns of sessions that are not over, beside the core and the ledger that know them too."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.live import TurnEnd
-from slipstream.rollout.ledger.writing.turn_log import TurnLog
+from slipstream.rollout.ledger.writing.writer import Ledger
 from slipstream.rollout.live.known import KnownTurn, Session
 from slipstream.rollout.live.status import SinceLastBatch
-
-
-class LiveLedger(Protocol):
-    """The part of the ledger that live users need: ``rollout.ledger.writing.writer.Ledger``."""
-
-    turns: TurnLog
-
-    def read(self, refs: bytes) -> bytes: ...
-    def when_durable(self, then: Callable[[], None]) -> None: ...
 
 
 class TurnTable:
     """Everything that entries, verdicts and training share. Single event loop."""
 
-    def __init__(self, core: RolloutControl, ledger: LiveLedger, clock: Callable[[], float]) -> None:
+    def __init__(self, core: RolloutControl, ledger: Ledger, clock: Callable[[], float]) -> None:
         """``clock``: seconds since the epoch."""
         self.core = core
         self.ledger = ledger

@@ -31,12 +31,13 @@ from slipstream.rollout.ledger.rows.turns import (
     turn_id,
 )
 from slipstream.rollout.ledger.storage.segments import Buffer
+from slipstream.rollout.ledger.writing.writer import Ledger
 from slipstream.rollout.live.baseline import Score, ScoreBaseline
 from slipstream.rollout.live.batches import LiveTrajectory, live_trajectory
 from slipstream.rollout.live.checks import can_continue, check_chunk
 from slipstream.rollout.live.known import KnownTurn, Said
 from slipstream.rollout.live.status import LiveStatus, SinceLastBatch
-from slipstream.rollout.live.table import LiveLedger, TurnTable
+from slipstream.rollout.live.table import TurnTable
 from slipstream.rollout.live.verdicts import Verdicts
 from slipstream.rollout.tokens.record import encode
 from slipstream.rollout.tokens.teacher import NOTHING_NEEDED, TeacherNeeds
@@ -70,7 +71,7 @@ class LiveTurns:
     def __init__(
         self,
         core: RolloutControl,
-        ledger: LiveLedger,
+        ledger: Ledger,
         baseline: Callable[[Iterable[tuple[int, float]]], ScoreBaseline],
         recovered: RecoveredTurns,
         *,

@@ -11,11 +11,10 @@ if TYPE_CHECKING:
     from slipstream.rollout.reward.choice import Choice
     from slipstream.rollout.reward.code_tests import CodeTests
     from slipstream.rollout.reward.compute_score import ComputeScore
-    from slipstream.rollout.reward.final_answer import FinalAnswer
     from slipstream.rollout.reward.mathematics import MathVerify
     from slipstream.rollout.reward.model.answers import ModelVotes
     from slipstream.rollout.reward.remote import Remote
-    from slipstream.rollout.reward.texts import F1, Exact, Regex
+    from slipstream.rollout.reward.texts import F1, Exact, FinalAnswer, Regex
     from slipstream.rollout.reward.weighted import Weighted
 
 __all__ = [
@@ -43,7 +42,7 @@ _MODULES = {
     "ComputeScore": "compute_score",
     "Exact": "texts",
     "F1": "texts",
-    "FinalAnswer": "final_answer",
+    "FinalAnswer": "texts",
     "MathVerify": "mathematics",
     "ModelVotes": "model.answers",
     "Regex": "texts",

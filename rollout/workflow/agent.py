@@ -8,8 +8,6 @@ in a process of its own, as a command does. Such a process ends with everything 
 of the attempt, whatever that is.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os
@@ -18,7 +16,7 @@ import tempfile
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from slipstream.rollout.system.plugins import PluginError, resolve
 from slipstream.rollout.system.programs.call import command_of
@@ -31,10 +29,8 @@ from slipstream.rollout.workflow.agent_episodes import (
     program_variables,
     wrong_limits,
 )
+from slipstream.rollout.workflow.endpoint import OpenEndpoint
 from slipstream.rollout.workflow.limited import OnLimit
-
-if TYPE_CHECKING:
-    from slipstream.rollout.workflow.endpoint import OpenEndpoint
 
 Run = Callable[[str, str, object, dict[str, object]], object]
 """``run(base_url, api_key, prompt, metadata)``, which returns a number, a mapping or None, or awaits it."""

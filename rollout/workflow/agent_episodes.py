@@ -3,21 +3,16 @@
 open ──► result of the agent ──► close ──► trajectories, with the agent's reward or without
 """
 
-from __future__ import annotations
-
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from slipstream.rollout.reward.value import judgement_of
 from slipstream.rollout.system.network import directly
 from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
+from slipstream.rollout.workflow.contract import WorkflowContext
+from slipstream.rollout.workflow.endpoint import OpenEndpoint
 from slipstream.rollout.workflow.limited import OnLimit, limited, wrong_on_limit
-
-if TYPE_CHECKING:
-    from slipstream.rollout.workflow import WorkflowContext
-    from slipstream.rollout.workflow.endpoint import OpenEndpoint
 
 
 class AgentFailed(RuntimeError):

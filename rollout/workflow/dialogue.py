@@ -15,10 +15,8 @@ trajectory that has it.
     prompt 1 | answer 1'| added                  | answer 3     trajectory 2: answer 3 does
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.tokens.conversation.chains import (
@@ -31,9 +29,7 @@ from slipstream.rollout.tokens.conversation.chains import (
     segments_of,
 )
 from slipstream.rollout.tokens.trajectory import Completion, Finish, Messages, Trajectory, TrajectoryBuilder
-
-if TYPE_CHECKING:
-    from slipstream.rollout.workflow import WorkflowContext
+from slipstream.rollout.workflow.contract import WorkflowContext
 
 
 class Dialogue:

@@ -3,25 +3,21 @@
 reset ──► messages ──► completion ──► step ──► messages ──► completion ──► ... ──► done, or a limit
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from slipstream.configs.schema.plugin import Plugin, PluginConfig
 from slipstream.rollout.system import plugins
 from slipstream.rollout.tokens.trajectory import Prompt, Trajectory, joined
+from slipstream.rollout.workflow.contract import WorkflowContext
 from slipstream.rollout.workflow.dialogue import Dialogue
 from slipstream.rollout.workflow.environment.contract import Action, Environment
 from slipstream.rollout.workflow.environment.pool import EnvironmentPool
 from slipstream.rollout.workflow.environment.tools import ToolEnvironment
 from slipstream.rollout.workflow.limited import OnLimit, limited, wrong_on_limit
-
-if TYPE_CHECKING:
-    from slipstream.rollout.workflow import WorkflowContext
 
 _PLUGIN: TypeAdapter[PluginConfig] = TypeAdapter(Plugin)
 

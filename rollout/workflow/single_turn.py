@@ -1,13 +1,7 @@
 """The workflow with one prompt and one completion."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from slipstream.rollout.tokens.trajectory import Prompt, Trajectory, TrajectoryBuilder
-
-if TYPE_CHECKING:
-    from slipstream.rollout.workflow import WorkflowContext
+from slipstream.rollout.workflow.contract import WorkflowContext
 
 
 class SingleTurn:

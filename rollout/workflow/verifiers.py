@@ -7,8 +7,6 @@ One host for each collector runs all of its episodes. It is a program of another
 verifiers needs cannot be installed beside SGLang. It ends with its collector.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -20,7 +18,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from slipstream.rollout.reward.value import is_part_name
 from slipstream.rollout.system.plugins import PluginError
@@ -33,10 +31,8 @@ from slipstream.rollout.workflow.agent_episodes import (
     program_variables,
     wrong_limits,
 )
+from slipstream.rollout.workflow.endpoint import OpenEndpoint
 from slipstream.rollout.workflow.limited import OnLimit
-
-if TYPE_CHECKING:
-    from slipstream.rollout.workflow.endpoint import OpenEndpoint
 
 HOST = Path(__file__).with_name("verifiers_host.py")
 

@@ -36,8 +36,7 @@ from slipstream.rollout.live.turns import LiveTurns
 from slipstream.rollout.prompts import PromptSet, PromptStream
 from slipstream.rollout.reward.judge.errors import JudgingFailed
 from slipstream.rollout.reward.live import JudgedTurn, Verdict
-from slipstream.rollout.system.garbage import look_seldom_for_garbage
-from slipstream.rollout.system.heaps import keep_few_heaps
+from slipstream.rollout.system.garbage import keep_few_heaps, look_seldom_for_garbage
 from slipstream.rollout.system.key import new_key
 from slipstream.rollout.tokens.trajectory import Messages, Prompt
 

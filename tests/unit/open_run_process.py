@@ -20,8 +20,8 @@ from slipstream.backend.driver.start import run_folder
 from slipstream.backend.driver.start.resume import open_run
 from slipstream.backend.monitor.progress import Progress
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.ledger.lease.driver_file import Machine
 from slipstream.rollout.ledger.lease import folder_lease as leases
+from slipstream.rollout.ledger.lease.driver_file import Machine
 from slipstream.rollout.ledger.storage import database
 from slipstream.rollout.prompts import PromptSet
 from slipstream.rollout.tokens.trajectory import Prompt

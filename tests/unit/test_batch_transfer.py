@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.backend.batch.host_buffer import ALIGNMENT, fill, slots_of
-from slipstream.backend.batch.unpacking import unpacking_of
+from slipstream.backend.megatron.device_batch import ALIGNMENT, fill, slots_of, unpacking_of
 
 DTYPES = ("int64", "int32", "float32", "float64", "bool", "uint8")
 

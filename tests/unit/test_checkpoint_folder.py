@@ -20,7 +20,7 @@ from slipstream.backend.checkpoint.manifest import CheckpointRecord
 from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.driver.weights.trainer import RankedTrainer
-from slipstream.backend.megatron.rectangles import rectangles
+from slipstream.backend.megatron.optimizer_state import rectangles
 from slipstream.configs.schema.checkpoint import CheckpointConfig
 
 

@@ -14,7 +14,7 @@ from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.bridge.families import FAMILIES, spec_of
 from slipstream.bridge.hf.config import UnsupportedModel, read_config
 from slipstream.bridge.model.layout import Layout
-from slipstream.rollout.engine.unserved import UNSERVED_ON_CPUS
+from slipstream.rollout.engine.model_limits import UNSERVED_ON_CPUS
 from tests.bridge_cases import MIXTURES
 from tests.models import make_checkpoint
 from tests.quantized_models import FP8, write_quantized

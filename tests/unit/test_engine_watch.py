@@ -4,7 +4,7 @@ import asyncio
 
 from slipstream.backend.simulate import clock
 from slipstream.rollout.engine.client import EngineAddress
-from slipstream.rollout.engine.watch import unwell
+from slipstream.rollout.engine.supervisor import unwell
 
 TIMEOUT_S = 8.0
 

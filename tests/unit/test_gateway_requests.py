@@ -4,8 +4,8 @@ import pytest
 from starlette.datastructures import Headers
 
 from slipstream.rollout.gateway.conversations import User
-from slipstream.rollout.gateway.serving.envelope import envelope_of
 from slipstream.rollout.gateway.serving.fields import CHAT, check_fields
+from slipstream.rollout.gateway.serving.handling import envelope_of
 from slipstream.rollout.gateway.serving.limits import Rates, Refusal
 from slipstream.rollout.gateway.serving.messages import StreamedMessages, as_template_reads
 from slipstream.rollout.tokens.turns import TurnType

@@ -1,6 +1,6 @@
 """Who may import whom: between the packages, between the rooms of each, and from outside.
 
-Every import counts, also one inside a function or under ``TYPE_CHECKING``. ``tests/house.py`` draws the rooms.
+Every import counts, also one inside a function or under ``TYPE_CHECKING``. ``tests/house.py`` has the rooms.
 """
 
 import ast
@@ -186,7 +186,7 @@ def test_sglang_is_imported_only_where_its_server_is_launched_or_its_endpoints_a
         "slipstream.rollout.engine.launch",
         "slipstream.rollout.engine.adapters",
         "slipstream.rollout.engine.cpu",
-        "slipstream.rollout.workflow.environment.parsers",
+        "slipstream.rollout.workflow.environment.tools",
     }
 
 

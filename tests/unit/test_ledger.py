@@ -656,7 +656,8 @@ def test_a_crash_between_payload_and_rows_leaves_a_sound_ledger(tmp_path, call, 
     """The process dies at the given call of the given transaction."""
     process = child(
         f"""
-        from slipstream.rollout.ledger import segments, store
+        from slipstream.rollout.ledger.storage import segments
+        from slipstream.rollout.ledger.writing import store
         count = 0
         def die(done=None):
             global count

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from slipstream.rollout.ledger.lease import folder_lease as leases
 from slipstream.rollout.ledger.lease.driver_file import (
     Driver,
     Machine,
@@ -31,7 +32,6 @@ from slipstream.rollout.ledger.lease.folder_lease import (
     take_lease,
     wait_until_free,
 )
-from slipstream.rollout.ledger.lease import folder_lease as leases
 from slipstream.rollout.ledger.storage import locks
 from slipstream.rollout.ledger.storage.database import (
     LedgerBusy,

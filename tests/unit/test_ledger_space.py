@@ -152,7 +152,7 @@ def test_frames_of_leases_that_have_ended_are_forgotten(tmp_path):
 def test_a_crash_while_segments_are_dropped_or_copied_loses_nothing(tmp_path, call):
     process = child(
         f"""
-        from slipstream.rollout.ledger import store
+        from slipstream.rollout.ledger.writing import store
         from tests.unit.test_ledger_space import SEGMENT, pass_by
         before = store.Store.{call}
         calls = 0

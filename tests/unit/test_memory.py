@@ -9,7 +9,7 @@ from slipstream.backend.memory import trainer
 from slipstream.backend.memory.activations import Sharing, layer_bytes
 from slipstream.backend.memory.engine import EngineMemory, engine_memory, kv_bytes, stage_sizes
 from slipstream.backend.memory.parameters import buffer_of, stage_parameters
-from slipstream.backend.memory.pipeline import parts_in_flight
+from slipstream.backend.memory.trainer import parts_in_flight
 from slipstream.backend.objective import logprob
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.index import stored_tensors

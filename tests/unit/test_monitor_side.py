@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from slipstream.backend.cluster.gpu_usage import GpuSample, with_gpus
+from slipstream.backend.cluster.node_usage import GpuSample, with_gpus
 from slipstream.backend.monitor.process_usage import (
     PAGE_BYTES,
     TICKS_PER_S,

@@ -246,7 +246,7 @@ before = dict(os.environ), list(sys.path)
 from slipstream.rollout.workflow import ToolUse
 workflow = ToolUse(["tests.unit.test_multi_turn.add"], parser="qwen25")
 print("sglang" in sys.modules)
-from slipstream.rollout.workflow.environment.parsers import call_parser
+from slipstream.rollout.workflow.environment.tools import call_parser
 with ThreadPoolExecutor(8) as threads:
     list(threads.map(lambda _: call_parser("qwen25", []), range(8)))
 print("sglang" in sys.modules, (dict(os.environ), list(sys.path)) == before)

@@ -6,7 +6,7 @@ import sys
 
 HEAPS = """
 import ctypes, os, sys, threading
-from slipstream.rollout.system.heaps import keep_few_heaps
+from slipstream.rollout.system.garbage import keep_few_heaps
 
 if sys.argv[1] == "child of few":
     keep_few_heaps()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.backend.monitor.named import BoundedNames, spread
+from slipstream.backend.monitor.recorder import BoundedNames, spread
 from slipstream.configs.schema import RolloutConfig, SamplingConfig
 from slipstream.rollout.collection.collector.episodes import Episodes, check
 from slipstream.rollout.collection.collector.time_limit import TimeLimit

@@ -11,49 +11,20 @@ with it but its connection. What the ledger raises ends the run, as everywhere.
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Protocol
 
+from slipstream.backend.driver.processes.gateways import Gateways
 from slipstream.rollout.live.driver_address import DriverAddress
+from slipstream.rollout.live.judging import LiveJudging
+from slipstream.rollout.live.receiver import GatewayReceiver
 from slipstream.rollout.system.key import Key
-
-
-class Receiver(Protocol):
-    """The driver's end of the connections with gateways: ``rollout.live.receiver.GatewayReceiver``."""
-
-    def serving(self, host: str) -> AbstractAsyncContextManager[str]:
-        """Listen on ``host`` inside the block, and give the URL."""
-        ...
-
-    async def failed(self) -> None:
-        """Wait until something has failed for a reason that is not one gateway's. Raises that."""
-        ...
-
-
-class JudgingLoop(Protocol):
-    """The judging of turns: ``rollout.live.judging.LiveJudging``."""
-
-    async def run(self) -> None:
-        """Ends by cancellation only."""
-        ...
-
-
-class GatewayProcesses(Protocol):
-    """The processes that users reach: ``driver.gateways.Gateways``."""
-
-    async def run(self) -> None:
-        """Ends by cancellation only."""
-        ...
-
-    async def stop(self) -> None: ...
 
 
 class LiveUsers:
     """The parts of the live loop, in their order. Single event loop."""
 
     def __init__(
-        self, receiver: Receiver, gateways: GatewayProcesses, judging: JudgingLoop | None, run: Path, key: Key
+        self, receiver: GatewayReceiver, gateways: Gateways, judging: LiveJudging | None, run: Path, key: Key
     ) -> None:
         """``judging``: None if nothing is trained. ``run``: run folder. ``key``: secret that gateways show to
         the receiver.

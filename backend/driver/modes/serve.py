@@ -9,7 +9,9 @@ Turns are recorded in the ledger, and neither judged nor trained. With ``live.tr
 import asyncio
 import os
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from slipstream.backend.cluster.actors import EngineActors
 from slipstream.backend.cluster.placement import place_engines
@@ -18,7 +20,6 @@ from slipstream.backend.driver.assemble import ServedVersion, live_turns, live_u
 from slipstream.backend.driver.loops.job_end import stop_after_s
 from slipstream.backend.driver.loops.live import LiveUsers
 from slipstream.backend.driver.loops.stop import Stop
-from slipstream.backend.driver.modes.unlogged import Unlogged
 from slipstream.backend.driver.processes.devices import Separate
 from slipstream.backend.driver.processes.engines import (
     EngineLimits,
@@ -35,9 +36,27 @@ from slipstream.backend.driver.start.run_folder import LOGS, permissions, with_a
 from slipstream.backend.monitor.progress import Progress
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collection.driver.gate import AdmissionGate
+from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.supervisor import Supervisor
 from slipstream.rollout.system.key import new_key
+from slipstream.rollout.tokens.trajectory import TrajectoryHeader
+
+
+@dataclass(frozen=True)
+class Unlogged:
+    """Implements ``rollout.collection.driver.listener.CollectionListener``."""
+
+    progress: Progress
+
+    def note(self, text: str) -> None:
+        self.progress.note(text)
+
+    def attempt_failed(self, prompt: int, attempt: int, error: str) -> None:
+        """Do nothing: there are no episodes."""
+
+    def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader], reason: str = "") -> None:
+        """Do nothing: there are no groups."""
 
 
 async def serve(

@@ -20,7 +20,7 @@ from slipstream.bridge.hf.index import HfCheckpointError
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.fp8 import engine_fp8, fp8_problems
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.engine.unserved import UNSERVED_BY_EXPERT_RANKS
+from slipstream.rollout.engine.model_limits import UNSERVED_BY_EXPERT_RANKS
 
 
 def engine_problems(config: RunConfig, spec: ModelSpec) -> list[str]:

@@ -30,8 +30,7 @@ from slipstream.configs.schema.judge import own_engines
 from slipstream.rollout.compat.slime.checking import hook_problems
 from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.engine.context import served_length
-from slipstream.rollout.engine.model_limits import context_of, vocabulary_of
-from slipstream.rollout.engine.unserved import UNSERVED_ON_CPUS
+from slipstream.rollout.engine.model_limits import UNSERVED_ON_CPUS, context_of, vocabulary_of
 from slipstream.rollout.prompts import (
     Check,
     PromptError,

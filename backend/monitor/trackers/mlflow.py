@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.backend.monitor.metrics import MetricsRecord
-from slipstream.backend.monitor.trackers.identity import tracked_id
+from slipstream.backend.monitor.trackers.queued import tracked_id
 from slipstream.configs.schema.log import MlflowConfig
 
 MOST_IN_BATCH = 1000

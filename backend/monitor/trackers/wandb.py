@@ -10,7 +10,7 @@ import numpy as np
 
 from slipstream.backend.monitor.metrics import MetricsRecord
 from slipstream.backend.monitor.tensorboard import HistogramBucket
-from slipstream.backend.monitor.trackers.identity import tracked_id
+from slipstream.backend.monitor.trackers.queued import tracked_id
 from slipstream.configs.schema.log import WandbConfig
 
 VERSION = "version"

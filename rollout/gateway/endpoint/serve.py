@@ -9,19 +9,45 @@ Importing this module imports SGLang, for which ``engine.process.let_import_sgla
 import asyncio
 import socket
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence, Set
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from typing import cast
 
 from slipstream.configs.schema import EndpointConfig, LimitsConfig, RunConfig, SamplingConfig
 from slipstream.rollout.gateway.endpoint.attempt import Attempt, AttemptLimits, EpisodeEngines
 from slipstream.rollout.gateway.endpoint.attempts import UNLIMITED, Attempts
-from slipstream.rollout.gateway.endpoint.keys import key_variables
 from slipstream.rollout.gateway.engines import Decode
+from slipstream.rollout.gateway.keys import KEY_VARIABLE
 from slipstream.rollout.gateway.port import PortServer
 from slipstream.rollout.gateway.serving.assemble import assemble, served_model
 from slipstream.rollout.tokens.trajectory import Trajectory
 from slipstream.rollout.workflow.endpoint import EndedEpisode, NothingToTrain, PolicyEndpoint, Reply, ResultT
+
+RAY_TOKEN = "RAY_AUTH_TOKEN"
+"""The environment variable by which Ray's processes get the secret of their cluster."""
+
+KEY_SETTINGS = ("key_env", "key_variable")
+"""Settings that name a variable with a key, among the arguments of plug-ins too."""
+
+
+def key_variables(config: RunConfig) -> frozenset[str]:
+    """Return the variables with the keys of Ray, of the gateway and of the servers that a recipe names."""
+    return frozenset({RAY_TOKEN, KEY_VARIABLE, *_named(config.model_dump())})
+
+
+def _named(settings: object) -> Iterator[str]:
+    """Yield the values of all settings in KEY_SETTINGS, however deep they lie."""
+    if isinstance(settings, Mapping):
+        for name, value in cast("Mapping[object, object]", settings).items():
+            if name in KEY_SETTINGS and isinstance(value, str):
+                yield value
+            else:
+                yield from _named(value)
+    elif isinstance(settings, list | tuple):
+        for value in cast("list[object]", settings):
+            yield from _named(value)
+
 
 LOOPBACK = "127.0.0.1"
 

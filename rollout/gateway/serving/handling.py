@@ -6,9 +6,10 @@
 Every refusal comes before the first byte of a reply, and none waits for an engine.
 """
 
+import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,16 +18,50 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from slipstream.configs.schema import LimitsConfig
+from slipstream.rollout.gateway import naming
 from slipstream.rollout.gateway.conversations import KeyRing, NamedAnswer, UnknownTurn, User
 from slipstream.rollout.gateway.naming import checked_name, key_of, request_of
 from slipstream.rollout.gateway.serving import replies
-from slipstream.rollout.gateway.serving.call import FULL_AGAIN_S, LiveCall, SharedParts
-from slipstream.rollout.gateway.serving.envelope import envelope_of
+from slipstream.rollout.gateway.serving.call import FULL_AGAIN_S, Envelope, LiveCall, SharedParts
 from slipstream.rollout.gateway.serving.limits import Rates, Refusal
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
 from slipstream.rollout.gateway.serving.replies import ClientGone, EventStream, unless_disconnected
 from slipstream.rollout.gateway.serving.schema import EndpointPort
 from slipstream.rollout.gateway.source import TokenSource
+
+
+def envelope_of(
+    user: User,
+    *,
+    endpoint: str,
+    path_session: str | None,
+    response_session: str | None,
+    headers: Mapping[str, str],
+    body: Mapping[str, Any],
+    raw: bytes,
+    now_s: float,
+) -> Envelope:
+    """Return what a request says about itself. Raises Refusal with 400.
+
+    ``path_session``: the session in the URL. ``response_session``: the session of the response that the
+    request names as the previous one.
+    """
+    try:
+        session = naming.session_name(path_session, headers, body) or response_session or user.session
+        turn_type = naming.turn_type(headers, body)
+        ends_session = naming.session_done(headers, body)
+    except ValueError as error:
+        raise Refusal(400, str(error)) from error
+    return Envelope(
+        user=user,
+        session=session,
+        turn_type=turn_type,
+        ends_session=ends_session,
+        digest=hashlib.blake2b(f"{endpoint}\n{session}\n".encode() + raw, digest_size=16).digest(),
+        retries=naming.retries(headers),
+        arrived_s=now_s,
+    )
+
 
 log = logging.getLogger(__name__)
 

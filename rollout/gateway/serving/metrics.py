@@ -2,27 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from slipstream.rollout.gateway.journal import TurnJournal
+from slipstream.rollout.gateway.sessions.sessions import Sessions
+
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-
-
-class JournalFigures(Protocol):
-    """How far a journal is, and the driver with it."""
-
-    @property
-    def last(self) -> int:
-        """Number of the last entry."""
-        ...
-
-    @property
-    def acknowledged(self) -> int:
-        """Number of the last entry that the driver has."""
-        ...
 
 
 class ServingMetrics:
@@ -58,7 +46,7 @@ class ServingMetrics:
             registry=self.registry,
         )
 
-    def follow(self, journal: JournalFigures) -> None:
+    def follow(self, journal: TurnJournal) -> None:
         """Show how far the journal is."""
         for name, description, value in (
             ("entries", "Entries of the journal, over its whole life.", lambda: journal.last),
@@ -109,21 +97,10 @@ SESSION_FIGURES = {
 """Every field of ``SessionCounters``, by its name."""
 
 
-class SessionsPort(Protocol):
-    """The part of ``Sessions`` that is shown."""
-
-    @property
-    def counters(self) -> object: ...
-    @property
-    def sessions(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-
-
 class SessionCollector(Collector):
     """Shows the counters of the sessions as they are when somebody looks."""
 
-    def __init__(self, sessions: SessionsPort) -> None:
+    def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
 
     def collect(self) -> Iterator[Metric]:
