@@ -36,17 +36,14 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relativ
 
 @each_page
 def test_every_path_that_a_page_names_exists(page: Path):
-    if page.name in (
-        "CHANGELOG.md",
-        "metrics.md",
-    ):  # they name what was, and tags such as rollout/retractions
+    if page.name == "metrics.md":  # it names tags such as rollout/retractions
         return
     named = {match.rstrip(".") for match in PATH.findall(page.read_text())}
     assert not {path for path in named - TO_COME if not (ROOT / path).exists()}
 
 
-OTHERS = ("CHANGELOG.md", "migration.md")
-"""Pages that name what was, or settings of other systems."""
+OTHERS = ("migration.md",)
+"""Pages that name settings of other systems."""
 
 NO_SETTINGS = {"actor.recompute_logprob": "AReaL's name", "checkpoint.json": "a file"}
 
