@@ -161,7 +161,7 @@ class LoraConfig(Section):
         "alone, which SGLang applies beside the weights of `model.path` and loads while it generates "
         "(docs/publishing.md#an-adapter-alone): nothing is lost in a rounding. It needs "
         "`weights.interrupt: abort` or `drain`, and a model of the type `llama`, `mistral`, `qwen2` or "
-        "`qwen3`.",
+        "`qwen3`; it is refused with `rollout.engine.colocated`.",
     )
 
 

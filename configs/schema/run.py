@@ -34,7 +34,8 @@ class RunSection(Section):
     """
 
     name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run and of its folder."
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Name of the run and of its folder: letters, digits, `.`, `_` and `-`.",
     )
     root: PathSetting = Field(default=Path("runs"), description="Directory in which run folders are created.")
     steps: int | None = Field(
