@@ -28,8 +28,8 @@ from slipstream.backend.cli.options import (
     errors,
     reported,
 )
+from slipstream.backend.commands import reference
 from slipstream.backend.commands.outcome import Failed, WrongInput
-from slipstream.backend.commands.settings import command_with_settings
 from slipstream.configs.load import load_recipe, load_supervised
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.supervised import SupervisedConfig
@@ -81,7 +81,7 @@ def _check_halves(resume: bool, debug_rollout_only: bool, debug_train_only: Path
         )
 
 
-@app.command(rich_help_panel=RUN, cls=command_with_settings(RunConfig))
+@app.command(rich_help_panel=RUN, cls=reference.command_with_settings(RunConfig))
 def train(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -143,7 +143,7 @@ def serve(
             print_summary(summary, sys.stdout, name=config.run.name)
 
 
-@app.command(rich_help_panel=RUN, cls=command_with_settings(SupervisedConfig))
+@app.command(rich_help_panel=RUN, cls=reference.command_with_settings(SupervisedConfig))
 def sft(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -237,6 +237,31 @@ def eval_(
 
         config = load_recipe(Path(recipe), [*(overrides or []), f"model.path={json.dumps(str(checkpoint))}"])
         evaluate(config, prompt_sets(config, sets or []), samples, temperature, as_json=as_json)
+
+
+@app.command(rich_help_panel=LOOK)
+def settings(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Sections or settings; default: all.")
+    ] = None,
+    sft: Sft = False,
+) -> None:
+    """Explain the settings of a recipe: type, default and meaning. Example: settings rollout.consumption."""
+    with reported():
+        chapters = reference.setting_chapters(SupervisedConfig if sft else RunConfig)
+        reference.print_chapters(reference.selected(chapters, names or []), Console(highlight=False))
+
+
+@app.command(rich_help_panel=LOOK)
+def metrics(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Groups or tags; default: all.")
+    ] = None,
+) -> None:
+    """Explain the metrics of a run: unit and meaning. Example: metrics staleness train/ess."""
+    with reported():
+        chapters = reference.selected(reference.metric_chapters(), names or [])
+        reference.print_chapters(chapters, Console(highlight=False))
 
 
 @app.command(rich_help_panel=LOOK)

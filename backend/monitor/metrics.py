@@ -156,7 +156,7 @@ def _declared_kind(name: str) -> str:
     nearest = difflib.get_close_matches(name, TAGS, n=1, cutoff=0.0)[0]
     raise ValueError(
         f"metric tag {name!r} is not declared; the nearest one is {nearest!r}. "
-        "Declare new tags in backend/monitor/tags.py and docs/metrics.md."
+        "Declare new tags in backend/monitor/tags.py."
     )
 
 

@@ -1,4 +1,4 @@
-"""Every tag that a run may log, with its unit and meaning. ``docs/metrics.md`` shows users the same table."""
+"""Every tag that a run may log, with its unit and meaning: the text that `slipstream metrics` prints."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -25,19 +25,59 @@ class Tag:
 _PROCESSES = {
     "driver": "the threads of the driver",
     "collectors": "the collectors, their judges and sandboxes",
-    "engines": "the engines' processes, those of the judge included,",
+    "engines": "the processes of all engines, also of the judge's",
     "trainer": "the trainer's ranks",
 }
 """Groups of processes by name, and what their metrics say of them."""
 
 _ON_GPUS = {group: who for group, who in _PROCESSES.items() if group in ("engines", "trainer")}
 
+GROUPS: dict[str, str] = {
+    "run": "The settings of the run, on TensorBoard's page *Text*.",
+    "reward": "How well the policy does on the prompts that it trains on.",
+    "episode": "Numbers that workflows record of their episodes (docs/metrics.md#metrics-of-your-own).",
+    "eval": "How well the policy does on prompts that it never trains on.",
+    "staleness": "How old the data is. The *lag* of a token is the number of policy updates between the "
+    "version that sampled the token and the version that the training step starts from. The *head lag* of "
+    "a trajectory is the largest lag of its tokens that carry loss.",
+    "rollout": "What the engines generate, and where the groups are. At every step `admitted = trained + "
+    "filtered + expired + failed + in_flight + ready`: no group disappears.",
+    "lost": "Each way of losing work has a counter, and a histogram of the lengths that were lost: a "
+    "policy that mostly loses long completions learns from a biased sample.",
+    "live": "Turns of the users of a gateway (docs/live.md). A run without the section `live` logs none of "
+    "them.",
+    "train": "The optimization. *Current* is the policy that is being updated, *proximal* the policy that "
+    "the training step started from, and *behaviour* the policy that sampled the token. The ratio r is "
+    "current / proximal. Without a proximal policy, and for objectives that are defined by the behaviour "
+    "policy, r is current / behaviour (docs/objectives.md). The *importance weight* is proximal / "
+    "behaviour.",
+    "advantage": "The terms of `actor.advantage`, before they are added up. The ratio of their absolute "
+    "means says how much each of them steers.",
+    "hook": "Metrics of hooks written for slime (docs/slime.md).",
+    "batch": "Metrics of the classes in `actor.metrics` (docs/customization.md#metric).",
+    "critic": "The value model of `estimator: gae`. As long as `critic/explained_variance` is 0 or less, "
+    "advantages are hardly better than rewards: `critic.warmup_steps` trains the critic before the policy.",
+    "packing": "How the trajectories of a step are packed into micro-batches. Every data-parallel rank has "
+    "the same number of micro-batches, the smallest that suffices. A low `packing/fill` therefore comes "
+    "from too few tokens for the number of ranks, or from lengths that do not fit together. "
+    "`packing/imbalance` stays above 1 if one trajectory costs more than a rank's share of its mini-batch. "
+    "FLOPs are those of the model's matrix products, attention included.",
+    "mismatch": "How much trainer and engine differ with the same weights. Only tokens of lag 0 count, so "
+    "that staleness has no influence; a step without such tokens has no value. Needs recomputed log-probs.",
+    "perf": "Where the time goes.",
+    "process": "What the processes of the run use on all nodes. A small process on each node samples it "
+    "every ten seconds. CPU and memory come from `/proc`, and figures of GPUs from NVIDIA's driver if "
+    "nvidia-ml-py is installed, as it is in the environment for GPUs. Gateways and Ray's own processes are "
+    "not counted.",
+}
+"""What the tags of a group are about, by the part of their names before the slash. Markdown."""
+
 TAGS: dict[str, Tag] = {
     "run/recipe": Tag("YAML", "The recipe of the run, with all defaults filled in.", "text"),
     "run/episodes": Tag(
         "markdown",
-        "Some episodes of a step with reward and lag: the worst, the best and the stalest. From the episode "
-        "log, once a minute at most.",
+        "The worst, the best and the stalest episode of a step, with reward and lag. They come from the "
+        "episode log, at most once a minute.",
         "text",
     ),
     # reward
@@ -73,13 +113,13 @@ TAGS: dict[str, Tag] = {
     ),
     "eval/accuracy": Tag(
         "fraction",
-        "`eval/reward` where it is an accuracy: fraction of the held-out prompts that are answered "
-        "correctly. Only with rewards that have `is_accuracy`.",
+        "Fraction of the held-out prompts that are answered correctly: `eval/reward` of a reward that has "
+        "`is_accuracy`. Only with such rewards.",
     ),
     "eval/reward_parts": Tag(
         "as the reward says",
         "`eval/reward_NAME` for each further number of a reward that returns a mapping: its mean in the "
-        "evaluation; and for each of several sets (`eval.sets`): its mean reward.",
+        "evaluation. Also for each of several sets (`eval.sets`): the mean reward of the set.",
         "parts",
     ),
     "eval/episode_parts": Tag(
@@ -90,14 +130,14 @@ TAGS: dict[str, Tag] = {
     "eval/avg_at_parts": Tag(
         "reward",
         "`eval/avg_at_N` with N = `eval.n_samples_per_prompt` above 1: mean reward over N completions of "
-        "each prompt, of all sets together; `eval/avg_at_N/NAME` that of each of several sets.",
+        "each prompt, of all sets together. `eval/avg_at_N/NAME` is the same of one of several sets.",
         "parts",
     ),
     "eval/pass_at_parts": Tag(
         "fraction",
-        "`eval/pass_at_K` for K = 1, 2, 4 and so on up to `eval.n_samples_per_prompt`, if that is above "
-        "1: chance that at least one of K completions of a prompt has a reward of 1 or more, estimated "
-        "without bias; `eval/pass_at_K/NAME` that of each of several sets.",
+        "`eval/pass_at_K` for K = 1, 2, 4 and so on up to `eval.n_samples_per_prompt`, if there is more "
+        "than one: probability that at least one of K completions of a prompt has a reward of 1 or more, "
+        "estimated without bias. `eval/pass_at_K/NAME` is the same of one of several sets.",
         "parts",
     ),
     "eval/response_length": Tag("tokens", "Mean response length in the evaluation."),
@@ -117,8 +157,8 @@ TAGS: dict[str, Tag] = {
     "staleness/kl": Tag(
         "nats",
         "KL(behaviour, proximal) per token, estimated by mean(w - 1 - log w) with w = proximal / behaviour: "
-        "how far the policy has left the one that sampled the batch. Limited by `actor.drift.kl`. Needs "
-        "recomputed log-probs.",
+        "how far the policy has moved away from the one that sampled the batch. `actor.drift.kl` limits it. "
+        "Needs recomputed log-probs.",
     ),
     # rollout
     "rollout/response_length": Tag("tokens", "Mean response length in the batch."),
@@ -242,24 +282,25 @@ TAGS: dict[str, Tag] = {
     # live
     "live/requests_running": Tag("requests, now", "Number of requests of users that engines are serving."),
     "live/turns_waiting": Tag(
-        "turns, now", "Number of turns of live users after which nothing has come yet."
+        "turns, now", "Number of turns of live users that still wait for what the user does next."
     ),
     "live/turns_unjudged": Tag("turns, now", "Number of turns that wait for their verdict."),
     "live/turns_ready": Tag("turns, now", "Number of judged turns that wait for a training step."),
     "live/oldest_waiting_s": Tag(
-        "s, now", "Age of the oldest turn after which nothing has come yet, from the end of its answer."
+        "s, now",
+        "Age of the oldest turn that still waits for what the user does next, from the end of its answer.",
     ),
     "live/oldest_unjudged_s": Tag("s, now", "Age of the oldest turn that waits for its verdict."),
     "live/oldest_ready_s": Tag("s, now", "Age of the oldest judged turn that waits for a training step."),
     "live/trained": Tag("turns, whole run", "Number of turns that training steps consumed."),
     "live/side": Tag(
         "turns, whole run",
-        "Number of turns that are no part of the task, or whose sampling the trainer cannot reproduce.",
+        "Number of turns that are not part of the task, or whose sampling the trainer cannot reproduce.",
     ),
     "live/filtered": Tag(
         "turns, whole run",
-        "Number of turns with nothing to train: no sampled token, `live.train: false`, or the last step is "
-        "done.",
+        "Number of turns with nothing to train: they have no sampled token, `live.train` is false, or the "
+        "last training step is done.",
     ),
     "live/expired": Tag(
         "turns, whole run", "Number of turns that were given up because all of their tokens were too old."
@@ -291,7 +332,7 @@ TAGS: dict[str, Tag] = {
         "votes, this process", "Number of votes that have not come, because the request for them failed."
     ),
     "live/judge_outages": Tag(
-        "outages, this process", "Number of times that judge processes had to be started anew."
+        "outages, this process", "Number of times that judge processes had to be started again."
     ),
     "live/late_rewards": Tag(
         "rewards, this process", "Number of rewards of clients for turns that had ended already."
@@ -305,22 +346,25 @@ TAGS: dict[str, Tag] = {
         "turns per lag", "Number of turns that expired since the batch was taken, by lag.", "histogram"
     ),
     "live/expired_age_s": Tag("s", "Mean age of these turns."),
-    "live/baseline": Tag("reward", "Running mean of the scores, with which those of the next batch compare."),
+    "live/baseline": Tag(
+        "reward", "Running mean of the scores. Scores of the next batch are compared with it."
+    ),
     # train
     "train/step": Tag(
         "steps",
-        "Number of training steps behind the published version. A restart may repeat some.",
+        "Number of training steps that led to the published version. A restart may repeat some of them.",
     ),
     "train/loss": Tag(
         "1",
-        "Policy loss, averaged as `actor.averaging` says. Its value means little; a sudden change does.",
+        "Policy loss, averaged as `actor.averaging` says. Its value says little, but a sudden change says "
+        "much.",
     ),
     "train/grad_norm": Tag("1", "Global gradient norm before clipping, mean over the updates of the step."),
     "train/lr": Tag("1", "Learning rate of the policy in this step."),
     "train/clip_fraction": Tag(
         "fraction",
-        "Fraction of the tokens that carry loss on which the objective's bound acts: it removes their "
-        "gradient or (cispo, aipo) caps their weight. Always 0 for sapo and reinforce.",
+        "Fraction of the tokens that carry loss on which the objective's bound acts: the bound removes their "
+        "gradient, or caps their weight (cispo, aipo). Always 0 for sapo and reinforce.",
     ),
     "train/ratio_max": Tag("1", "Largest ratio r of the objective over the tokens that carry loss."),
     "train/approx_kl": Tag(
@@ -372,8 +416,8 @@ TAGS: dict[str, Tag] = {
     ),
     "train/masked_hook_fraction": Tag(
         "fraction",
-        "Tokens whose loss hooks of `rollout.hooks` have taken away. Only with `custom_tis_function` and "
-        "`rollout_data_postprocess`.",
+        "Fraction of the tokens that carry loss whose loss was removed by hooks of `rollout.hooks`. Only "
+        "with `custom_tis_function` and `rollout_data_postprocess`.",
     ),
     "train/preference_accuracy": Tag(
         "fraction",
@@ -387,8 +431,8 @@ TAGS: dict[str, Tag] = {
     ),
     "train/skipped_updates": Tag(
         "updates",
-        "Number of the policy's optimizer updates in this step that no rank has made, because a loss or a "
-        "gradient is not finite. Their tokens are in no other metric of the trainer. "
+        "Number of the policy's optimizer updates in this step that no rank made, because a loss or a "
+        "gradient was not finite. Their tokens are in no other metric of the trainer. "
         "`run.max_skipped_updates` bounds the total.",
     ),
     "train/zero_advantage_fraction": Tag(
@@ -404,17 +448,18 @@ TAGS: dict[str, Tag] = {
     ),
     "advantage/teacher_mean": Tag(
         "nats",
-        "Token mean of log pi_teacher - log pi_old, clipped and times its weight; 0 where the teacher has no "
-        "log-prob, or if policy and teacher agree. Only with a term of type `teacher`.",
+        "Token mean of log pi_teacher - log pi_old, clipped and times its weight. The value of a token is "
+        "0 if the teacher has no log-prob of it, or if policy and teacher agree. Only with a term of type "
+        "`teacher`.",
     ),
     "advantage/teacher_abs_mean": Tag(
         "nats", "Token mean of the absolute value of the teacher's term, times its weight."
     ),
     "advantage/teacher_fraction": Tag(
-        "fraction", "Fraction of the tokens that carry loss of which a teacher has a log-prob."
+        "fraction", "Fraction of the tokens that carry loss for which a teacher has a log-prob."
     ),
     "advantage/teacher_clipped_fraction": Tag(
-        "fraction", "Fraction of the tokens that carry loss whose teacher's term `clip` has cut."
+        "fraction", "Fraction of the tokens that carry loss whose teacher's term was cut by its `clip`."
     ),
     "advantage/plugin_mean": Tag(
         "1",
@@ -426,7 +471,7 @@ TAGS: dict[str, Tag] = {
     # hook
     "hook/parts": Tag(
         "as the hook says",
-        "`hook/NAME` for each metric that `custom_tis_function` or `custom_loss_function` returns: its mean "
+        "`hook/NAME` for each metric that `custom_tis_function` or `custom_loss_function` returns: the mean "
         "over the units of `actor.averaging`.",
         "parts",
     ),
@@ -442,8 +487,8 @@ TAGS: dict[str, Tag] = {
     ),
     "critic/explained_variance": Tag(
         "fraction",
-        "Fraction of the variance of the returns that the values at the beginning of the step explain. 1: "
-        "all of it; below 0: the mean return would predict better.",
+        "Fraction of the variance of the returns that is explained by the values at the beginning of the "
+        "step. 1: all of it. Below 0: the mean return would predict better.",
     ),
     "critic/value_mean": Tag("reward", "Token mean of the values at the beginning of the step."),
     "critic/return_mean": Tag("reward", "Token mean of the returns, which the values should predict."),
@@ -456,8 +501,8 @@ TAGS: dict[str, Tag] = {
     "critic/lr": Tag("1", "Learning rate of the critic in this step."),
     "critic/skipped_updates": Tag(
         "updates",
-        "Number of the critic's optimizer updates in this step that no rank has made, because a loss or a "
-        "gradient is not finite.",
+        "Number of the critic's optimizer updates in this step that no rank made, because a loss or a "
+        "gradient was not finite.",
     ),
     # packing
     "packing/fill": Tag(
@@ -472,8 +517,8 @@ TAGS: dict[str, Tag] = {
     # mismatch
     "mismatch/logprob_abs_mean": Tag(
         "nats",
-        "Mean absolute difference of proximal and behaviour log-prob over tokens of lag 0, for which trainer "
-        "and engine hold the same weights.",
+        "Mean absolute difference of proximal and behaviour log-prob over tokens of lag 0. Trainer and "
+        "engine hold the same weights for them.",
     ),
     "mismatch/logprob_square_mean": Tag(
         "nats^2",
@@ -494,8 +539,8 @@ TAGS: dict[str, Tag] = {
     "perf/train_s": Tag("s", "Duration of training on the batch: log-probs, gradients, optimizer."),
     "perf/generate_tokens_per_s": Tag(
         "tokens/s",
-        "Response tokens that all engines together generated per second since the previous step, for users "
-        "too.",
+        "Response tokens that all engines together generated per second since the previous step, those for "
+        "users included.",
     ),
     "perf/train_tokens_per_s": Tag("tokens/s", "`train/tokens` / `perf/train_s`."),
     "perf/train_tflops": Tag(
@@ -505,7 +550,7 @@ TAGS: dict[str, Tag] = {
     ),
     "perf/weight_update_s": Tag("s", "Duration of publishing the version, until the last engine runs again."),
     "perf/weight_update_stall_s": Tag(
-        "s", "Time from the first engine's pause to the last engine's resumption during the publication."
+        "s", "Time from the pause of the first engine until the last engine runs again, in a publication."
     ),
     "perf/weight_bytes": Tag("bytes", "Bytes that the publication sent to one engine."),
     "perf/weight_gb_per_s": Tag("GB/s", "`perf/weight_bytes` / `perf/weight_update_s` / 10^9."),
@@ -522,19 +567,19 @@ TAGS: dict[str, Tag] = {
     ),
     # process
     **{
-        f"process/{group}_cpu_cores": Tag("cores", f"CPU cores that {who} kept busy.")
+        f"process/{group}_cpu_cores": Tag("cores", f"CPU cores that were kept busy by {who}.")
         for group, who in _PROCESSES.items()
     },
     **{
         f"process/{group}_memory_gib": Tag(
-            "GiB", f"Memory that {who} have resident, without files and shared memory."
+            "GiB", f"Resident memory of {who}, without files and shared memory."
         )
         for group, who in _PROCESSES.items()
     },
     **{
         f"process/{group}_gpu_fraction": Tag(
             "fraction",
-            f"Share of the time in which a kernel ran, mean over the GPUs of {who}. Only with GPUs.",
+            f"Share of the time in which a kernel ran: mean over the GPUs of {who}. Only with GPUs.",
         )
         for group, who in _ON_GPUS.items()
     },

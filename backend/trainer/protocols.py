@@ -83,6 +83,6 @@ class BatchMetrics(Protocol):
         """Return finite numbers by name, which are logged as ``batch/NAME``.
 
         ``batch``: what the step has trained on, behind all transforms. ``trained``: the metrics of the step
-        by their tags, such as ``train/loss`` (docs/metrics.md).
+        by their tags, such as ``train/loss``: ``slipstream metrics`` has them all.
         """
         ...

@@ -47,7 +47,9 @@ projection. ``in_proj`` and ``out_proj`` are those of linear attention. The othe
 
 
 class ParallelConfig(Section):
-    """The layout of the trainer, which has tensor * context * pipeline * data ranks."""
+    """The layout of the trainer, which has `tensor * context * pipeline * data` ranks. Experts are spread
+    over the `tensor * context * data` ranks of a pipeline stage in a grid of their own: `expert *
+    expert_tensor` ranks hold one copy of all experts."""
 
     tensor: int = Field(default=1, ge=1, description="Number of tensor-parallel ranks.")
     pipeline: int = Field(default=1, ge=1, description="Number of pipeline stages.")
@@ -68,8 +70,12 @@ class ParallelConfig(Section):
     context: int = Field(
         default=1,
         ge=1,
-        description="Number of ranks that share the tokens of each trajectory. More than 1 needs "
-        "`actor.layer_spec: transformer_engine`.",
+        description="Number of ranks that share the tokens of each trajectory, for trajectories that are "
+        "too long for one GPU. A trajectory is padded to a multiple of `2 * context` tokens and cut into "
+        "`2 * context` chunks, of which each rank gets an early and a late one. Log-probs are gathered "
+        "before the loss, so that losses over whole trajectories work too. The ranks hold the same "
+        "weights, and a `distributed` optimizer state is sharded over `context * data` ranks. More than 1 "
+        "needs `actor.layer_spec: transformer_engine`.",
     )
     expert: int = Field(default=1, ge=1, description="Number of ranks over which the experts are spread.")
     expert_tensor: int | None = Field(
@@ -99,47 +105,83 @@ class ParallelConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters of linear layers, W + alpha / rank * B A. The model's own weights are not trained."""
+    """Low-rank adapters of linear layers, `W + alpha / rank * B A`. The model's own weights are not trained:
+    gradients, optimizer state and their collectives exist for A and B only.
+
+    ```yaml
+    actor:
+      lora: {rank: 16, alpha: 32, targets: [linear_qkv, linear_proj]}
+      optimizer: {lr: 1.0e-5}
+    ```
+
+    A is initialised as in peft, with the same values in every layout, and B to zero. There is no dropout.
+    Routers, norms, embeddings, the output layer, and the convolution and decays of linear attention are not
+    adapted. A checkpoint holds the model and the adapters, and loads in any layout with the same `rank`,
+    `alpha` and `targets`. A reference (`actor.kl`) is `model.path` without the adapter.
+
+    **PEFT.** A run ends with `checkpoint-hf/`, into whose weights the adapter is merged, and
+    `checkpoint-peft/`, the adapter alone, which `PeftModel.from_pretrained(model, "checkpoint-peft")` loads.
+    `slipstream convert megatron-to-peft` writes the same from any checkpoint. The adapters of a fused layer
+    have the same A in each of its modules. In a model with experts, PEFT 0.21 under transformers 5 loads
+    adapters of attention, and those of experts only if every layer has experts and none has shared ones.
+    """
 
     rank: int = Field(ge=1, description="Rank of the adapters: the rows of A and the columns of B.")
     alpha: float = Field(gt=0, description="Scale of the adapters: their output is times alpha / rank.")
     targets: list[LinearLayer] | None = Field(
         default=None,
         min_length=1,
-        description="Megatron's names of the layers to adapt; null: all linear layers of the decoder.",
+        description="Megatron's names of the layers to adapt; null: all linear layers of the decoder. "
+        "`linear_qkv`: `q_proj`, `k_proj` and `v_proj`, which share A. `linear_proj`: `o_proj`. "
+        "`linear_fc1`: `gate_proj` and `up_proj`, which share A, of dense layers, shared experts and each "
+        "expert. `linear_fc2`: `down_proj` of the same. Latent attention has `linear_q_proj` (`q_proj`), "
+        "or `linear_q_down_proj` and `linear_q_up_proj` (`q_a_proj` and `q_b_proj`), and "
+        "`linear_kv_down_proj` and `linear_kv_up_proj` (`kv_a_proj_with_mqa` and `kv_b_proj`). Linear "
+        "attention has `in_proj` (`in_proj_qkvz` and `in_proj_ba`, or four `in_proj_*`, which share A) and "
+        "`out_proj`.",
     )
     path: PathSetting | None = Field(
         default=None,
-        description="Folder of an adapter in PEFT's format, with which training begins; null: a new adapter, "
-        "whose output is 0.",
+        description="Folder of an adapter in PEFT's format, with which training begins; null: a new "
+        "adapter, whose output is 0. The folder is loaded in any layout, and bit for bit if `rank`, "
+        "`alpha` and `model.dtype` are those of the adapter. PEFT trains an A for each module, while a "
+        "layer here has one A: an adapter of PEFT's needs the sum of the ranks of the modules that a layer "
+        "fuses, so `rank: 48` for r = 16 on `q_proj`, `k_proj` and `v_proj`. Rows of A that the folder "
+        "does not fill are drawn, with columns of B that are zero, and B makes up for another `alpha / "
+        "rank`: the policy begins exactly as the adapter describes it. Only plain LoRA of linear layers is "
+        "read: no DoRA, no biases, no modules that are saved whole. The adapter is part of version 0, so "
+        "`slipstream try`, and `slipstream serve` without training, refuse it.",
     )
     serve: Literal["merged", "adapter"] = Field(
         default="merged",
-        description="What the engines get of a version. `merged`: all weights, with the adapter merged into "
-        "them. `adapter`: A and B alone, which SGLang applies beside the weights of `model.path`. It needs "
-        "`weights.interrupt` to be `abort` or `drain`.",
+        description="Weights of a version that the engines get. `merged`: all weights, with the adapter "
+        "merged into them in float32 and rounded once. In bfloat16 this rounding loses a part of a small "
+        "adapter, so the trainer's log-probs differ slightly more from the engines' than without adapters; "
+        "`actor.recompute_logprobs` keeps the difference out of the clipped ratio. `adapter`: A and B "
+        "alone, which SGLang applies beside the weights of `model.path` and loads while it generates "
+        "(docs/publishing.md#an-adapter-alone): nothing is lost in a rounding. It needs "
+        "`weights.interrupt: abort` or `drain`, and a model of the type `llama`, `mistral`, `qwen2` or "
+        "`qwen3`; it is refused with `rollout.engine.colocated`.",
     )
 
 
 class TrainedConfig(Section):
-    """Settings of the trainer that do not depend on what the model is trained for."""
+    """The model that is trained, and how."""
 
-    parallel: ParallelConfig = Field(default=ParallelConfig(), description="Layout of the trainer.")
-    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Optimizer of the model.")
-    lora: LoraConfig | None = Field(
-        default=None, description="Low-rank adapters; null: all weights are trained."
-    )
+    parallel: ParallelConfig = Field(default=ParallelConfig())
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig())
+    lora: LoraConfig | None = Field(default=None, description="Without the section all weights are trained.")
     averaging: Literal["token", "sequence", "prompt", "constant"] = Field(
         default="token",
         description="Unit with equal weight in the loss of a mini-batch: a token, a trajectory "
-        "(`sequence`) or a prompt. `constant`: the mean over trajectories of the sum over their tokens / "
-        "`averaging_length` (Dr. GRPO).",
+        "(`sequence`) or a prompt. `constant`: for each trajectory the sum over its tokens / "
+        "`averaging_length`, and the mean of these over the trajectories (Dr. GRPO).",
     )
     averaging_length: int | None = Field(
         default=None,
         ge=1,
         description="Number of tokens by which `averaging: constant` divides the sum over a trajectory. "
-        "Dr. GRPO takes the largest length of a completion (`rollout.sampling.max_new_tokens`). null: for "
+        "Dr. GRPO takes the largest length of a completion (`rollout.sampling.max_new_tokens`). null: with "
         "the other values of `averaging`.",
     )
     microbatch_tokens: int = Field(
@@ -150,29 +192,43 @@ class TrainedConfig(Section):
     )
     fp32_lm_head: bool = Field(
         default=False,
-        description="Keep the logits of a bfloat16 model in float32. Has no effect on a float32 model.",
+        description="Keep the logits of a bfloat16 model in float32, which reduces the trainer's share of "
+        "the difference between its log-probs and the engines'. `rollout.engine.args: "
+        "{enable_fp32_lm_head: true}` reduces the engines' share (ScaleRL, arXiv:2510.13786). Softmax and "
+        "entropy are computed in float32 in any case, and the precision of the gradients does not change. "
+        "The setting costs little on a GPU; on a CPU it makes the forward pass of the head about 2.5 times "
+        "as long. It has no effect on a float32 model.",
     )
     lm_head: Literal["auto", "triton", "chunked"] = Field(
         default="auto",
-        description="What the LM head does with the logits of one slice of the vocabulary after another: one "
-        "Triton kernel forward and one backward, or PyTorch's operations (`chunked`), which take more time "
-        "and memory. `auto` takes the kernels on GPUs where Triton is installed.",
+        description="Implementation of the LM head, which computes the logits of one slice of the "
+        "vocabulary after another. `triton`: one Triton kernel forward and one backward. `chunked`: "
+        "PyTorch's operations, which take more time and memory. `auto`: the kernels on GPUs where Triton "
+        "is installed.",
     )
     layer_spec: Literal["auto", "transformer_engine", "local"] = Field(
         default="auto",
-        description="Implementation of the layers: Transformer Engine's, or plain PyTorch (`local`). `auto` "
-        "takes Transformer Engine's on GPUs where it is installed, for bfloat16 models without adapters or "
-        "sparse attention.",
+        description="Implementation of the layers. `transformer_engine`: Transformer Engine's, whose "
+        "attention needs bfloat16 and whose layers take no adapters. `local`: plain PyTorch. `auto`: "
+        "Transformer Engine's on GPUs where it is installed, for bfloat16 models without adapters or "
+        "sparse attention. Checkpoints and the weights that the engines receive do not depend on this "
+        "setting.",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
-        description="Activations that the backward pass recomputes instead of keeping them in memory: none, "
-        "the ones inside attention (`selective`), or all except the input of each layer (`full`).",
+        description="Activations that the backward pass computes again instead of keeping them in memory. "
+        "This trades time for memory and does not change gradients. `selective`: those inside attention, "
+        "or in the modules of `actor.megatron: {recompute_modules: [...]}`. `full`: all except the input "
+        "of each layer; with `actor.megatron: {recompute_method: block, recompute_num_layers: n}` only in "
+        "the first n layers of each pipeline part.",
     )
     megatron: dict[str, object] = Field(
         default={},
         description="Further fields of Megatron's TransformerConfig and OptimizerConfig, under their own "
-        "names.",
+        "names. On GPUs the layers use fused kernels where they are legal: rotary embeddings "
+        "(`apply_rope_fusion`), SwiGLU (`bias_activation_fusion`) and the permutation of tokens by expert "
+        "(`moe_permute_fusion`). A kernel can be turned off here; turning on one that is not legal is an "
+        "error.",
     )
 
 
@@ -180,53 +236,59 @@ class ActorConfig(TrainedConfig):
     """The policy being trained."""
 
     objective: Objective = Field(
-        default=PPOObjective(), description="Function that training minimises (docs/objectives.md)."
+        default=PPOObjective(),
+        description="The loss (docs/objectives.md). mu is the behaviour policy, "
+        "pi_old the proximal policy, pi the policy being trained. `slipstream settings actor.correction` "
+        "has the corrections for stale data.",
     )
-    correction: CorrectionConfig = Field(
-        default=CorrectionConfig(), description="Corrections for stale tokens and sequences."
-    )
+    correction: CorrectionConfig = Field(default=CorrectionConfig())
     use_decoupled_loss: bool = Field(
         default=True,
         description="Take the ratio to the proximal policy, and multiply the loss by the importance weight "
-        "proximal / behaviour (AReaL).",
+        "proximal / behaviour (AReaL). Needs `actor.recompute_logprobs` or `actor.interpolate_logprobs`.",
     )
     recompute_logprobs: bool = Field(
         default=True,
         description="Compute the proximal log-probs of a batch with the weights that the training step "
-        "starts from. The first mini-batch needs no forward pass for it: its own training pass gives them.",
+        "starts from. The first mini-batch needs no forward pass for this: its own training pass gives "
+        "them. AReaL's spelling `actor.recompute_logprob` is read too.",
     )
     interpolate_logprobs: bool = Field(
         default=False,
         description="Estimate the proximal log-probs instead of computing them, by interpolating between "
-        "behaviour and current log-probs according to lag (A-3PO). Saves the forward pass that "
-        "`recompute_logprobs` makes for every mini-batch but the first.",
+        "behaviour and current log-probs according to lag (A-3PO). This saves the forward pass that "
+        "`actor.recompute_logprobs` makes for every mini-batch but the first. Only with "
+        "`actor.use_decoupled_loss`.",
     )
     drift: DriftConfig | None = Field(
         default=None,
-        description="Limits on how far the policy may leave the one that sampled its data; null: none.",
+        description="Without the section the drift has no limit.",
     )
     advantage: list[AdvantageTerm] = Field(
         default=[RewardTerm()],
         min_length=1,
-        description="Terms that add up to the advantage of a token, each type at most once.",
+        description="A list of terms that add up to the advantage of each token, each type at most once: "
+        "`advantage: [{type: reward, estimator: grpo}, {type: teacher, weight: 0.5, scores: {type: model, "
+        "path: models/teacher}}]`. An override gives the whole list: `actor.advantage=[...]`. A teacher's "
+        "term trains the tokens for which the teacher has a log-prob; all other tokens have the other "
+        "terms alone. Without a term of type `reward`, rewards are metrics and train nothing. Formulas: "
+        "docs/objectives.md#advantages. Each term is a metric of its own: `slipstream metrics advantage`.",
     )
     advantage_norm: AdvantageNorm | None = Field(
         default=None,
-        description="Normalization of the sum of all terms over the tokens of the batch; null: none.",
+        description="Without the section there is no such normalization; `{}` turns it on with its defaults.",
     )
     overlong: OverlongConfig | None = Field(
-        default=None, description="Penalty for long trajectories; null: none."
+        default=None, description="Without the section there is no penalty."
     )
     turns: TurnsConfig | None = Field(
-        default=None, description="Rewards of single turns; null: only episodes have rewards."
+        default=None, description="Without the section only episodes have rewards."
     )
-    kl: KLConfig | None = Field(
-        default=None, description="Penalty for leaving a reference model; null: none is loaded."
-    )
+    kl: KLConfig | None = Field(default=None, description="Without the section no reference model is loaded.")
     entropy_bonus: float = Field(
         default=0.0,
         ge=0,
-        description="Coefficient of the policy's entropy, which is subtracted from the loss.",
+        description="Coefficient of the policy's entropy. The product is subtracted from the loss.",
     )
     minibatches: int = Field(
         default=1,

@@ -6,7 +6,9 @@ from slipstream.configs.schema.base import Section
 
 
 class CheckpointConfig(Section):
-    """Checkpoints from which a run resumes. They are written while training continues."""
+    """Checkpoints from which a run resumes. They are written to `checkpoints/` in the run folder while
+    training continues. `slipstream train RECIPE --resume` continues from the newest sound one
+    (docs/recovery.md)."""
 
     every: int = Field(
         default=10, ge=0, description="Number of training steps between two checkpoints; 0 writes none."

@@ -60,7 +60,8 @@ PromptTemplate = Annotated[str, AfterValidator(_can_be_filled_in)]
 
 
 class ColumnsConfig(Section):
-    """The columns of a prompt file. A name that is no column leads into objects by its dots."""
+    """The columns of a prompt file. A name that is not a column leads into objects by its dots:
+    `reward_model.ground_truth`."""
 
     prompt: str = Field(
         default="prompt",
@@ -70,8 +71,8 @@ class ColumnsConfig(Section):
     label: str | None = Field(
         default="label",
         min_length=1,
-        description="Column with what the reward compares with. Rows may lack the column `label`, and no "
-        "other; null: there is none.",
+        description="Column with the label that the reward compares with. Rows may lack the column "
+        "`label`, but no column of another name. null: there is no label.",
     )
     metadata: str | None = Field(
         default=None,
@@ -88,10 +89,10 @@ class SourceConfig(Section):
     )
     path: PromptPath = Field(description="As `data.path`.")
     columns: ColumnsConfig | None = Field(
-        default=None, description="Columns of this source; null: those of the section around it."
+        default=None, description="Without the section, the source has the columns of the section around it."
     )
     prompt_template: PromptTemplate | None = Field(
-        default=None, description="Template of this source; null: that of the section around it."
+        default=None, description="Template of this source; null: the template of the section around it."
     )
 
 
@@ -102,7 +103,8 @@ class WeightedSourceConfig(SourceConfig):
         default=None,
         gt=0,
         description="Share of the prompts that come from this source, relative to the other weights. Give "
-        "one to each source or to none. null: its number of prompts, so that all prompts come equally often.",
+        "a weight to every source or to none. null: the source's number of prompts, so that all prompts "
+        "come equally often.",
     )
 
 
@@ -111,24 +113,29 @@ class PromptsConfig(Section):
 
     path: PromptPath | None = Field(
         default=None,
-        description="Prompt file (.jsonl or .parquet), several of them (`part-*.parquet`), or a data set of "
-        "the Hugging Face Hub (`hf://datasets/OWNER/NAME/FOLDER`).",
+        description="Prompt file (.jsonl or .parquet), several of them (`part-*.parquet`), or a data set "
+        "of the Hugging Face Hub (`hf://datasets/OWNER/NAME/FOLDER`).",
     )
     max_prompt_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Largest number of tokens of a prompt, as the chat template writes it. Longer ones are "
-        "left out and counted. null: none is left out, and one without room for a completion is an error.",
+        description="Largest number of tokens of a prompt, as the chat template writes it. Longer prompts "
+        "are left out and counted. null: none is left out, and a prompt without room for a completion is "
+        "an error.",
     )
 
 
 class DataConfig(PromptsConfig):
-    """The prompts to train on."""
+    """The prompts to train on: `path` or `sources`. docs/data.md shows files, columns, mixtures and
+    templates, with examples."""
 
     sources: list[WeightedSourceConfig] = Field(
-        default=[], description="Several prompt files in place of `path`, each with a name and a share."
+        default=[],
+        description="A list, in place of `data.path`: `sources: [{name: math, path: "
+        "math.jsonl, weight: 3}, ...]`. The order of prompts follows from the weights and the seed of the "
+        "run alone, and metrics count each source.",
     )
-    columns: ColumnsConfig = Field(default=ColumnsConfig(), description="Which columns of a row are read.")
+    columns: ColumnsConfig = Field(default=ColumnsConfig())
     prompt_template: PromptTemplate | None = Field(
         default=None,
         description="Text of the prompt with columns in braces, in place of `columns.prompt`: `Solve: "
@@ -140,17 +147,19 @@ class DataConfig(PromptsConfig):
 
 
 class EvalConfig(PromptsConfig):
-    """Mean reward of completions of held-out prompts, before, during and after training."""
+    """Mean reward of completions of held-out prompts, before, during and after training. Give `path` or
+    `sets`."""
 
     sets: list[SourceConfig] = Field(
         default=[],
-        description="Several prompt files in place of `path`, each of which is evaluated by itself.",
+        description="A list, in place of `eval.path`: `sets: [{name: gsm8k, path: gsm8k.parquet}, ...]`. "
+        "Each set has a mean reward of its own: `eval/reward_NAME`.",
     )
     columns: ColumnsConfig | None = Field(
-        default=None, description="Which columns of a row are read; null: `data.columns`."
+        default=None, description="Without the section, held-out prompts have the columns of `data.columns`."
     )
     prompt_template: PromptTemplate | None = Field(
-        default=None, description="As `data.prompt_template`; null: that one."
+        default=None, description="As `data.prompt_template`; null: the template of `data`."
     )
     every: int = Field(
         default=0,
@@ -159,8 +168,8 @@ class EvalConfig(PromptsConfig):
     )
     before_training: bool = Field(
         default=True,
-        description="Evaluate the initial policy before the first training step. A resumed run evaluates it "
-        "only if no earlier start has.",
+        description="Evaluate the initial policy before the first training step. A resumed run does so "
+        "only if no earlier start has evaluated it.",
     )
     max_prompts: int | None = Field(
         default=None, ge=1, description="Largest number of prompts of each file to evaluate on; null: all."
@@ -168,12 +177,10 @@ class EvalConfig(PromptsConfig):
     n_samples_per_prompt: int = Field(
         default=1,
         ge=1,
-        description="Completions of each prompt. More than one needs `eval.sampling.temperature` above 0, "
-        "and adds the metrics `eval/avg_at_N` and `eval/pass_at_K`.",
+        description="Number of completions of each prompt. More than one needs `eval.sampling.temperature` "
+        "above 0, and adds the metrics `eval/avg_at_N` and `eval/pass_at_K`.",
     )
-    sampling: EvalSamplingConfig = Field(
-        default=EvalSamplingConfig(), description="How completions of held-out prompts are sampled."
-    )
+    sampling: EvalSamplingConfig = Field(default=EvalSamplingConfig())
 
 
 @dataclass(frozen=True)

@@ -13,23 +13,25 @@ class DialectConfig(Section):
     tool_parser: str | None = Field(
         default="auto",
         description="SGLang's parser of the policy's tool calls, such as `qwen25` or `llama3`. `auto`: the "
-        "one that its chat template suggests, if any. null: tool calls stay text.",
+        "parser that the chat template suggests, if any. null: tool calls stay text.",
     )
     reasoning_parser: str | None = Field(
         default=None,
         description="SGLang's parser of the policy's reasoning, such as `qwen3` or `deepseek-r1`. `auto`: "
-        "the one that its chat template suggests, if any. null: reasoning stays text.",
+        "the parser that the chat template suggests, if any. null: reasoning stays text.",
     )
     chat_template: PathSetting | None = Field(
-        default=None, description="File with a Jinja chat template; null: the tokenizer's own."
+        default=None, description="File with a Jinja chat template; null: the tokenizer's own template."
     )
     sampling: Literal["client", "recipe"] = Field(
         default="client",
-        description="Treatment of sampling parameters that the trainer cannot reproduce. `client`: they are "
-        "obeyed, and the turn is not trained. `recipe`: turns of the type `main` are sampled with "
+        description="Treatment of sampling parameters that the trainer cannot reproduce. `client`: they "
+        "are used, and the turn is not trained. `recipe`: turns of the type `main` are sampled with "
         "`rollout.sampling` instead.",
     )
 
 
 class EndpointConfig(DialectConfig):
-    """The endpoint of each collector, where agents and hooks talk to the policy."""
+    """How the endpoint of each collector speaks for the policy, where a workflow has agents talk to it
+    (docs/agents.md). It serves OpenAI's and Anthropic's protocols and SGLang's own, on loopback. The section
+    is refused with a workflow that has no use for it."""

@@ -8,7 +8,8 @@ from slipstream.configs.schema.base import Section
 
 
 class DriftConfig(Section):
-    """Slows training while the policy at a step's start is too far from the one that sampled its batch."""
+    """Slows training while the policy at the start of a training step is too far from the policy that sampled
+    its batch. Formulas: docs/objectives.md#limits-of-drift."""
 
     kl: float | None = Field(
         default=0.01,
@@ -24,13 +25,14 @@ class DriftConfig(Section):
     )
     slows: Literal["learning_rate", "admission"] = Field(
         default="learning_rate",
-        description="What is reduced to hold the limits. `learning_rate`: its factor. `admission`: the "
-        "number of groups that may be in flight, so that tokens are less stale; the learning rate stays.",
+        description="Quantity that is reduced to hold the limits. `learning_rate`: the factor of the "
+        "learning rate. `admission`: the number of groups that may be in flight, so that tokens become "
+        "less stale while the learning rate stays.",
     )
     floor: float = Field(
         default=0.05,
         gt=0,
         le=1,
-        description="Smallest factor of the learning rate, or smallest fraction of the groups in flight; one "
-        "batch may always be in flight.",
+        description="Smallest factor of the learning rate, or smallest fraction of the groups in flight. "
+        "One batch may always be in flight.",
     )

@@ -24,8 +24,8 @@ class LimitsConfig(Section):
     context: int | None = Field(
         default=None,
         ge=16,
-        description="Largest number of tokens of prompt and answer together; a longer prompt gets HTTP 400. "
-        "null: what the engines serve of the model's context, all but the last six tokens.",
+        description="Largest number of tokens of prompt and answer together; a longer prompt gets HTTP "
+        "400. null: what the engines serve of the model's context, except the last six tokens.",
     )
     concurrent: int = Field(
         default=1024,
@@ -35,37 +35,40 @@ class LimitsConfig(Section):
     requests_per_minute: float | None = Field(
         default=None,
         gt=0,
-        description="Requests that one API key may send in a minute, spread or at once; beyond it, HTTP 429. "
-        "null: no limit.",
+        description="Number of requests that one API key may send in a minute, spread out or at once; "
+        "beyond it, HTTP 429. null: no limit.",
     )
     sessions: int = Field(
         default=100_000,
         ge=1,
-        description="Largest number of sessions that a process keeps. The one that has rested longest is "
-        "evicted, but never one with a turn that waits to be judged; where none is left, HTTP 429.",
+        description="Largest number of sessions that a process keeps. The session that has rested longest "
+        "is evicted, but never one with a turn that waits to be judged. If no session can be evicted: HTTP "
+        "429.",
     )
     session_bytes: int = Field(
         default=4_294_967_296,
         ge=1_048_576,
-        description="Memory for the stored histories of all sessions of a process, in bytes. Sessions are "
-        "evicted as by `sessions`.",
+        description="Memory for the stored histories of all sessions of a process, in bytes. Beyond it, "
+        "sessions are evicted as by `sessions`.",
     )
 
 
 class GatewayConfig(DialectConfig):
-    """The endpoint for live users: OpenAI's and Anthropic's protocols and SGLang's own."""
+    """The endpoint for live users, on the engines that also generate rollouts. It serves OpenAI's and
+    Anthropic's protocols and SGLang's own (docs/live.md)."""
 
     host: str = Field(
         default="127.0.0.1",
         min_length=1,
-        description="Address on which to listen. The default lets nobody in from other machines.",
+        description="Address on which to listen. With the default no other machine can connect.",
     )
     port: int = Field(default=30000, ge=1, le=65535, description="Port of the endpoint.")
     admin_port: int = Field(
         default=30001,
         ge=1,
         le=65535,
-        description="Port for metrics and maintenance. It listens on 127.0.0.1 only.",
+        description="Port for metrics and maintenance, on 127.0.0.1 only. It differs from `port`, so that "
+        "users do not reach it.",
     )
     processes: int = Field(
         default=1,
@@ -87,19 +90,18 @@ class GatewayConfig(DialectConfig):
     )
     allow_gaps: bool = Field(
         default=False,
-        description="Allow engines that share GPUs with the trainer (`rollout.engine.colocated`): answers "
-        "stand still while the trainer trains.",
+        description="Allow engines that share GPUs with the trainer (`rollout.engine.colocated`): users "
+        "get no tokens while the trainer trains.",
     )
     idle_timeout_s: float = Field(
         default=1800,
         gt=0,
-        description="Seconds without a request after which a session ends, and its last turn is judged "
+        description="Seconds without a request after which a session ends. Its last turn is then judged "
         "without a next state.",
     )
     log_content: bool = Field(
-        default=False, description="Write the contents of requests and answers into the log."
+        default=False, description="Write the content of requests and answers into the log."
     )
     limits: LimitsConfig = Field(
         default=LimitsConfig(),
-        description="What one request, one API key and all sessions together may use.",
     )

@@ -9,17 +9,19 @@ from slipstream.configs.schema.plugin import ImportPath
 
 
 class HooksConfig(Section):
-    """Functions and classes with slime's signatures, by their import paths."""
+    """Code written for slime (https://github.com/THUDM/slime), which runs unchanged: functions and classes
+    with slime's signatures, by their import paths (docs/slime.md)."""
 
     custom_generate_function: ImportPath | None = Field(
         default=None,
-        description="`async (args, sample, sampling_params[, evaluation])`: one episode; returns a sample "
-        "or a list of them. null: one completion of the prompt.",
+        description="`async (args, sample, sampling_params[, evaluation])`: runs one episode and returns a "
+        "sample or a list of them. null: one completion of the prompt.",
     )
     custom_rm: ImportPath | None = Field(
         default=None,
-        description="`async (args, sample)`, or `(args, samples)` for lists: the reward, a number or a "
-        "mapping with `rollout.reward_key`. null: `rollout.reward`, where the sample has none.",
+        description="`async (args, sample)`, or `(args, samples)` for lists: returns the reward, a number "
+        "or a mapping with `rollout.reward_key`. null: `rollout.reward`, for samples that have no reward "
+        "yet.",
     )
     group_rm: bool = Field(
         default=False, description="Ask `custom_rm` once for all samples of a group, as `(args, samples)`."
@@ -30,12 +32,12 @@ class HooksConfig(Section):
     rm_url: str | None = Field(default=None, description="Server of `rm_type: remote_rm`; null: none.")
     rollout_sample_hook: list[ImportPath] = Field(
         default=[],
-        description="`(args, sample, *, rollout_id, evaluation)`, plain or `async`, in this order: called "
-        "for every sample before its reward; returns the sample to go on with, or null.",
+        description="`(args, sample, *, rollout_id, evaluation)`, plain or `async`: called for every "
+        "sample before its reward, in this order; returns the sample to go on with, or null.",
     )
     dynamic_sampling_filter: ImportPath | None = Field(
         default=None,
-        description="`(args, samples, **kwargs)`: whether a group is trained; a boolean or a "
+        description="`(args, samples, **kwargs)`: says whether a group is trained, as a boolean or a "
         "`DynamicFilterOutput`.",
     )
     rollout_sample_filter: ImportPath | None = Field(
@@ -51,7 +53,7 @@ class HooksConfig(Section):
     eval_function: ImportPath | None = Field(
         default=None,
         description="`(args, rollout_id, data_source, evaluation=True)`: evaluates whole sets. null: "
-        "`rollout_function`; without that, Slipstream evaluates each prompt.",
+        "`rollout_function`; if that is null too, Slipstream evaluates each prompt.",
     )
     data_source: ImportPath | None = Field(
         default=None,
@@ -65,8 +67,8 @@ class HooksConfig(Section):
     )
     rollout_all_samples_process: ImportPath | None = Field(
         default=None,
-        description="`(args, groups, data_source)`: sees all groups, filtered ones included. Called with one "
-        "group at a time, and with a data source that has nothing.",
+        description="`(args, groups, data_source)`: sees all groups, filtered ones included. Called with "
+        "one group at a time, and with an empty data source.",
     )
     custom_reward_post_process: ImportPath | None = Field(
         default=None, description="`(args, samples)`: returns raw rewards and rewards of a batch."
@@ -76,13 +78,13 @@ class HooksConfig(Section):
     )
     custom_rollout_log_function: ImportPath | None = Field(
         default=None,
-        description="`(rollout_id, args, samples, rollout_extra_metrics, rollout_time)`: logs a batch; true "
-        "skips Slipstream's metrics of it.",
+        description="`(rollout_id, args, samples, rollout_extra_metrics, rollout_time)`: logs a batch; if "
+        "it returns true, Slipstream's own metrics of the batch are skipped.",
     )
     custom_eval_rollout_log_function: ImportPath | None = Field(
         default=None,
-        description="`(rollout_id, args, data, extra_metrics)`: logs an evaluation; true skips Slipstream's "
-        "metrics of it.",
+        description="`(rollout_id, args, data, extra_metrics)`: logs an evaluation; if it returns true, "
+        "Slipstream's own metrics of the evaluation are skipped.",
     )
     rollout_data_postprocess: ImportPath | None = Field(
         default=None, description="`(args, rollout_id, rollout_data)`: changes a rank's data of a batch."
@@ -101,8 +103,8 @@ class HooksConfig(Section):
     )
     custom_pg_loss_reducer_function: ImportPath | None = Field(
         default=None,
-        description="`(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)`: returns the "
-        "function that makes one number of the losses of tokens.",
+        description="`(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)`: returns "
+        "the function that reduces the losses of tokens to one number.",
     )
     custom_megatron_init: ImportPath | None = Field(
         default=None, description="`(args)`: called once on each rank before the model is made."
@@ -127,7 +129,8 @@ class HooksConfig(Section):
     )
     apply_chat_template: bool = Field(
         default=True,
-        description="Give hooks the prompt as the chat template's text; false: as it is in the prompt set.",
+        description="Give hooks the prompt as the text that the chat template writes; false: as it stands "
+        "in the prompt set.",
     )
     import_timeout_s: float = Field(
         default=60,
@@ -138,9 +141,9 @@ class HooksConfig(Section):
     batch_timeout_s: float = Field(
         default=300,
         gt=0,
-        description="Seconds that a hook may take for one batch in its own process beside the driver. A hook "
-        "that logs is ended then, and Slipstream's metrics are logged; one that makes training data ends the "
-        "run.",
+        description="Seconds that a hook may take for one batch in its own process beside the driver. Then "
+        "a hook that logs is ended, and Slipstream's metrics are logged; a hook that makes training data "
+        "ends the run.",
     )
 
     @property

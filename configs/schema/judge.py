@@ -14,7 +14,7 @@ class KeyedServer(Section):
     key_env: str | None = Field(
         default=None,
         min_length=1,
-        description="Environment variable with the key of the server; null: it asks for none.",
+        description="Environment variable with the key of the server; null: the server needs none.",
     )
 
 
@@ -31,14 +31,15 @@ class UrlEndpoint(KeyedServer):
 
 
 class PolicyItself(Section):
-    """The policy's own engines. They are asked directly, so that nothing of it is recorded or trained."""
+    """The policy's own engines. Requests go to them directly, so that nothing of the conversation is recorded
+    or trained."""
 
     type: Literal["policy"] = "policy"
 
 
 class OwnEngines(Section):
-    """SGLang engines of the judge's own, on devices of their own. The run starts them, watches them and ends
-    them. Their weights never change."""
+    """SGLang engines of the judge's own, on devices of their own. The run starts, watches and ends them.
+    Their weights never change."""
 
     type: Literal["engines"] = "engines"
     path: PathSetting = Field(description="Hugging Face checkpoint directory of the judge's model.")
@@ -53,8 +54,8 @@ class OwnEngines(Section):
     answer_timeout_s: float = Field(
         default=20,
         gt=0,
-        description="Seconds within which an engine must say that it is well. It is asked every few seconds. "
-        "One that does not say so is started again.",
+        description="Seconds within which an engine must answer a question about its health, which it gets "
+        "every few seconds. An engine that does not answer is started again.",
     )
     args: dict[str, object] = Field(
         default={}, description="Further fields of SGLang's ServerArgs, under their own names."
@@ -65,19 +66,19 @@ Endpoint = Annotated[UrlEndpoint | PolicyItself | OwnEngines, Field(discriminato
 
 
 class ScoringTeacher(Section):
-    """Somebody who gives log-probs to the tokens of an answer."""
+    """A model that gives log-probs to the tokens of an answer."""
 
     top_k: int = Field(
         default=0,
         ge=0,
         le=1024,
-        description="Number of the teacher's likeliest tokens whose log-probs are kept at each position; 0: "
-        "those of the sampled tokens alone.",
+        description="Number of the teacher's likeliest tokens whose log-probs are kept at each position; "
+        "0: only those of the sampled tokens.",
     )
 
 
 class PolicyTeacher(ScoringTeacher):
-    """The policy itself, as its engines hold it now: it is its own teacher because it sees the hint."""
+    """The policy itself, as its engines hold it now. It can teach itself because it sees the hint."""
 
     type: Literal["policy"] = "policy"
 
@@ -111,7 +112,7 @@ class LongestHint(Section):
 
 
 class OverlapHint(Section):
-    """The hint under which the teacher's likeliest tokens agree most with the policy's, over all positions of
+    """The hint with which the teacher's likeliest tokens agree most with the policy's, over all positions of
     the answer."""
 
     type: Literal["overlap"] = "overlap"
@@ -152,34 +153,34 @@ class ModelQuestion(Section):
 
 
 class ScoreQuestion(ModelQuestion):
-    """The question about the worth of a turn."""
+    """The question how good a turn was."""
 
     prompt: PromptMaker = PluginConfig(path=f"{MODEL}.prompts.ask_score")
     parser: VoteReader = PluginConfig(path=f"{MODEL}.parsing.read_score")
 
 
 class HintQuestion(ModelQuestion):
-    """The question about a hint. A vote of 1 is yes."""
+    """The question about a hint. A vote of 1 that carries a hint says yes."""
 
     prompt: PromptMaker = PluginConfig(path=f"{MODEL}.prompts.ask_hint")
     parser: VoteReader = PluginConfig(path=f"{MODEL}.parsing.read_hint")
 
 
 class HintConfig(Section):
-    """Hints: what would have made an answer better, learned from what came next."""
+    """Hints say what would have made an answer better, learned from what came next."""
 
     question: HintQuestion | None = Field(
         default=HintQuestion(),
-        description="The question about a hint. A vote of 1 that carries a hint says yes. null: the votes "
-        "for the winning score carry the hints, so that nothing else is asked.",
+        description="With null in place of the section, the votes for the winning score carry the hints, "
+        "and nothing else is asked.",
     )
     choose: HintChoice = Field(
-        default=LongestHint(), description="Which hint of the votes that say yes is taken."
+        default=LongestHint(), description="Choice among the hints of the votes that say yes."
     )
     teacher: Teacher | None = Field(
         default=None,
-        description="Who scores the tokens of the answer behind the prompt with the hint; null: nobody, and "
-        "hints are stored only.",
+        description="Model that scores the tokens of the answer after the prompt with the hint. Without "
+        "the section no tokens are scored, and hints are only stored.",
     )
 
 
@@ -189,20 +190,21 @@ class JudgeSection(Section):
     ask_again_s: float = Field(
         default=60,
         gt=0,
-        description="Seconds until a turn of a live user without a verdict is asked about again, because the "
-        "judge has returned none, has failed in all attempts, or cannot be started. They double each time, "
-        "up to an hour.",
+        description="Seconds until the judge is asked again about a turn of a live user without a verdict: "
+        "the judge has returned none, has failed in all attempts, or cannot be started. They double each "
+        "time, up to an hour.",
     )
     give_up_s: float = Field(
         default=21_600,
         gt=0,
-        description="Seconds that a turn of a live user may wait for its verdict, from what came next or "
-        "from the last start of the run. Then it is `failed`: it gets no score, and is not trained.",
+        description="Seconds that a turn of a live user may wait for its verdict, counted from what came "
+        "next or from the last start of the run. Then the turn is `failed`: it gets no score and is not "
+        "trained.",
     )
 
 
 class CodeJudge(JudgeSection):
-    """Code that says what a turn was worth."""
+    """Code that says how good a turn was."""
 
     type: Literal["code"] = "code"
     code: Plugin = Field(
@@ -214,41 +216,43 @@ class CodeJudge(JudgeSection):
 
 
 class ModelJudge(JudgeSection):
-    """A language model that votes on what a turn, or an episode, was worth."""
+    """A language model that votes on how good a turn or an episode was."""
 
     type: Literal["model"] = "model"
-    endpoint: Endpoint = Field(description="Where the language model answers.")
+    endpoint: Endpoint = Field(description="Server or engines of the language model.")
     votes: int = Field(
         default=3,
         ge=1,
         le=64,
-        description="Number of times that the model is asked each question. The score that most of the votes "
-        "have counts; where two lead, there is no verdict yet.",
+        description="Number of times that the model is asked each question. The score with the most votes "
+        "counts; if two scores lead, there is no verdict yet.",
     )
     min_votes: int = Field(
         default=1,
         ge=1,
         le=64,
-        description="Smallest number of votes that must have come and be readable. With fewer there is no "
-        "verdict yet.",
+        description="Smallest number of votes that must have come and be readable. With fewer votes there "
+        "is no verdict yet.",
     )
     temperature: float = Field(default=0.6, ge=0, description="Temperature at which the model is sampled.")
     max_new_tokens: int = Field(
         default=4096,
         ge=1,
-        description="Largest number of tokens of an answer of the model. One that is cut off there is "
-        "unparsable.",
+        description="Largest number of tokens of an answer of the model. An answer that is cut off there "
+        "counts as unparsable.",
     )
     request_timeout_s: float = Field(
         default=100,
         gt=0,
-        description="Seconds that one vote may take; then it is missing. The votes on one turn are asked for "
-        "at once.",
+        description="Seconds that one vote may take; after them the vote is missing. All votes on one turn "
+        "are requested at once.",
     )
     score: ScoreQuestion | None = Field(
-        default=ScoreQuestion(), description="The question about the worth of a turn; null: hints alone."
+        default=ScoreQuestion(),
+        description="With null in place of the section, no score is asked for, "
+        "and turns are trained by their teacher alone.",
     )
-    hint: HintConfig | None = Field(default=None, description="Hints; null: none are asked for.")
+    hint: HintConfig | None = Field(default=None, description="Without the section no hints are asked for.")
 
     @property
     def scores_tokens(self) -> bool:

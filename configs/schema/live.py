@@ -9,7 +9,7 @@ from slipstream.configs.schema.rollout import JudgingConfig
 
 
 class LiveJudgingConfig(JudgingConfig):
-    """The processes in which `judge` judges live turns. They are apart from those of `rollout.reward`."""
+    """The processes in which `judge` judges live turns, apart from those of `rollout.reward`."""
 
     processes: int = Field(
         default=1, ge=1, le=1024, description="Number of processes that judge the turns of live users."
@@ -29,20 +29,20 @@ class LiveJudgingConfig(JudgingConfig):
     attempts: int = Field(
         default=3,
         ge=1,
-        description="Number of attempts at judging a turn before it is put off. The turn goes on waiting for "
-        "its verdict, and gets no score.",
+        description="Number of attempts at judging a turn before the turn is put off. It goes on waiting "
+        "for its verdict, and gets no score meanwhile.",
     )
     memory_mb: int | None = Field(
         default=4096,
         ge=256,
-        description="Largest heap of a judge process, and of each process that it starts, in MB: beyond it, "
-        "allocations raise MemoryError. A process that still holds three quarters of it between two turns is "
-        "replaced. null: no limit.",
+        description="Largest heap of a judge process, and of each process that it starts, in MB. Beyond "
+        "it, allocations raise MemoryError. A process that still holds three quarters of it between two "
+        "turns is replaced. null: no limit.",
     )
     start_timeout_s: float = Field(
         default=300,
         gt=0,
-        description="Seconds that a judge process may take to import and construct it.",
+        description="Seconds that a judge process may take to import and construct the judge.",
     )
 
 
@@ -53,7 +53,8 @@ class NoBaseline(Section):
 
 
 class RunningBaseline(Section):
-    """The advantage of a turn is its score minus the mean of the scores trained before it."""
+    """The advantage of a turn is its score minus the mean of the scores trained before it. A resumed run
+    computes the mean from the ledger, so that it is the mean that the restored weights have seen."""
 
     type: Literal["running"] = "running"
     decay: float = Field(
@@ -74,30 +75,29 @@ Baseline = Annotated[RunningBaseline | NoBaseline, Field(discriminator="type")]
 
 
 class LiveConfig(Section):
-    """How the policy learns from the turns of live users."""
+    """How the policy learns from the users whom a gateway serves (docs/live.md)."""
 
     train: bool = Field(
         default=True,
-        description="Train on the turns. False: they are recorded, but neither judged nor trained.",
+        description="Train on the turns. false: turns are recorded, but neither judged nor trained.",
     )
-    judging: LiveJudgingConfig = Field(
-        default=LiveJudgingConfig(), description="The processes in which the judge runs."
-    )
+    judging: LiveJudgingConfig = Field(default=LiveJudgingConfig())
     share: float = Field(
         default=0.5,
         gt=0,
         le=1,
-        description="Share of the batch that turns of live users make: of `rollout.batch_size` groups, so "
-        "many are replaced by one live trajectory each. 1: a batch holds live trajectories alone.",
+        description="Share of the batch that live users get: of the `rollout.batch_size` groups, this "
+        "share is replaced by one live trajectory each. 1: a batch holds live trajectories alone.",
     )
     max_wait_s: float = Field(
         default=60,
         ge=0,
-        description="Seconds that a batch which lacks nothing but live trajectories waits for them. Then it "
-        "is trained with those that are there, and no further batch waits until a turn has become ready.",
+        description="Seconds that a batch which lacks only live trajectories waits for them. Then it is "
+        "trained with those that have come, and no further batch waits until a turn is ready.",
     )
     baseline: Baseline = Field(
-        default=RunningBaseline(), description="What a turn's score is compared with for its advantage."
+        default=RunningBaseline(),
+        description="Number that is subtracted from the score of a turn for its advantage.",
     )
 
 

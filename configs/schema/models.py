@@ -19,7 +19,8 @@ class CheckpointReference(Section):
 
 
 class AverageReference(Section):
-    """The exponential moving average of the policy's own weights, in float32."""
+    """The exponential moving average of the policy's own weights, in float32. The run's checkpoints contain
+    it."""
 
     type: Literal["average"] = "average"
     decay: float = Field(
@@ -34,14 +35,16 @@ Reference = Annotated[CheckpointReference | AverageReference, Field(discriminato
 
 
 class KLConfig(Section):
-    """A penalty for the divergence of the policy from a reference model."""
+    """A penalty for the divergence of the policy from a reference model
+    (docs/objectives.md#models-besides-the-policy)."""
 
     coefficient: float = Field(default=1e-3, gt=0, description="Coefficient of the KL estimate.")
     where: Literal["loss", "reward"] = Field(
         default="loss",
-        description="`loss`: the estimate is added to the loss, times pi / mu, which makes its gradient "
-        "unbiased. `reward`: it is subtracted from the reward of each token with GAE, and "
-        "from the reward of the trajectory otherwise.",
+        description="`loss`: the coefficient times the estimate is added to the loss of each token, times "
+        "pi / mu, which makes its gradient unbiased. `reward`: it is subtracted from rewards before "
+        "advantages are computed: from the reward of each token with GAE, and as a sum from the reward of "
+        "the trajectory otherwise.",
     )
     estimator: Literal["k1", "k2", "k3"] = Field(
         default="k3",
@@ -50,7 +53,7 @@ class KLConfig(Section):
     penalty: Plugin | None = Field(
         default=None,
         description="Import path of a class with the method `estimate` of `slipstream.ReferencePenalty`, "
-        "which takes the place of `estimator`; null: `estimator`.",
+        "which replaces `estimator`; null: `estimator` is used.",
     )
     reference: Reference = Field(
         default=CheckpointReference(), description="Model from which the divergence is measured."
@@ -58,11 +61,14 @@ class KLConfig(Section):
 
 
 class CriticOptimizerConfig(OptimizerConfig):
+    """As `actor.optimizer`, with a higher learning rate."""
+
     lr: float = Field(default=1e-5, gt=0, description="Peak learning rate, reached after the warm-up.")
 
 
 class CriticConfig(Section):
-    """A model that predicts one value per token, trained beside the policy and in its layout."""
+    """The value model of `estimator: gae` in `actor.advantage`: it predicts one value per token. It is
+    trained beside the policy, with the policy's layout and micro-batches."""
 
     path: PathSetting | None = Field(
         default=None,
@@ -70,15 +76,14 @@ class CriticConfig(Section):
         "head starts at 0, or a model for sequence classification with one label (`score.weight`); "
         "null: `model.path`.",
     )
-    optimizer: CriticOptimizerConfig = Field(
-        default=CriticOptimizerConfig(), description="Optimizer of the critic."
-    )
+    optimizer: CriticOptimizerConfig = Field(default=CriticOptimizerConfig())
     discount: float = Field(default=1.0, gt=0, le=1, description="Discount of later rewards, per token.")
     gae_lambda: float = Field(
         default=1.0,
         ge=0,
         le=1,
-        description="Lambda of GAE. 1 gives returns minus values; less has less variance and more bias.",
+        description="Lambda of GAE. With 1, advantages are returns minus values; a smaller lambda has less "
+        "variance and more bias.",
     )
     value_clip: float | None = Field(
         default=0.2,

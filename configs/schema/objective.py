@@ -33,13 +33,14 @@ class _Clipped(_Objective):
 
 
 class PPOObjective(_Clipped):
-    """PPO's clipped surrogate. Equal clip ranges are plain PPO; a larger upper one is DAPO's clip-higher."""
+    """PPO's clipped surrogate. Equal clip ranges are plain PPO, and a larger upper range is DAPO's
+    clip-higher."""
 
     type: Literal["ppo"] = "ppo"
 
 
 class DualClipObjective(_Clipped):
-    """PPO with a bounded loss for negative advantages too."""
+    """PPO whose loss is also bounded for negative advantages."""
 
     type: Literal["dual_clip"] = "dual_clip"
     bound: float = Field(
@@ -58,7 +59,7 @@ class DecayedClipObjective(_Clipped):
 
 
 class GSPOObjective(_Objective):
-    """PPO on the ratio of whole sequences, which is the geometric mean of their tokens' ratios."""
+    """PPO on the ratio of a whole sequence, which is the geometric mean of the ratios of its tokens."""
 
     type: Literal["gspo"] = "gspo"
     by_sequence: ClassVar[bool] = True
@@ -139,9 +140,7 @@ class AIPOObjective(_Objective):
 
 class TOPRObjective(_Objective):
     """Tapered off-policy REINFORCE: failures are weighted by the ratio pi / mu of their sequence, at most 1.
-
-    Successes have the weight 1 however old they are.
-    """
+    Successes have the weight 1, whatever their age."""
 
     type: Literal["topr"] = "topr"
     against_behaviour: ClassVar[bool] = True
@@ -156,18 +155,19 @@ class ReinforceObjective(_Objective):
 
 
 class PluginObjective(PluginConfig):
-    """An objective of your own: a class with the method `loss` of `slipstream.TokenObjective`."""
+    """An objective of your own (docs/customization.md): a class with the method `loss` of
+    `slipstream.TokenObjective`."""
 
     type: Literal["plugin"] = "plugin"
     corrects_staleness: bool = Field(
         default=False,
-        description="The objective takes its ratio to the behaviour policy, which corrects for stale data: "
-        "no importance weight is applied to it. A class may state the same in an attribute of this name.",
+        description="The objective takes its ratio to the behaviour policy, which corrects for stale data, "
+        "so no importance weight is applied to it. A class may state the same in an attribute of this name.",
     )
     bounded: bool = Field(
         default=False,
-        description="The objective has a trust region: a token that the policy has left loses its gradient, "
-        "or has a capped weight.",
+        description="The objective has a trust region: a token outside of it loses its gradient or has a "
+        "capped weight.",
     )
     by_sequence: bool = Field(default=False, description="All tokens of a sequence share one ratio.")
 
@@ -207,14 +207,15 @@ class TokenCap(Section):
 
 
 class TokenMask(Section):
-    """Tokens with pi_old / mu outside a band get no loss. The other importance weights stay (IcePop)."""
+    """Tokens with pi_old / mu outside a band get no loss. The importance weights of the other tokens stay
+    (IcePop)."""
 
     type: Literal["mask"] = "mask"
     low: float | None = Field(
         default=0.5,
         gt=0,
         le=1,
-        description="Smallest pi_old / mu of a token that is trained; null: there is no lower limit.",
+        description="Smallest pi_old / mu of a token that is trained; null: no lower limit.",
     )
     high: float = Field(default=5.0, ge=1, description="Largest pi_old / mu of a token that is trained.")
 
@@ -261,7 +262,7 @@ SequenceCorrection = Annotated[GeometricMask | ProductMask | KLMask, Field(discr
 
 
 class NegativeMask(Section):
-    """Drops sequences with a negative advantage that the policy has left (DeepSeek-V3.2)."""
+    """Drops sequences with a negative advantage from which the policy has moved away (DeepSeek-V3.2)."""
 
     delta: float = Field(
         default=1e-4,
@@ -272,25 +273,28 @@ class NegativeMask(Section):
     errors: float | None = Field(
         default=2.0,
         ge=0,
-        description="Standard errors of the mismatch that the mean may be above delta. With v, the mean of "
-        "log(pi_old / mu)^2 over tokens of lag 0, a sequence of T tokens is dropped above delta + v / 2 + "
-        "errors * sqrt(v / T). null: above delta, as DeepSeek-V3.2 does, which under a bfloat16 engine drops "
-        "nearly half of the fresh failures.",
+        description="Number of standard errors of the mismatch by which the mean may exceed delta. With v, "
+        "the mean of log(pi_old / mu)^2 over tokens of lag 0, a sequence of T tokens is dropped above "
+        "delta + v / 2 + errors * sqrt(v / T). null: above delta, as DeepSeek-V3.2 does; with a bfloat16 "
+        "engine this drops nearly half of the fresh failures.",
     )
 
 
 class CorrectionConfig(Section):
-    """Corrections for tokens and sequences that another policy sampled. They can be combined."""
+    """Corrections for tokens and sequences that another policy sampled. The three can be combined."""
 
     token: TokenCorrection | None = Field(
         default=None,
-        description="Correction of single tokens; null: `cap` with `actor.use_decoupled_loss`, else none.",
+        description="Correction of single tokens. Without the section: `{type: cap}` with "
+        "`actor.use_decoupled_loss`, and no correction otherwise.",
     )
     sequence: SequenceCorrection | None = Field(
-        default=None, description="Correction of whole sequences; null: none."
+        default=None,
+        description="Correction of whole sequences, by a statistic of pi_old / mu over their "
+        "trained tokens. Without the section there is none.",
     )
     negative: NegativeMask | None = Field(
-        default=None, description="Correction of sequences with a negative advantage; null: none."
+        default=None, description="Without the section there is no such correction."
     )
 
     @property
@@ -301,7 +305,8 @@ class CorrectionConfig(Section):
 
 
 class TurnsConfig(Section):
-    """Rewards of single turns, which a workflow sets in `Trajectory.turn_rewards`."""
+    """Rewards of single turns, which the workflow sets in `Trajectory.turn_rewards`
+    (docs/objectives.md#rewards-of-turns)."""
 
     coefficient: float = Field(
         default=1.0, gt=0, description="Coefficient of the turns' part of the advantage."
@@ -326,7 +331,8 @@ class TurnsConfig(Section):
 
 
 class OverlongConfig(Section):
-    """A penalty that grows linearly with the length of a trajectory (DAPO's soft overlong punishment)."""
+    """A penalty that grows linearly with the length of a trajectory (DAPO's soft overlong punishment). Logged
+    and filtered rewards do not include it."""
 
     start: int = Field(ge=0, description="Largest number of sampled tokens without a penalty.")
     end: int = Field(

@@ -14,18 +14,18 @@ class ConstantRate(Section):
 
 
 class _Decaying(Section):
-    min_lr: float = Field(default=0.0, ge=0, description="Learning rate after the decay.")
+    min_lr: float = Field(default=0.0, ge=0, description="Learning rate after the decay. Less than `lr`.")
     start: int = Field(
         default=0,
         ge=0,
-        description="Number of training steps, warm-up included, before the decay begins. The decay never "
-        "begins before the end of the warm-up.",
+        description="Training step, warm-up included, after which the decay begins. The decay never begins "
+        "before the end of the warm-up.",
     )
     steps: int | None = Field(
         default=None,
         ge=1,
-        description="Number of training steps, warm-up included, after which the learning rate is `min_lr`; "
-        "null: `run.steps`.",
+        description="Training step, warm-up included, after which the learning rate is `min_lr`. More than "
+        "`warmup_steps` and `start`. null: `run.steps`.",
     )
 
 
@@ -53,17 +53,30 @@ Decay = Annotated[
 
 
 class OptimizerConfig(Section):
-    """Megatron's Adam, with a linear warm-up and then a decay of the learning rate."""
+    """Megatron's Adam. The learning rate rises linearly over `warmup_steps` and then follows `decay`. It
+    depends on the training step alone, so a resumed run continues where it stopped. Norms and biases, the
+    parameters of one dimension, have no weight decay, and frozen weights have none either: with `actor.lora`,
+    only the adapters decay. `actor.megatron: {apply_wd_to_qk_layernorm: true}` applies weight decay to the
+    norms of queries and keys.
+
+    The two `overlap` settings change when ranks communicate, but not what they compute. They are useful on
+    GPUs and work on CPUs. With `overlap_grad_reduce`, the gradient of the output layer takes as much
+    additional memory as that layer, in `model.dtype`.
+    """
 
     lr: float = Field(default=1e-6, gt=0, description="Peak learning rate, reached after the warm-up.")
     warmup_steps: int = Field(
         default=0, ge=0, description="Number of training steps over which the learning rate rises linearly."
     )
-    decay: Decay = Field(default=ConstantRate(), description="Learning rate after the warm-up.")
+    decay: Decay = Field(
+        default=ConstantRate(),
+        description="The learning rate after the warm-up. `decay: "
+        "cosine` is short for a type with its defaults.",
+    )
     weight_decay: float = Field(
         default=0.0,
         ge=0,
-        description="Decoupled weight decay (AdamW) of matrices; norms and biases have none.",
+        description="Decoupled weight decay (AdamW) of matrices. Norms and biases have none.",
     )
     beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay rate of Adam's first moment.")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay rate of Adam's second moment.")

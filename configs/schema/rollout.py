@@ -19,7 +19,7 @@ class EngineConfig(Section):
         default=1,
         ge=1,
         description="Number of nodes of each engine, with equally many ranks on each. More than one needs "
-        "`cluster.type: slurm`, and a transport that reaches several nodes.",
+        "`cluster.type: slurm`, and a transport that reaches several nodes (`shards` or `disk`).",
     )
     tensor_parallel: int = Field(
         default=1,
@@ -29,22 +29,23 @@ class EngineConfig(Section):
     data_parallel: int = Field(
         default=1,
         ge=1,
-        description="Number of groups into which the tensor-parallel ranks divide for attention (SGLang's "
-        "data-parallel attention). Each group serves requests of its own and holds their KV cache alone, so "
-        "that heads are split over `tensor_parallel / data_parallel` ranks.",
+        description="Number of groups into which the tensor-parallel ranks are divided for attention "
+        "(SGLang's data-parallel attention). Each group serves requests of its own and alone holds their "
+        "KV cache, so heads are split over `tensor_parallel / data_parallel` ranks.",
     )
     expert_parallel: int = Field(
         default=1,
         ge=1,
-        description="Number of groups into which the tensor-parallel ranks divide for experts. Each group "
-        "holds its share of the experts, each split over `tensor_parallel / expert_parallel` ranks.",
+        description="Number of groups into which the tensor-parallel ranks are divided for experts. Each "
+        "group holds its share of the experts, and each expert is split over `tensor_parallel / "
+        "expert_parallel` ranks.",
     )
     pipeline_parallel: int = Field(default=1, ge=1, description="Number of pipeline stages per engine.")
     quantization: Literal["fp8"] | None = Field(
         default=None,
-        description="How the engines hold the weights of the policy. `fp8`: projections in blocks of 128 x "
-        "128, which the trainer quantizes for each version; the trainer's own weights stay as they are. "
-        "null: in `model.dtype`.",
+        description="Data type in which the engines hold the weights of the policy. `fp8`: projections in "
+        "blocks of 128 x 128, which the trainer quantizes for each version while its own weights stay as "
+        "they are. null: `model.dtype`.",
     )
     colocated: bool = Field(
         default=False,
@@ -58,20 +59,21 @@ class EngineConfig(Section):
         default=600,
         gt=0,
         description="Seconds for which an engine may send nothing about a request. Then the engine is "
-        "checked and the request is continued. Pauses for an update count, turns of a colocated trainer do "
-        "not.",
+        "checked and the request is continued. Pauses for an update count; the turns of a colocated "
+        "trainer do not.",
     )
     answer_timeout_s: float = Field(
         default=20,
         gt=0,
-        description="Seconds within which an engine must say that it is well. It is asked every few seconds. "
-        "One that does not say so is given up: its requests go on elsewhere, and it is started again.",
+        description="Seconds within which an engine must answer a question about its health, which it gets "
+        "every few seconds. An engine that does not answer is given up: its requests continue on other "
+        "engines, and it is started again.",
     )
     stream_interval: int = Field(
         default=64,
         ge=1,
-        description="Number of tokens between two messages of an engine about a request: the most that is "
-        "lost of a completion when its engine dies.",
+        description="Number of tokens between two messages of an engine about a request. When the engine "
+        "dies, at most this many tokens of a completion are lost.",
     )
     adaptive_concurrency: bool = Field(
         default=True,
@@ -97,14 +99,17 @@ class EngineConfig(Section):
 
 
 class JudgingConfig(Section):
-    """The processes in which the reward runs. There it may block, crash and print without harm to the run."""
+    """The processes in which the reward runs. There it may block, crash and print without harm to the run: a
+    failed attempt costs a process and is repeated with the same trajectory. A group is lost as `failed` only
+    when all attempts at one of its trajectories have failed, and the error contains their tracebacks. The
+    output of a process is in `logs/judge-*.log`, at most four megabytes of each."""
 
     processes: int = Field(
         default=1,
         ge=1,
         le=1024,
-        description="Number of judge processes of each collector. A reward that computes needs one for each "
-        "CPU core that it shall keep busy.",
+        description="Number of judge processes of each collector. A reward that computes needs one process "
+        "for each CPU core to use.",
     )
     concurrency: int = Field(
         default=32,
@@ -122,7 +127,7 @@ class JudgingConfig(Section):
         default=3,
         ge=1,
         description="Number of attempts at judging a trajectory before its group is lost as `failed`. The "
-        "trajectory is kept meanwhile: no token is generated again.",
+        "trajectory is kept meanwhile, and no token is generated again.",
     )
     retry_after_s: float = Field(
         default=1,
@@ -133,8 +138,8 @@ class JudgingConfig(Section):
     memory_mb: int | None = Field(
         default=4096,
         ge=256,
-        description="Largest heap of a judge process, and of each process that it starts, in MB: beyond it, "
-        "allocations raise MemoryError. A process that still holds three quarters of it between two "
+        description="Largest heap of a judge process, and of each process that it starts, in MB. Beyond "
+        "it, allocations raise MemoryError. A process that still holds three quarters of it between two "
         "trajectories is replaced. null: no limit.",
     )
     start_timeout_s: float = Field(
@@ -145,14 +150,15 @@ class JudgingConfig(Section):
 
 
 class SlotsAdmission(Section):
-    """(max_head_offpolicyness + 1) * batch_size slots. A slot is freed when the policy version trained on its
-    group is published."""
+    """There are (max_head_offpolicyness + 1) * batch_size slots. A group takes one, which is freed when the
+    policy version that was trained on the group is published."""
 
     type: Literal["slots"] = "slots"
 
 
 class VolumeAdmission(Section):
-    """AReaL's gate, for comparison. It bounds how many groups were ever accepted, not how old they become."""
+    """AReaL's gate, for comparison. It bounds how many groups were ever accepted, but not how old they
+    become. It needs `rollout.consumption.type: ready_first` and no `rollout.over_sampling`."""
 
     type: Literal["volume"] = "volume"
 
@@ -161,7 +167,8 @@ AdmissionConfig = Annotated[SlotsAdmission | VolumeAdmission, Field(discriminato
 
 
 class ReadyFirstConsumption(Section):
-    """Ready groups are trained, oldest first. Tokens beyond the bound are treated by `on_stale`."""
+    """Ready groups are trained, the oldest first. No batch waits for a particular group, so tokens may become
+    older than the bound: `on_stale` says what happens to them."""
 
     type: Literal["ready_first"] = "ready_first"
     on_stale: Literal["mask", "requeue", "drop"] = Field(
@@ -172,13 +179,15 @@ class ReadyFirstConsumption(Section):
 
 
 class FifoConsumption(Section):
-    """Groups are trained in the order of their admission. A slow group delays its batch."""
+    """Groups are trained in the order of their admission. No token becomes too old, but a slow group delays
+    its batch."""
 
     type: Literal["fifo"] = "fifo"
 
 
 class WindowedConsumption(Section):
-    """A slow group may be overtaken as long as it can still be trained within the bound. No token is lost."""
+    """A slow group may be overtaken as long as it can still be trained within the bound. No token becomes too
+    old."""
 
     type: Literal["windowed"] = "windowed"
     fraction: float = Field(
@@ -195,11 +204,13 @@ ConsumptionConfig = Annotated[
 
 
 class RolloutConfig(Section):
-    """How trajectories are generated, rewarded and admitted."""
+    """How trajectories are generated, rewarded and admitted. The mean reward of held-out prompts is shown as
+    an accuracy, in per cent, only if the class of the reward has the attribute `is_accuracy = True`."""
 
     max_head_offpolicyness: int = Field(
         ge=0,
-        description="Bound on the lag of every trained token, in policy versions; 0 is synchronous.",
+        description="Bound on the lag of every trained token, in policy versions; 0 is synchronous, and 2 "
+        "to 8 is usual.",
     )
     allow_extreme_offpolicyness: bool = Field(default=False, description="Permit a bound above 16.")
     batch_size: int = Field(
@@ -210,14 +221,17 @@ class RolloutConfig(Section):
         default=SlotsAdmission(), description="Condition for starting the next group."
     )
     consumption: ConsumptionConfig = Field(
-        default=ReadyFirstConsumption(), description="Choice of the ready groups that make the next batch."
+        default=ReadyFirstConsumption(),
+        description="Choice of the ready groups that make the next batch. "
+        "`fifo` and `windowed` keep the bound by waiting: a straggler stops the run until it is finished, "
+        "and a run may take up to four times as long (docs/benchmarks.md#staleness-what-a-bound-costs).",
     )
     over_sampling: float = Field(
         default=1.0,
         ge=1,
         le=4,
-        description="Number of groups to start per group that a batch needs. Groups that are not needed in "
-        "time are given up.",
+        description="Number of groups to start for each group that a batch needs. Groups that are not "
+        "needed in time are given up.",
     )
     max_concurrent: int = Field(
         default=256,
@@ -235,8 +249,9 @@ class RolloutConfig(Section):
     collector_timeout_s: float = Field(
         default=60,
         gt=0,
-        description="Seconds for which the code of a workflow may compute without awaiting anything. It "
-        "holds up all episodes of its collector meanwhile, which is then ended and started again.",
+        description="Seconds for which the code of a workflow may compute without awaiting anything. "
+        "Meanwhile it holds up all episodes of its collector. After this time the collector is ended and "
+        "started again.",
     )
     episode_attempts: int = Field(
         default=3,
@@ -247,10 +262,8 @@ class RolloutConfig(Section):
     episode_timeout_s: float = Field(
         default=600, gt=0, description="Seconds that one attempt at an episode may take."
     )
-    sampling: SamplingConfig = Field(
-        default=SamplingConfig(), description="How the behaviour policy samples."
-    )
-    engine: EngineConfig = Field(default=EngineConfig(), description="The SGLang engines.")
+    sampling: SamplingConfig = Field(default=SamplingConfig())
+    engine: EngineConfig = Field(default=EngineConfig())
     workflow: Plugin = Field(
         default=PluginConfig(path="slipstream.rollout.workflow.SingleTurn"),
         description="Import path of a class with the method `run` of `slipstream.rollout.workflow.Workflow`, "
@@ -258,36 +271,31 @@ class RolloutConfig(Section):
     )
     endpoint: EndpointConfig | None = Field(
         default=None,
-        description="How the endpoint of each collector speaks for the policy: OpenAI's and Anthropic's "
-        "protocols and SGLang's own, on loopback. Only for workflows that need it, such as "
-        "`slipstream.rollout.workflow.Agent`, and for hooks that may ask the policy; null: the defaults.",
+        description="Without the section, such endpoints have the defaults.",
     )
     reward: Plugin | None = Field(
         default=None,
         description="Import path of a class with the method `score` of `slipstream.rollout.reward.Reward`, "
-        "which returns the reward of an episode, or `score_group` of `GroupReward`, which returns those of a "
-        "group, or of a function with the parameters of one of them. null: only without prompts.",
+        "which returns the reward of an episode, or `score_group` of `GroupReward`, which returns the "
+        "rewards of a group, or of a function with the parameters of one of them. null: only without "
+        "prompts. Rewards may be any finite numbers (docs/rewards.md).",
     )
     reward_key: str = Field(
         default="reward",
         min_length=1,
-        description="Name of the number that trains, where the reward returns a mapping of numbers. The "
-        "others are metrics: `reward/NAME`.",
+        description="Name of the number that trains, if the reward returns a mapping of numbers. The other "
+        "numbers are metrics: `reward/NAME`.",
     )
-    judging: JudgingConfig = Field(
-        default=JudgingConfig(), description="The processes in which the reward runs."
-    )
+    judging: JudgingConfig = Field(default=JudgingConfig())
     data_source: Plugin | None = Field(
         default=None,
         description="Import path of a class with the method `prompts` of `slipstream.DataSource`, which "
-        "gives the prompts to train on in the place of `data`; null: those of `data.path`.",
+        "gives the prompts to train on in place of `data`; null: the prompts of `data`.",
     )
     group_filter: Plugin | None = Field(
         default=None,
         description="Import path of a class with the method `keep` of "
         "`slipstream.rollout.control.filters.GroupFilter`, which says whether a finished group is trained; "
-        "null: all are.",
+        "null: all groups are.",
     )
-    hooks: HooksConfig | None = Field(
-        default=None, description="Code written for slime, which runs unchanged; null: none."
-    )
+    hooks: HooksConfig | None = Field(default=None, description="Without the section there are none.")

@@ -21,23 +21,34 @@ from slipstream.configs.schema.weights import WeightsConfig
 
 
 class RunSection(Section):
-    """Name, length and folder of the run. Its length is either ``steps`` or ``epochs``."""
+    """Name, length and folder of the run. The run folder is `run.root`/`run.name`.
+
+    A run has either `run.steps` or `run.epochs`. The steps of epochs are counted when the data is read:
+    epochs * prompts / `rollout.batch_size`. Prompts that `data.max_prompt_tokens` leaves out and places of
+    live users do not count, and with weights in `data.sources` a pass is as many prompts as all sources hold
+    together. The number of steps is printed at the start and written as `run.steps` into `recipe.yaml` of the
+    run folder. Progress, the time left and the end of the decay of the learning rate follow it. A group that
+    a filter rejects is replaced by the next prompt, so a run with filters goes on into the next pass. A
+    resumed run counts its steps from the beginning. A data source of your own has no length and needs
+    `run.steps`.
+    """
 
     name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run and of its folder."
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Name of the run and of its folder: letters, digits, `.`, `_` and `-`.",
     )
     root: PathSetting = Field(default=Path("runs"), description="Directory in which run folders are created.")
     steps: int | None = Field(
         default=None,
         ge=1,
-        description="Number of training steps, each of which publishes one policy version; null: those of "
-        "`run.epochs`.",
+        description="Number of training steps, each of which publishes one policy version; null: as many "
+        "as `run.epochs` gives.",
     )
     epochs: float | None = Field(
         default=None,
         gt=0,
-        description="Number of passes over the data, in place of `run.steps`: the run has as many steps as "
-        "these passes fill, rounded up; null: the run has `run.steps`.",
+        description="Number of passes over the data, in place of `run.steps`. The steps that they fill are "
+        "rounded up. null: the run has `run.steps`.",
     )
     seed: int = Field(default=0, ge=0, description="Random seed of the run and of its engines.")
     step_timeout_s: float = Field(
@@ -50,21 +61,21 @@ class RunSection(Section):
         default=10,
         ge=0,
         description="Number of optimizer updates that one process of the run may skip because a loss or a "
-        "gradient is not finite. One more ends the run.",
+        "gradient is not finite. One more skipped update ends the run.",
     )
     trainer_restarts: int = Field(
         default=10,
         ge=0,
-        description="Number of times that a trainer which has failed is started again from one checkpoint. "
-        "The engines serve on meanwhile. One more failure before the next checkpoint ends the run. "
-        "`slipstream sft` starts no trainer again.",
+        description="Number of times that a failed trainer is started again from the same checkpoint, "
+        "while the engines go on serving. One more failure before the next checkpoint ends the run. "
+        "`slipstream sft` never restarts its trainer.",
     )
 
     mode: str = Field(
         default="0700",
         pattern=r"^0?7[0-7][0145]$",
-        description="Permissions of the run folder, in octal and in quotes. No file of the run has more. "
-        '`"0750"` lets your group read them. Nobody but your group can be allowed to write.',
+        description="Permissions of the run folder, in octal and in quotes. Files of the run never have "
+        "more. `'0750'` lets your group read them. Nobody outside your group can get write permission.",
     )
 
     @property
@@ -75,8 +86,8 @@ class RunSection(Section):
     lease_s: float = Field(
         default=30,
         ge=1,
-        description="Seconds without a sign of life after which another machine may take the run folder "
-        "over. A driver that cannot write to the folder for so long stops.",
+        description="Seconds without a sign of life after which another machine may take over the run "
+        "folder. A driver that cannot write to the folder for this long stops.",
     )
 
     @property
@@ -128,17 +139,20 @@ class ModelConfig(Section):
         description="Hugging Face checkpoint directory with config.json, safetensors and tokenizer."
     )
     dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description="Data type of weights and activations in trainer and engines."
+        default="bfloat16",
+        description="Data type of weights, activations and gradients between layers, "
+        "in trainer and engines. With `bfloat16`, Adam updates float32 main weights, of which the bfloat16 "
+        "weights are a rounded copy, and gradients are summed over micro-batches and ranks in float32.",
     )
     families: dict[str, ImportPath] = Field(
         default={},
-        description="Model families of your own: the `model_type` of a `config.json`, and the import path of "
-        "a module or object with the functions of `slipstream.bridge.families.Family`.",
+        description="Model families of your own: a mapping from the `model_type` of a `config.json` to the "
+        "import path of a module or object with the functions of `slipstream.bridge.families.Family`.",
     )
     template_args: TemplateArgs = Field(
         default={},
-        description="Variables of the chat template, such as `enable_thinking: false`, wherever it writes "
-        "prompts of the policy.",
+        description="Variables of the chat template, such as `enable_thinking: false`, for all prompts of "
+        "the policy.",
     )
 
 
@@ -150,8 +164,8 @@ class _Machines(Section):
         default=None,
         gt=0,
         description="Memory of each GPU in GiB, as `nvidia-smi` reports it: 79 for an H100 of 80 GB. "
-        "`slipstream plan` compares its estimate with it, and `slipstream check` refuses what cannot fit; "
-        "null: neither.",
+        "`slipstream plan` compares its estimate with this number, and `slipstream check` refuses a recipe "
+        "that cannot fit. null: neither.",
     )
 
 
@@ -162,7 +176,8 @@ class LocalCluster(_Machines):
 
 
 class ContainerConfig(Section):
-    """The container image in which every process of a Slurm job runs. `slipstream submit` starts it."""
+    """The container image in which every process of a Slurm job runs. `slipstream submit` starts it, and
+    docs/install.md says how such an image is made."""
 
     runtime: Literal["apptainer", "pyxis"] = Field(
         description="Program that runs the image: `apptainer`, or Slurm's plugin `pyxis` with enroot."
@@ -173,8 +188,8 @@ class ContainerConfig(Section):
     )
     mounts: list[str] = Field(
         default=[],
-        description="Further folders that the container shows: `SOURCE`, or `SOURCE:TARGET`. It shows the "
-        "folder of submission and the folders that the recipe names.",
+        description="Further folders that the container shows: `SOURCE`, or `SOURCE:TARGET`. The folder of "
+        "submission and the folders that the recipe names are always shown.",
     )
 
 
@@ -190,7 +205,7 @@ class SlurmCluster(_Machines):
     )
     container: ContainerConfig | None = Field(
         default=None,
-        description="Container image of the job; null: an environment on the nodes' file system.",
+        description="Without the section, the job uses an environment on the nodes' file system.",
     )
 
 
@@ -203,35 +218,41 @@ class RunConfig(Section):
     run: RunSection
     model: ModelConfig
     data: DataConfig | None = Field(
-        default=None, description="The prompts to train on; null: none, as for `slipstream serve`."
+        default=None, description="Without the section there are no prompts, as for `slipstream serve`."
     )
-    eval: EvalConfig | None = Field(default=None, description="Evaluation; null: none.")
-    actor: ActorConfig = Field(default=ActorConfig(), description="The policy being trained.")
+    eval: EvalConfig | None = Field(default=None, description="Without the section nothing is evaluated.")
+    actor: ActorConfig = Field(default=ActorConfig())
     critic: CriticConfig | None = Field(
         default=None,
-        description="Value model for `estimator: gae` in `actor.advantage`; null: none is loaded.",
+        description="Without the section no critic is loaded. It is needed for `estimator: gae` in "
+        "`actor.advantage`, and refused with any other estimator.",
     )
     rollout: RolloutConfig
-    gateway: GatewayConfig | None = Field(default=None, description="Endpoint for live users; null: none.")
+    gateway: GatewayConfig | None = Field(
+        default=None, description="Without the section no user reaches an engine."
+    )
     live: LiveConfig | None = Field(
-        default=None, description="Learning from the users of a gateway; null: no live turn is trained."
+        default=None, description="Without the section no turn of a user is trained."
     )
     judge: Judge = Field(
-        default=CodeJudge(), description="Who says what turns of live users and whole episodes are worth."
+        default=CodeJudge(),
+        description="Who says what turns of live users and, if a reward asks, whole "
+        "episodes are worth (docs/judges.md). A turn that cannot be judged waits in the ledger: a failure "
+        "or an outage never becomes a score.",
     )
-    weights: WeightsConfig = Field(
-        default=WeightsConfig(), description="Publication and verification of policy versions."
-    )
-    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints of the run.")
-    log: LogConfig = Field(default=LogConfig(), description="Records for people, beside the metrics.")
-    cluster: Cluster = Field(default=LocalCluster(), description="Machines that the run uses.")
+    weights: WeightsConfig = Field(default=WeightsConfig())
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig())
+    log: LogConfig = Field(default=LogConfig())
+    cluster: Cluster = Field(default=LocalCluster(), description="The machines that the run uses.")
     simulate: SimulateConfig | None = Field(
-        default=None, description="Cost model of `slipstream simulate`; null: its defaults."
+        default=None, description="Without the section, its defaults are simulated."
     )
     prepare: Plugin | None = Field(
         default=None,
-        description="Import path of a function that creates `model.path`, `data.path` and `eval.path`. It is "
-        "called before the run if one of them does not exist.",
+        description="Import path of a function that creates the inputs of the run. It is called before the "
+        "run if `model.path` or a prompt file does not exist. It gets the paths that the run reads: "
+        "`model_path`; `data_path` and `eval_path` if the run has such prompts, or mappings `data_paths` "
+        "and `eval_paths` from names to paths if there are several files (docs/customization.md#prepare).",
     )
 
     @property

@@ -34,46 +34,65 @@ StopText = Annotated[str, StringConstraints(min_length=1)]
 
 
 class SamplingConfig(Section):
-    """How the behaviour policy samples."""
+    """How the behaviour policy samples. The trainer computes log-probs of the whole distribution, so
+    parameters that change the distribution are refused: docs/data.md#sampling says what stops, seeds and
+    further parameters do to the tokens that are trained."""
 
     temperature: float = Field(
         default=1.0,
         gt=0,
-        description="Temperature of the softmax. Log-probs are of the distribution at this temperature.",
+        description="Temperature of the softmax. Log-probs are those of the distribution at this "
+        "temperature.",
     )
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Must be 1: no truncation by probability.")
-    top_k: int = Field(default=-1, description="Must be -1: the whole vocabulary.")
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Must be 1: no truncation by probability. "
+        "The engine's log-probs are those of the whole distribution, and truncation would make every "
+        "importance weight wrong.",
+    )
+    top_k: int = Field(default=-1, description="Must be -1: the whole vocabulary, for the reason of `top_p`.")
     max_new_tokens: int = Field(default=1024, ge=1, description="Largest number of tokens of a completion.")
     min_new_tokens: int = Field(
         default=0,
         ge=0,
-        description="Number of tokens before which no end token is sampled: its probability is 0 until then.",
+        description="Number of tokens before which no end token is sampled: its probability is 0 until "
+        "then. More than 0 needs `actor.use_decoupled_loss`, whose importance weight corrects the change "
+        "of the distribution.",
     )
     stop: list[StopText] = Field(
         default=[],
         max_length=32,
-        description="Texts that end a completion. The token in which one is complete is the last one.",
+        description="Texts that end a completion. The last token of the completion is the one that "
+        "completes such a text.",
     )
     stop_token_ids: list[int] = Field(
         default=[], description="Token ids that end a completion, beside the model's own end tokens."
     )
     ignore_eos: bool = Field(
         default=False,
-        description="Go on behind end tokens: every completion has `max_new_tokens`, unless `stop` ends it.",
+        description="Continue after end tokens: every completion has `max_new_tokens` tokens, unless a "
+        "stop ends it.",
     )
     seed: int | None = Field(
         default=None,
         ge=0,
-        description="Seed from which each request gets one of its own. Needs `rollout.engine.args: "
-        "{enable_deterministic_inference: true}`. null: completions cannot be repeated.",
+        description="Seed from which each request gets a seed of its own. Needs `rollout.engine.args: "
+        "{enable_deterministic_inference: true}`, and GPUs. null: completions cannot be repeated.",
     )
     args: dict[str, object] = Field(
-        default={}, description="Further fields of SGLang's SamplingParams, under their own names."
+        default={},
+        description="Further fields of SGLang's SamplingParams, under their own names. "
+        "Penalties, `min_p`, `logit_bias`, grammars and `custom_params` are refused: the engine would "
+        "sample from another distribution than the one whose log-probs the trainer computes.",
     )
 
 
 class EvalSamplingConfig(Section):
-    """How completions of held-out prompts are sampled. What is null is as in `rollout.sampling`."""
+    """How completions of held-out prompts are sampled: greedily, unless `temperature` is above 0. A setting
+    that is null has the value of `rollout.sampling`. These completions are never trained, so the distribution
+    may be truncated or changed."""
 
     temperature: float = Field(
         default=0.0, ge=0, description="Temperature of the softmax; 0: always the likeliest token."
@@ -82,10 +101,10 @@ class EvalSamplingConfig(Section):
         default=1.0,
         gt=0,
         le=1,
-        description="Sample from the likeliest tokens that have this probability together.",
+        description="Sample from the likeliest tokens whose probabilities add up to this number.",
     )
     top_k: int = Field(
-        default=-1, description="Sample from so many of the likeliest tokens; -1: from the whole vocabulary."
+        default=-1, description="Number of likeliest tokens to sample from; -1: the whole vocabulary."
     )
     max_new_tokens: int | None = Field(
         default=None, ge=1, description="Largest number of tokens of a completion."
@@ -97,7 +116,7 @@ class EvalSamplingConfig(Section):
         default=None, max_length=32, description="Texts that end a completion."
     )
     stop_token_ids: list[int] | None = Field(default=None, description="Token ids that end a completion.")
-    ignore_eos: bool | None = Field(default=None, description="Go on behind end tokens.")
+    ignore_eos: bool | None = Field(default=None, description="Continue after end tokens.")
     args: dict[str, object] | None = Field(
         default=None,
         description="Further fields of SGLang's SamplingParams. Those that change the distribution, such as "

@@ -20,7 +20,7 @@ class ClusterLayout(Section):
     """Whole nodes, whose GPUs are divided between trainer and engines."""
 
     type: Literal["cluster"] = "cluster"
-    nodes: int = Field(default=1, ge=1, description="Number of nodes. The option --nodes replaces it.")
+    nodes: int = Field(default=1, ge=1, description="Number of nodes. The option `--nodes` replaces it.")
     gpus_per_node: int = Field(default=8, ge=1, description="Number of GPUs per node.")
     trainer_share: float = Field(
         default=0.25, gt=0, lt=1, description="Fraction of all GPUs that train; the others generate."
@@ -41,7 +41,7 @@ class LengthModel(Section):
 
 
 class ResponseModel(LengthModel):
-    """Lengths of responses. The option --lengths replaces median, sigma and cap."""
+    """Lengths of responses, log-normal. The option `--lengths` replaces `median`, `sigma` and `cap`."""
 
     median: float = Field(default=7000, ge=1, description="Median length in tokens.")
     sigma: float = Field(
@@ -58,7 +58,7 @@ class ResponseModel(LengthModel):
 
 
 class PromptModel(LengthModel):
-    """Lengths of prompts."""
+    """Lengths of prompts, log-normal."""
 
     median: float = Field(default=500, ge=1, description="Median length in tokens.")
     sigma: float = Field(
@@ -70,7 +70,8 @@ class PromptModel(LengthModel):
 
 
 class EngineModel(Section):
-    """A decode step takes ``step_s + request_s * running`` and gives each running request one token."""
+    """Speed of an engine: a decode step takes `step_s + request_s * running` seconds and gives each running
+    request one token."""
 
     step_s: float = Field(default=0.0145, gt=0, description="Seconds of a decode step without its requests.")
     request_s: float = Field(
@@ -96,7 +97,8 @@ class EngineModel(Section):
 
 
 class TrainerModel(Section):
-    """A training step takes ``step_s + tokens / (tokens_per_s * GPUs)``, prompt tokens included."""
+    """Speed of the trainer: a training step takes `step_s + tokens / (tokens_per_s * GPUs)` seconds, prompt
+    tokens included."""
 
     tokens_per_s: float = Field(
         default=13_000, gt=0, description="Tokens per second and GPU, over a whole training step."
@@ -112,10 +114,8 @@ class TrainerModel(Section):
 
 
 class TransferModel(Section):
-    """A policy version takes ``prepare_s + pause_s + bytes / bytes_per_s`` to reach all engines.
-
-    Engines generate during the first of these times and are paused during the others.
-    """
+    """Time to publish a version: it takes `prepare_s + pause_s + bytes / bytes_per_s` seconds to reach all
+    engines. Engines generate during the first of these times and are paused during the others."""
 
     parameters: float = Field(
         default=1.54e9, gt=0, description="Number of parameters of the model, of 2 bytes each."
@@ -138,7 +138,7 @@ class TransferModel(Section):
 
 
 class RewardModel(Section):
-    """A log-normal time from the end of a response to its reward."""
+    """Time from the end of a response to its reward, log-normal."""
 
     median_s: float = Field(default=0.5, ge=0, description="Median seconds.")
     sigma: float = Field(
@@ -163,16 +163,18 @@ class FailureModel(Section):
 
 
 class SimulateConfig(Section):
-    """The cost model of ``slipstream simulate``."""
+    """The cost model of `slipstream simulate`. A run that trains does not read it. docs/simulator.md says
+    what each constant stands for and where its default comes from; `--fit RUN` takes the constants from a
+    run."""
 
     layout: LayoutConfig = Field(default=RecipeLayout(), description="The simulated cluster.")
-    prompts: PromptModel = Field(default=PromptModel(), description="Lengths of prompts.")
-    responses: ResponseModel = Field(default=ResponseModel(), description="Lengths of responses.")
-    engine: EngineModel = Field(default=EngineModel(), description="Speed of an engine.")
-    trainer: TrainerModel = Field(default=TrainerModel(), description="Speed of the trainer.")
-    transfer: TransferModel = Field(default=TransferModel(), description="Time to publish a version.")
-    reward: RewardModel = Field(default=RewardModel(), description="Time to compute a reward.")
-    failures: FailureModel = Field(default=FailureModel(), description="Failures of engines and episodes.")
+    prompts: PromptModel = Field(default=PromptModel())
+    responses: ResponseModel = Field(default=ResponseModel())
+    engine: EngineModel = Field(default=EngineModel())
+    trainer: TrainerModel = Field(default=TrainerModel())
+    transfer: TransferModel = Field(default=TransferModel())
+    reward: RewardModel = Field(default=RewardModel())
+    failures: FailureModel = Field(default=FailureModel())
     compare: bool = Field(
         default=True,
         description="Simulate other schedules and other splits of the GPUs too, for the printed tables.",

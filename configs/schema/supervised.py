@@ -13,7 +13,7 @@ from slipstream.configs.schema.run import Cluster, LocalCluster, ModelConfig, Ru
 
 
 class ExampleColumnsConfig(Section):
-    """The columns of an example file. A name that is no column leads into objects by its dots."""
+    """The columns of an example file. A name that is not a column leads into objects by its dots."""
 
     prompt: str = Field(default="prompt", min_length=1, description="Column with the prompt: text or chat.")
     response: str = Field(
@@ -28,8 +28,8 @@ class ExampleColumnsConfig(Section):
     messages: str | None = Field(
         default=None,
         min_length=1,
-        description="Column with a whole chat, whose last message is the text to learn, in place of `prompt` "
-        "and `response`; null: there is none.",
+        description="Column with a whole chat, whose last message is the text to learn, in place of "
+        "`prompt` and `response`; null: there is none.",
     )
 
 
@@ -40,11 +40,11 @@ class ExamplesConfig(Section):
         description="Example file (.jsonl or .parquet), several of them (`part-*.parquet`), or a data set of "
         "the Hugging Face Hub (`hf://datasets/OWNER/NAME/FOLDER`)."
     )
-    columns: ExampleColumnsConfig = Field(
-        default=ExampleColumnsConfig(), description="Which columns of a row are read."
-    )
+    columns: ExampleColumnsConfig = Field(default=ExampleColumnsConfig())
     shuffle: bool = Field(
-        default=True, description="Take the examples in random order instead of the order of the file."
+        default=True,
+        description="Take the examples in random order, drawn anew in every epoch from "
+        "`run.seed`, instead of the order of the file.",
     )
 
 
@@ -61,18 +61,16 @@ class SupervisedConfig(Section):
 
     learn: Literal["responses", "preferences"] = Field(
         default="responses",
-        description="`responses`: train a policy on responses. `preferences`: train a reward model to value "
-        "a chosen response above a rejected one.",
+        description="`responses`: train a policy on responses. `preferences`: train a reward model to give "
+        "a chosen response a larger value than a rejected one.",
     )
     run: RunSection
     model: ModelConfig
     data: ExamplesConfig
-    actor: TrainedConfig = Field(default=TrainedConfig(), description="How the model is trained.")
+    actor: TrainedConfig = Field(default=TrainedConfig())
     batch_size: int = Field(default=64, ge=1, description="Number of examples in a training step.")
-    checkpoint: SupervisedCheckpointConfig = Field(
-        default=SupervisedCheckpointConfig(), description="Checkpoints of the run."
-    )
-    cluster: Cluster = Field(default=LocalCluster(), description="Machines that the run uses.")
+    checkpoint: SupervisedCheckpointConfig = Field(default=SupervisedCheckpointConfig())
+    cluster: Cluster = Field(default=LocalCluster(), description="The machines that the run uses.")
     prepare: Plugin | None = Field(
         default=None,
         description="Import path of a function that creates `model.path` and `data.path`. It is called "

@@ -30,28 +30,28 @@ class ShardsTransportConfig(Section):
 
 
 class TensorTransportConfig(_Bucketed):
-    """Through shared memory, if the trainer's first rank and all engines are on one node."""
+    """Through shared memory. The trainer's first rank and all engines must be on one node."""
 
     type: Literal["tensor"] = "tensor"
 
 
 class DiskTransportConfig(_Bucketed):
-    """A checkpoint of the newest version in a folder that trainer and engines share."""
+    """As a checkpoint of the newest version, in a folder that trainer and engines share."""
 
     type: Literal["disk"] = "disk"
     path: PathSetting | None = Field(
         default=None,
-        description="Folder of the versions, of this run alone; null: `weights` in the run folder.",
+        description="Folder of the versions, for this run alone; null: `weights` in the run folder.",
     )
 
 
 class DeltaTransportConfig(_Bucketed):
-    """Only the changed weights, over HTTP, to a copy that each engine keeps on its node."""
+    """As the changed weights alone, over HTTP, to a copy that each engine keeps on its node."""
 
     type: Literal["delta"] = "delta"
     memory: PathSetting = Field(
         default=Path("/dev/shm"),
-        description="Folder of the copies on the engines' nodes; a memory file system is fastest.",
+        description="Folder of the copies on the engines' nodes. A memory file system is fastest.",
     )
 
 
@@ -87,13 +87,13 @@ class VerifyEveryN(_Verifying):
 
 
 class VerifyDigests(_Verifying):
-    """As ``always``, and every engine parameter is read back and compared with what was sent."""
+    """As `always`, and every engine parameter is read back and compared with the sent one."""
 
     type: Literal["digests"] = "digests"
 
 
 class VerifyOff(Section):
-    """No version is verified: an engine's report of the version that it holds is trusted."""
+    """No version is verified: an engine's own report of its version is trusted."""
 
     type: Literal["off"] = "off"
 
@@ -113,20 +113,24 @@ Verify = Annotated[
 
 
 class WeightsConfig(Section):
-    """How a new policy version reaches the engines."""
+    """How a new policy version reaches the engines, and how they are verified to hold it
+    (docs/publishing.md)."""
 
-    transport: TransportConfig = Field(default=ShardsTransportConfig(), description="How the weights travel.")
+    transport: TransportConfig = Field(
+        default=ShardsTransportConfig(), description="Way of the weights from the trainer to the engines."
+    )
     interrupt: Literal["retract", "in_place", "abort", "drain"] = Field(
         default="retract",
-        description="Effect of an update on running requests. `retract`: they go on, and their KV cache is "
-        "computed again. `in_place`: they go on with the KV cache that they have. `abort`: they are cut off "
-        "and continued. `drain`: they end before the update, for at most `weights.timeout_s`, while new "
-        "requests wait.",
+        description="Effect of an update on running requests. `retract`: they continue, and their KV cache "
+        "is computed again. `in_place`: they continue with the KV cache that they have. `abort`: they are "
+        "cut off and continued. `drain`: they end before the update, for at most `weights.timeout_s`, "
+        "while new requests wait.",
     )
     verify: Verify = Field(
         default=VerifyAlways(),
-        description="Versions for which the engines are compared with the trainer. Until an engine passes, "
-        "nothing that it has sampled from the version is used.",
+        description="Versions for which the engines are compared with the trainer. Nothing that an engine "
+        "samples from such a version is used before the engine has passed. `weights.verify: off` is short "
+        "for a type with its defaults.",
     )
     timeout_s: float = Field(
         default=300,
@@ -136,6 +140,6 @@ class WeightsConfig(Section):
     answer_timeout_s: float = Field(
         default=30,
         gt=0,
-        description="Seconds for an engine to answer any other step of publishing. An engine that does not "
-        "answer misses this version and is restarted.",
+        description="Seconds for an engine to answer in any other step of publishing. An engine that does "
+        "not answer misses the version and is started again.",
     )

@@ -1,8 +1,9 @@
-"""What MkDocs does not know of these pages: their links into the repository, and names that are too long.
+"""What MkDocs does not know of these pages: links into the repository, names of settings, and long names.
 
 Pages in ``docs/`` link to files beside that folder, such as ``../examples/reward/closeness.py``. Each of
 these files, and each file that it links to in turn, becomes a page of the site below ``repository/``:
-Markdown and notebooks as they read, folders as lists, everything else as code. No page is stored.
+Markdown and notebooks as they read, folders as lists, everything else as code. No page is stored, nor are
+the pages of settings and metrics, which ``reference.py`` writes.
 """
 
 import ast
@@ -12,6 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import reference
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
@@ -24,6 +26,8 @@ BELOW = "repository"
 
 FENCED = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)(?P<target>[^)#\s]+)(?=#[^)\s]*\)|\))")
+LINK_OR_CODE = re.compile(r"(?m)^#.*$|!?\[(?:[^\]`]|`[^`\n]*`)*\]\([^)\n]*\)|`([^`\n]+)`")
+"""Headings and links are matched whole, so that no code in them becomes a link."""
 INLINE_CODE = re.compile(r"<code>([^<\n]+)</code>")
 BREAKABLE = r"\1<wbr>"
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".toml": "toml"}
@@ -35,8 +39,10 @@ _origins: dict[str, str] = {}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for every file of the repository that a page links to, and the files of the theme."""
-    waiting = [f"docs/{page.src_uri}" for page in files.documentation_pages()]
+    """Add the reference, a page for every file of the repository that a page links to, and the assets."""
+    for uri, content in reference.pages().items():
+        files.append(File.generated(config, uri, content=content))
+    waiting = [f"docs/{page.src_uri}" for page in files.documentation_pages() if not page.generated_by]
     reached = set(waiting)
     while waiting:
         path = waiting.pop()
@@ -59,7 +65,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point the links of a page at the pages of this site."""
+    """Point the links of a page at the pages of this site, and link the names of settings and metrics."""
     uri = page.file.src_uri
     if "\n## " not in markdown:
         page.meta["hide"] = ["toc"]
@@ -71,7 +77,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return link["target"]  # MkDocs warns of it
         return posixpath.relpath(_site_path(target), posixpath.dirname(uri) or ".")
 
-    return _outside_code(markdown, lambda text: LINK.sub(moved, text))
+    def explained(part: re.Match[str]) -> str:
+        place = reference.place(part[1]) if part[1] else None
+        return f"[{part[0]}]({posixpath.relpath(place, posixpath.dirname(uri) or '.')})" if place else part[0]
+
+    return _outside_code(markdown, lambda text: LINK_OR_CODE.sub(explained, LINK.sub(moved, text)))
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

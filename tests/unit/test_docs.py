@@ -1,5 +1,6 @@
 """The pages of the documentation: their links, their paths, their form, and the site that is made of them."""
 
+import html
 import importlib
 import json
 import os
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from slipstream.backend.commands.reference import metric_chapters, setting_chapters
+from slipstream.backend.monitor.tags import TAGS
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.paths import schema_paths
 from slipstream.configs.schema.supervised import SupervisedConfig
@@ -36,17 +39,12 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relativ
 
 @each_page
 def test_every_path_that_a_page_names_exists(page: Path):
-    if page.name in (
-        "CHANGELOG.md",
-        "metrics.md",
-    ):  # they name what was, and tags such as rollout/retractions
-        return
-    named = {match.rstrip(".") for match in PATH.findall(page.read_text())}
+    named = {match.rstrip(".") for match in PATH.findall(page.read_text())} - TAGS.keys()
     assert not {path for path in named - TO_COME if not (ROOT / path).exists()}
 
 
-OTHERS = ("CHANGELOG.md", "migration.md")
-"""Pages that name what was, or settings of other systems."""
+OTHERS = ("migration.md",)
+"""Pages that name settings of other systems."""
 
 NO_SETTINGS = {"actor.recompute_logprob": "AReaL's name", "checkpoint.json": "a file"}
 
@@ -147,6 +145,67 @@ def test_the_site_reads_a_page_as_github_does(page: Path, site: Path):
     assert shown == {kind: kinds[kind] for kind in names}
 
 
+REFERENCE = ("settings.html", "metrics_reference.html")
+"""Pages of the site that are made of the schema and of the tags."""
+
+
+def rows(page: Path) -> dict[str, list[str]]:
+    """The cells of each row of a reference page as text, by the anchor of the row."""
+    found = re.findall(
+        r'<tr>\s*<td><a id="([^"]+)"></a>(.*?)</tr>', page.read_text(encoding="utf-8"), re.DOTALL
+    )
+    return {
+        anchor: [
+            " ".join(html.unescape(re.sub(r"<[^>]*>", "", cell)).split())
+            for cell in re.split(r"</td>\s*<td>", row)
+        ]
+        for anchor, row in found
+    }
+
+
+def plain(text: str) -> str:
+    """Text of a setting or metric as the site shows it, without marks and without links to pages."""
+    return re.sub(r"docs/(\w+)\.md[#\w-]*", lambda page: page[1].replace("_", " "), text).replace("`", "")
+
+
+def test_the_site_has_every_setting_and_every_metric_with_what_the_commands_say(site: Path):
+    settings, metrics = (rows(site / name) for name in REFERENCE)
+    run = {entry.name: entry for chapter in setting_chapters(RunConfig) for entry in chapter.entries}
+    sft = {
+        f"sft:{entry.name}": entry
+        for chapter in setting_chapters(SupervisedConfig)
+        for entry in chapter.entries
+        if entry != run.get(entry.name)
+    }
+    tags = {entry.name: entry for chapter in metric_chapters() for entry in chapter.entries}
+    for shown, expected in ((settings, run | sft), (metrics, tags)):
+        assert shown == {
+            anchor: [entry.name, *map(plain, entry.facts), plain(entry.meaning)]
+            for anchor, entry in expected.items()
+        }
+
+
+def test_the_site_has_every_section_and_group_under_its_heading(site: Path):
+    for name, chapters in zip(REFERENCE, (setting_chapters(RunConfig), metric_chapters()), strict=True):
+        text = (site / name).read_text(encoding="utf-8")
+        for chapter in chapters:
+            assert f'id="{chapter.name.replace(".", "")}">{chapter.name}<' in text
+
+
+def test_the_site_links_the_name_of_a_setting_or_metric_to_its_row(site: Path):
+    data = (site / "data.html").read_text(encoding="utf-8")
+    assert '<a href="settings.html#data"><code>slipstream settings data</code></a>' in data
+    metrics = (site / "metrics.html").read_text(encoding="utf-8")
+    assert 'href="metrics_reference.html#train/ess"' in metrics
+    assert 'href="settings.html#rollout.max_head_offpolicyness"' in metrics
+    readme = (site / "repository/index.html").read_text(encoding="utf-8")
+    assert 'href="../settings.html#rolloutconsumption"' in readme
+    places = re.findall(r'href="(settings|metrics_reference)\.html#([^"]+)"', data + metrics)
+    anchors = {name.removesuffix(".html"): (site / name).read_text(encoding="utf-8") for name in REFERENCE}
+    assert len(places) > 10
+    assert not [place for name, place in places if f'id="{place}"' not in anchors[name]]
+
+
 def test_the_site_loads_nothing_from_elsewhere(site: Path):
     elsewhere = r"(?:<(?:script|img|iframe|source)[^>]* src|<link[^>]* href|url\()\W{,2}(?:\w+:)?//[^\s>]*"
     files = [file for kind in ("*.html", "*.css") for file in site.rglob(kind)]
@@ -168,7 +227,8 @@ def test_every_page_of_the_site_is_found_by_its_search(site: Path):
         each["location"].partition("#")[0]
         for each in json.loads((site / "search/search_index.json").read_text())["docs"]
     }
-    assert places == {page.with_suffix(".html").name for page in PAGES if page.parent == ROOT / "docs"}
+    pages = {page.with_suffix(".html").name for page in PAGES if page.parent == ROOT / "docs"}
+    assert places == pages | set(REFERENCE)
 
 
 def test_the_citation_is_that_of_the_package():

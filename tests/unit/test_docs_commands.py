@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,8 +17,11 @@ from typer.testing import CliRunner
 
 from slipstream.backend.cli import app
 from slipstream.backend.commands.init import init
+from slipstream.backend.commands.outcome import WrongInput
+from slipstream.backend.commands.reference import metric_chapters, selected, setting_chapters
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.load import load_recipe, load_supervised
+from slipstream.configs.schema import RunConfig
 from slipstream.configs.violations import RecipeError
 from tests.environment import ROOT
 from tests.models import make_checkpoint
@@ -77,6 +80,16 @@ def problems_of_slipstream(words: tuple[str, ...], is_whole: bool) -> Iterator[s
     settings = [word for word in values.get("overrides") or () if "=" in word and word != "key=value"]
     if settings:
         yield from problems_of_settings(settings, is_supervised=words[0] == "sft")
+    if words[0] in ("settings", "metrics"):
+        yield from problems_of_names(words[0], values.get("names") or ())
+
+
+def problems_of_names(command: str, names: Iterable[str]) -> Iterator[str]:
+    chapters = metric_chapters() if command == "metrics" else setting_chapters(RunConfig)
+    try:
+        selected(chapters, [name for name in names if name != "[NAME]"])
+    except WrongInput as error:
+        yield str(error)
 
 
 def problems_of_settings(settings: list[str], *, is_supervised: bool) -> Iterator[str]:
@@ -191,6 +204,8 @@ def test_every_command_of_a_page_exists_with_its_arguments(page: Path):
         "slipstream sft RECIPE.yaml rollout.batch_size=4",
         "slipstream simulate my.yaml simulate.layout.knots=2",
         "slipstream convert hf-to-megatron MODEL OUT --tensors 2",
+        "slipstream settings actor.lore",
+        "slipstream metrics trian",
         "srun --nodes=1 slipstream docter",
         "make tset",
         "make crash-sweep KILLS=3",

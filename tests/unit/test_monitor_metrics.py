@@ -16,8 +16,6 @@ from slipstream.backend.monitor.metrics import MetricsLog
 from slipstream.backend.monitor.tags import TAGS
 from slipstream.backend.monitor.tensorboard import MAX_BUCKETS, EventWriter, HistogramBucket, integer_buckets
 
-DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
-
 
 def ticking_clock():
     ticks = count(1_000)
@@ -237,14 +235,6 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert subprocess.run([sys.executable, "-c", program], cwd=root, timeout=60).returncode == -9
     assert [record["step"] for record in records(tmp_path)] == list(range(50))
     assert [event.step for event in events(tmp_path).Scalars("train/loss")] == list(range(50))
-
-
-def test_docs_and_table_agree_in_both_directions():
-    rows = re.findall(r"^\| `([a-z]+/\w+)` \| (.+?) \| (.+) \|$", DOCS.read_text(), flags=re.MULTILINE)
-    documented = {name: (unit, meaning) for name, unit, meaning in rows}
-    declared = {name: (tag.unit, tag.meaning) for name, tag in TAGS.items()}
-    assert len(rows) == len(documented)
-    assert documented == declared
 
 
 def test_tags_are_grouped_by_one_slash_and_groups_are_not_scattered():
