@@ -168,7 +168,8 @@ def test_every_page_of_the_site_is_found_by_its_search(site: Path):
         each["location"].partition("#")[0]
         for each in json.loads((site / "search/search_index.json").read_text())["docs"]
     }
-    assert places == {page.with_suffix(".html").name for page in PAGES if page.parent == ROOT / "docs"}
+    pages = {page.with_suffix(".html").name for page in PAGES if page.parent == ROOT / "docs"}
+    assert places == pages | {f"migration/{path.stem}.html" for path in (ROOT / "docs/migration").iterdir()}
 
 
 def test_the_citation_is_that_of_the_package():
