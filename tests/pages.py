@@ -17,7 +17,15 @@ from markdown_it.token import Token
 
 from tests.environment import ROOT
 
-PAGES = tuple(sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]))
+PAGES = tuple(
+    sorted(
+        [
+            ROOT / "README.md",
+            *(ROOT / "docs").glob("*.md"),
+            *(page for folder in ("benchmarks", "examples") for page in (ROOT / folder).rglob("*.md")),
+        ]
+    )
+)
 
 LANGUAGES = ("bash", "console", "json", "python", "text", "yaml")
 """Languages of blocks of code."""

@@ -1,6 +1,6 @@
 """Learning under staleness: the same small policy trained on batches of every lag, by every method.
 
-    python -m benchmarks.staleness_study            # runs without a result in docs/, then the report
+    python -m benchmarks.staleness_study            # runs without a result in results.jsonl, then the report
     python -m benchmarks.staleness_study --report   # tables and figure of the existing results
     python -m benchmarks.staleness_study --quick    # one minute, to see that it works
 
@@ -12,5 +12,5 @@
     __main__     the settings, seeds and cells of the study
     report       tables with confidence intervals; figure: the pictures
 
-docs/staleness_study.md has the results.
+README.md has the tables, docs/staleness_study.md the conclusions.
 """

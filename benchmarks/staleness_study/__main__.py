@@ -12,18 +12,16 @@ from benchmarks.staleness_study.figure import draw, draw_over_kl
 from benchmarks.staleness_study.methods import ETAS, POSITIVES, REFERENCE, cells
 from benchmarks.staleness_study.report import (
     Results,
-    area,
-    best,
     best_rate_leads_table,
     best_rates_table,
     changes_table,
     correlations_table,
     coverage,
     differences_table,
+    drift,
     dropped_table,
     fill_in,
     final,
-    lag_table,
     leads_table,
     levels_table,
 )
@@ -31,9 +29,10 @@ from benchmarks.staleness_study.study import Setting
 from benchmarks.staleness_study.sweep import Plan, ResultsInUse, read_results, sweep
 from benchmarks.staleness_study.workers import WorkerFailed
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE, RESULTS, FIGURE = (DOCS / f"staleness_study.{suffix}" for suffix in ("md", "jsonl", "png"))
-KL_FIGURE = DOCS / "staleness_study_kl.png"
+FOLDER = Path(__file__).parent
+PAGE, RESULTS, FIGURE, KL_FIGURE = (
+    FOLDER / name for name in ("README.md", "results.jsonl", "accuracy.png", "drift.png")
+)
 POLICIES = Path("runs/.staleness-study")
 
 STANDARD = Setting("standard", lr=2.5e-4, steps=48, eval_every=8, held_out=300)
@@ -84,7 +83,7 @@ say = partial(print, flush=True)
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.staleness_study",
-        description="Do the runs that docs/staleness_study.jsonl lacks, then write tables and figures.",
+        description="Do the runs that results.jsonl lacks, then write tables and figures.",
     )
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--quick", action="store_true", help="two short runs that are not kept: one minute")
@@ -145,10 +144,7 @@ def report() -> None:
             f"{setting.name}: final": levels_table(results, final),
             f"{setting.name}: change": changes_table(results, final),
             f"{setting.name}: lead": leads_table(results, final),
-            f"{setting.name}: area": levels_table(results, area),
-            f"{setting.name}: area lead": leads_table(results, area),
-            f"{setting.name}: best": levels_table(results, best),
-            f"{setting.name}: lag": lag_table(results),
+            f"{setting.name}: drift": levels_table(results, drift, digits=3),
         }
     drawn = {f"{setting.name}: learning rate {setting.lr * 1e4:g}e-4": of[setting.name] for setting in RATES}
     PAGE.write_text(fill_in(PAGE.read_text(encoding="utf-8"), parts), encoding="utf-8")

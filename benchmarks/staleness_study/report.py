@@ -38,15 +38,9 @@ def final(record: Record) -> float:
     return 100 * record["accuracy"][-1][1]
 
 
-def best(record: Record) -> float:
-    """Return the largest held-out accuracy, in percent."""
-    return 100 * max(value for _, value in record["accuracy"])
-
-
-def area(record: Record) -> float:
-    """Return the mean held-out accuracy over the steps (trapezoids), in percent."""
-    steps, values = np.array(record["accuracy"]).T
-    return 100 * float(np.trapezoid(values, steps) / (steps[-1] - steps[0]))
+def drift(record: Record) -> float:
+    """Return KL(mu, pi_old), the mean over the steps."""
+    return record["kl"]
 
 
 class Results:
@@ -97,12 +91,12 @@ def eta_name(eta: int) -> str:
     return "unbounded" if eta == UNBOUNDED else str(eta)
 
 
-def levels_table(results: Results, measure: Measure) -> str:
+def levels_table(results: Results, measure: Measure, digits: int = 1) -> str:
     """Return a table of method by eta: mean and half-width."""
 
     def cell(method: str, eta: int) -> str:
         interval = results.interval(measure, method, eta)
-        return "" if interval is None else f"{interval.mean:.1f} ± {interval.half:.1f}"
+        return "" if interval is None else f"{interval.mean:.{digits}f} ± {interval.half:.{digits}f}"
 
     return _table(results, ETAS, cell)
 
@@ -249,29 +243,6 @@ def _signed(interval: Interval | None) -> str:
         return ""
     text = f"{interval.mean:+.1f} ± {interval.half:.1f}"
     return f"**{text}**" if abs(interval.mean) > interval.half else text
-
-
-LAG_FIGURES = ("gap", "kl", "ess", "clipped", "grad_norm", "grad_norm_max")
-
-
-def lag_table(results: Results) -> str:
-    """Return a table of each cell's batches as the trainer sees them: means over steps and seeds."""
-    rows = [
-        "| | eta | abs log(pi_old / mu) | KL(mu, pi_old) | ESS | bounded tokens | gradient norm | largest |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for method in results.methods():
-        for eta in ETAS:
-            runs = list(results.cell(method, eta).values())
-            if runs:
-                gap, kl, ess, clipped, norm, largest = (
-                    float(np.mean([run[name] for run in runs])) for name in LAG_FIGURES
-                )
-                rows.append(
-                    f"| `{method}` | {eta_name(eta)} | {gap:.3f} | {kl:.4f} | {ess:.3f} | {clipped:.1%} | "
-                    f"{norm:.2f} | {largest:.1f} |"
-                )
-    return "\n".join(rows)
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:

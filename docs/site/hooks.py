@@ -51,6 +51,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             if target in reached or target.startswith("docs/") or not (ROOT / target).exists():
                 continue
             reached.add(target)
+            if target.endswith(".png"):
+                files.append(File.generated(config, _site_path(target), abs_src_path=str(ROOT / target)))
+                continue
             waiting.append(target)
             _origins[_site_path(target)] = target
             content = UNSEARCHED + _markdown(target)
@@ -110,7 +113,7 @@ def _site_path(path: str) -> str:
         return path.removeprefix("docs/")
     if (ROOT / path).is_dir():
         return f"{BELOW}/{path}/index.md"
-    return f"{BELOW}/{path}" if path.endswith(".md") else f"{BELOW}/{path}.md"
+    return f"{BELOW}/{path}" if path.endswith((".md", ".png")) else f"{BELOW}/{path}.md"
 
 
 def _markdown(path: str) -> str:

@@ -228,7 +228,8 @@ def test_every_page_of_the_site_is_found_by_its_search(site: Path):
         for each in json.loads((site / "search/search_index.json").read_text())["docs"]
     }
     pages = {page.with_suffix(".html").name for page in PAGES if page.parent == ROOT / "docs"}
-    assert places == pages | set(REFERENCE)
+    mapped = {f"migration/{path.stem}.html" for path in (ROOT / "docs/migration").iterdir()}
+    assert places == pages | set(REFERENCE) | mapped
 
 
 def test_the_citation_is_that_of_the_package():
