@@ -1,7 +1,7 @@
 """Takes a picture of a page of ``slipstream report`` or of the site, and says what a reader stumbles over.
 
     python docs/make_report_screenshot.py runs/quickstart/report.html docs/report.png --width 1280
-    python docs/make_report_screenshot.py build/site/index.html docs/site.png --height 1000 --settle 1
+    python docs/make_report_screenshot.py build/site/index.html build/site.png --height 1000 --settle 1
 
 It needs chromium, and prints errors of the page's script and whether anything is wider than the page.
 """

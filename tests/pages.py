@@ -116,8 +116,8 @@ def blocks(page: Path) -> Iterator[Block]:
         if token.type in ("fence", "code_block"):
             assert token.map is not None
             yield Block(page, token.map[0] + 1, token.info.strip(), token.content, source)
-        comment = re.fullmatch(r"<!-- (\S+) -->\n?", token.content) if token.type == "html_block" else None
-        source = comment[1] if comment else ""
+        comment = re.fullmatch(r"<!-- (\S+/\S+) -->\n?", token.content)
+        source = comment[1] if comment and token.type == "html_block" else ""
 
 
 def all_blocks(*languages: str) -> list[Block]:

@@ -12,8 +12,8 @@ from slipstream.bridge.hf.config import HfConfig
 from slipstream.bridge.model.geometry import CLAMP
 from slipstream.bridge.model.rope import SEVERAL_POSITIONS, read_parameters
 
-_POST_NORMS = "norms behind attention and feed-forward, and none before them"
-_LAYER_NORM = "LayerNorm in the place of RMSNorm"
+_POST_NORMS = "norms after attention and feed-forward, and none before them"
+_LAYER_NORM = "LayerNorm instead of RMSNorm"
 _PARALLEL = "attention and feed-forward side by side"
 _NO_GATE = "a feed-forward network without a gate"
 _INTERLEAVED = "rotary embeddings of neighbouring dimensions"
@@ -48,8 +48,8 @@ STRUCTURE: dict[str, tuple[str, ...]] = {
     "gpt2": (_LAYER_NORM, _NO_GATE, "learned positions instead of rotary embeddings"),
     "gpt_neox": (_LAYER_NORM, _NO_GATE, _ONE_QKV),
     "helium": (_INTERLEAVED,),
-    "hunyuan_v1_dense": ("norms of queries and keys behind the rotation",),
-    "hunyuan_v1_moe": ("norms of queries and keys behind the rotation",),
+    "hunyuan_v1_dense": ("norms of queries and keys after the rotation",),
+    "hunyuan_v1_moe": ("norms of queries and keys after the rotation",),
     "llama4": (
         "weighted inputs of experts",
         "norms without weights of queries and keys",
@@ -66,8 +66,8 @@ STRUCTURE: dict[str, tuple[str, ...]] = {
     "mpt": (_LAYER_NORM, "position biases (ALiBi) instead of rotary embeddings", _NO_GATE, _ONE_QKV),
     "nanochat": (
         "norms without weights",
-        "norms of queries and keys behind the rotation",
-        "a norm behind the embedding",
+        "norms of queries and keys after the rotation",
+        "a norm after the embedding",
         _NO_GATE,
     ),
     "nemotron": (_LAYER_NORM, _NO_GATE),
@@ -125,7 +125,7 @@ _LAYER_KINDS = {
     "linear_attention": "linear attention",
     "chunked_attention": "attention in chunks",
     "mamba": "state space layers",
-    "conv": "convolutions in the place of attention",
+    "conv": "convolutions instead of attention",
     "hybrid": "attention beside state space layers",
     "recurrent": "recurrent layers",
 }
