@@ -10,7 +10,6 @@ from slipstream.backend.simulate.clock import Deadlock
 from slipstream.backend.simulate.compare import compare
 from slipstream.backend.simulate.gpu_split import model_of
 from slipstream.backend.simulate.inputs import Options, read
-from slipstream.backend.simulate.picture import draw
 from slipstream.backend.simulate.report import Report, as_json, print_report
 from slipstream.backend.simulate.world import SimulationStalled
 
@@ -43,6 +42,8 @@ def run(options: Options) -> None:
 
 def _write(report: Report, folder: Path) -> None:
     """Write the JSON document, and a picture for each size of the cluster."""
+    from slipstream.backend.simulate.picture import draw  # matplotlib takes a second to load
+
     folder.mkdir(parents=True, exist_ok=True)
     (folder / JSON_FILE).write_text(as_json(report), encoding="utf-8")
     config, rollout = report.work.config, report.work.config.rollout

@@ -25,7 +25,6 @@ import msgspec
 
 from benchmarks.isolation.course import LoopRun, disturb
 from benchmarks.isolation.disturb import KINDS
-from benchmarks.isolation.picture import draw
 from benchmarks.isolation.rates import RATES, others
 from benchmarks.isolation.watched import LOOPS
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
@@ -61,6 +60,8 @@ def main() -> None:
     if not results:
         sys.exit("there is nothing to report")
     if arguments.picture:
+        from benchmarks.isolation.picture import draw  # matplotlib takes a second to load
+
         arguments.picture.write_bytes(draw([results[loop] for loop in LOOPS if loop in results]))
     report(results)
 

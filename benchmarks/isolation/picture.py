@@ -2,18 +2,21 @@
 
 from collections.abc import Sequence
 
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
 from benchmarks.isolation.course import LoopRun
 from benchmarks.isolation.rates import RATES, Events
-from slipstream.backend.monitor.figure import FAINT, Chart, Colour, Figure, Point, clock_ticks
+from slipstream.backend.monitor.figure import FAINT, HEAD_INCHES, clock_axis, house_style, png, sheet
 
-COLOURS: dict[str, Colour] = {
-    "answers": (38, 84, 160),
-    "entries": (9, 120, 105),
-    "verdicts": (240, 140, 0),
-    "groups": (134, 142, 150),
-    "steps": (193, 37, 82),
+COLOURS = {
+    "answers": "#2654a0",
+    "entries": "#097869",
+    "verdicts": "#f08c00",
+    "groups": "#868e96",
+    "steps": "#c12552",
 }
-SHADE = {"slowed": (255, 212, 59), "stopped": (255, 146, 43), "killed": (250, 82, 82)}
+SHADE = {"slowed": "#ffd43b", "stopped": "#ff922b", "killed": "#fa5252"}
 MEANS = {
     "answers": "answers",
     "entries": "entries in the ledger",
@@ -22,54 +25,56 @@ MEANS = {
     "steps": "training steps",
 }
 
-WIDTH, LEFT, RIGHT = 2400, 150, 60
-HEAD, PANEL, ABOVE, BELOW, FOOT = 190, 330, 60, 70, 20
+WIDTH, PANEL_HEIGHT = 12.0, 2.3
+"""Inches of the picture, and of each run on it."""
+
 BIN_S = 8.0
 HIGHEST = 1.6
 """Upper end of the axis of rates."""
 
 
+@house_style
 def draw(runs: Sequence[LoopRun]) -> bytes:
     """Return a PNG with a panel for each run."""
-    height = HEAD + len(runs) * (ABOVE + PANEL + BELOW) + FOOT
-    figure = Figure(
+    figure = sheet(
         WIDTH,
-        height,
+        HEAD_INCHES + PANEL_HEIGHT * len(runs),
         "Isolation: one loop is disturbed, the others go on",
         f"Rates over {BIN_S:.0f} s, as shares of the undisturbed ones",
+        [Line2D([], [], color=COLOURS[name], label=MEANS[name]) for name in RATES],
     )
-    figure.legend((LEFT, 136), [("line", COLOURS[name], MEANS[name]) for name in RATES])
-    for number, run in enumerate(runs):
-        top = HEAD + number * (ABOVE + PANEL + BELOW) + ABOVE
-        _draw_run(figure, run, top)
-    return figure.png()
+    panels = figure.subplots(len(runs), 1, squeeze=False)
+    for axes, run in zip(panels.flat, runs, strict=True):
+        _draw_run(axes, run)
+    return png(figure)
 
 
-def _draw_run(figure: Figure, run: LoopRun, top: float) -> None:
+def _draw_run(axes: Axes, run: LoopRun) -> None:
     begin = min(cell.calm[0] for cell in run.cells)
     end = max(cell.harmed[1] for cell in run.cells)
-    chart = Chart(figure, LEFT, top, WIDTH - RIGHT, top + PANEL, (begin, end), (0.0, HIGHEST))
     what = "one of two engines" if run.loop == "engine" else f"the {run.loop}"
-    figure.text((LEFT, top - 44), f"{what} is disturbed", size=30)
-    chart.y_axis("share")
+    axes.set(title=f"{what} is disturbed", ylabel="share", xlim=(begin, end), ylim=(0, HIGHEST))
     for cell in run.cells:
         low, high = cell.harmed
-        chart.band([(low, 0.0, HIGHEST), (high, 0.0, HIGHEST)], SHADE[cell.kind])
-        x, y = chart.place((low + high) / 2, HIGHEST)
-        figure.text((x, y + 6), cell.kind, FAINT, anchor="ma")
+        axes.axvspan(low, high, color=SHADE[cell.kind], alpha=0.18, linewidth=0)
+        axes.text((low + high) / 2, HIGHEST * 0.97, cell.kind, color=FAINT, ha="center", va="top")
     for name in RATES:
         calm = [cell.rates[name][0] for cell in run.cells]
         mean = sum(calm) / len(calm)
         if mean:
-            points = _points(run.events, name, mean, begin, end)
-            figure.pen.line([chart.place(*point) for point in points], COLOURS[name], 4, joint="curve")
-    chart.x_axis(clock_ticks(begin, end))
+            axes.plot(*_points(run.events, name, mean, begin, end), color=COLOURS[name], linewidth=1.5)
+    clock_axis(axes)
 
 
-def _points(events: Events, name: str, undisturbed: float, begin: float, end: float) -> list[Point]:
-    points: list[Point] = []
+def _points(
+    events: Events, name: str, undisturbed: float, begin: float, end: float
+) -> tuple[list[float], list[float]]:
+    """Return times and shares."""
+    times: list[float] = []
+    shares: list[float] = []
     at = begin
     while at + BIN_S <= end:
-        points.append((at + BIN_S / 2, min(HIGHEST, events.rate(name, at, at + BIN_S) / undisturbed)))
+        times.append(at + BIN_S / 2)
+        shares.append(min(HIGHEST, events.rate(name, at, at + BIN_S) / undisturbed))
         at += BIN_S / 4
-    return points
+    return times, shares

@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 
 from benchmarks.harness import parser
-from benchmarks.judges.figure import draw
 from benchmarks.judges.run import WAYS, Outcome, learn, prepare
 from benchmarks.judges.server import DOWN_S, PERIOD_S
 from benchmarks.staleness_study.report import Interval
@@ -62,6 +61,8 @@ def main() -> None:
         interval = Interval.of(values)
         print(f"{way}: {interval.mean:+.1f} points, 95 % interval of the mean +- {interval.half:.1f}")
     if chosen.figure is not None:
+        from benchmarks.judges.figure import draw  # matplotlib takes a second to load
+
         down = f"the judge is down for {DOWN_S:g} of every {PERIOD_S:g} s; "
         down += "the teacher is the start policy behind the hint"
         chosen.figure.write_bytes(draw(outcomes, down))

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.staleness_study.figure import draw, draw_over_kl
 from benchmarks.staleness_study.methods import ETAS, POSITIVES, REFERENCE, cells
 from benchmarks.staleness_study.report import (
     Results,
@@ -119,6 +118,8 @@ def quick(workers: int) -> None:
 
 
 def report() -> None:
+    from benchmarks.staleness_study.figure import draw, draw_over_kl  # matplotlib takes a second to load
+
     records = list(read_results(RESULTS).values())
     of = {setting.name: Results(records, setting.name, SEEDS) for setting in SETTINGS}
     by_rate = {setting.lr: of[setting.name] for setting in RATES}

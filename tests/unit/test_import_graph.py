@@ -14,7 +14,7 @@ import pytest
 from tests.house import BOUNDS, FLOORS, PAGE, ROOT, drawn
 
 PACKAGES = ("backend", "bridge", "configs", "rollout", "slurm")
-HEAVY = {"torch", "ray", "sglang", "megatron", "transformers"}
+HEAVY = {"torch", "ray", "sglang", "megatron", "transformers", "matplotlib"}
 
 FORBIDDEN = {
     "configs": {"backend", "bridge", "rollout"} | HEAVY,
@@ -218,6 +218,7 @@ def loaded_after(code: str) -> set[str]:
     [
         ("from slipstream.backend.driver import run", {"ray"}),
         ("from slipstream.backend import cli", set()),
+        ("from slipstream.backend.simulate import command", HEAVY - {"matplotlib"}),
         ("from slipstream.configs import load, rules, installed", set()),
         (
             "from slipstream.bridge import families\n"

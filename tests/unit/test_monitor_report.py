@@ -46,6 +46,7 @@ def test_a_page_holds_curves_lags_time_and_episodes_and_asks_no_network(tmp_path
     text = page.read_text()
     assert "default-src 'none'" in text
     assert not re.search(r'(src|href)="(https?:)?//', text)
+    assert "var uPlot=" in text and "Copyright (c) 2022 Leon Sorokin" in text, "the library and its licence"
 
 
 def test_a_number_that_users_name_has_a_curve_of_its_mean_and_its_extremes(tmp_path):
@@ -63,7 +64,7 @@ def test_what_models_and_users_wrote_is_data_and_never_markup(tmp_path):
     page = report([make_run(tmp_path, text=HOSTILE)], None, audit=False)
     text = page.read_text()
     assert (
-        text.count("<script") == text.count("</script>") == 2
+        text.count("<script") == text.count("</script>") == 3
         and "<img" not in text
         and "49" not in text[:200]
     )

@@ -1,18 +1,22 @@
 """Simulated runs: the bound, the account of every token, and the same figures every time."""
 
 import hashlib
+import io
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
 
 from slipstream.backend.simulate.account import Outcome
 from slipstream.backend.simulate.compare import Work, compare
 from slipstream.backend.simulate.gpu_split import layout_of, split, splits, time_shared
-from slipstream.backend.simulate.picture import draw
+from slipstream.backend.simulate.picture import IDLE, PUBLISHING, TRAINING, WAITING, draw
 from slipstream.backend.simulate.schedules import (
     BOUNDS,
     INTERRUPTS,
@@ -279,20 +283,25 @@ def test_many_engines_are_drawn_in_few_rows():
 
 
 @pytest.mark.parametrize("steps", [1, 2, 12])
-def test_the_picture_is_a_png_with_all_its_colours(steps, tmp_path):
-    from PIL import Image
-
+def test_the_picture_is_a_png_with_all_its_colours(steps):
     picture = draw(timeline_of(config(steps=steps)), "a run", "as simulated", 6)
-    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
-    (tmp_path / "timeline.png").write_bytes(picture)
-    with Image.open(tmp_path / "timeline.png") as image:
-        image.verify()
-    with Image.open(tmp_path / "timeline.png") as image:
-        assert image.width == 2400
-        colours = {colour for _, colour in image.getcolors(2**24)}
-    from slipstream.backend.simulate.picture import PUBLISHING, TRAINING, WAITING
+    pixels = imread(io.BytesIO(picture), "png")
+    assert pixels.shape[1] == 2400
+    packed = np.rint(255 * pixels[..., :3]).astype(np.int64) @ (1 << 16, 1 << 8, 1)
+    colours = {f"#{colour:06x}" for colour in np.unique(packed)}
+    assert {PUBLISHING, TRAINING, WAITING, IDLE} <= colours
 
-    assert {PUBLISHING, TRAINING, WAITING} <= colours
+
+def test_a_pause_without_a_length_is_seen_and_nothing_outside_the_time():
+    timeline = timeline_of(config(steps=12))
+    middle_s, end_s = timeline.pauses[5][1], timeline.end_s
+    timeline.pauses[:] = [(middle_s, middle_s), (end_s, end_s)]
+    timeline.training[:] = [(2 * end_s, 3 * end_s)]
+    pixels = imread(io.BytesIO(draw(timeline, "", "", 6)), "png")[200:]  # below the legend
+    whole = pixels[: len(pixels) // 2, :, :3]
+    columns = np.isclose(whole, to_rgb(PUBLISHING)).all(axis=-1).sum(axis=0) > 20
+    assert 1 <= columns.sum() <= 6
+    assert not np.isclose(pixels[..., :3], to_rgb(TRAINING)).all(axis=-1).any()
 
 
 # ---- determinism

@@ -88,67 +88,93 @@ function smooth(points) {
   }
   return out;
 }
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const plots = [];
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plots.forEach((u) => u.redraw(false)));
+function valueRange(bounds) {
+  return (u, low, high) => {
+    if (low === null) return [0, 1];
+    high = Math.max(high, ...bounds);
+    if (low >= 0 && low < 0.4 * high) low = 0;
+    // The running sums of a smoothed curve differ by their rounding.
+    if (high - low <= 1e-9 * Math.abs(high)) { high += Math.abs(high) * 0.1 || 1; low -= low === 0 ? 0 : Math.abs(low) * 0.1; }
+    return [low, bounds.includes(high) ? high + 0.12 * (high - low) : high];
+  };
+}
+function annotate(u, bounds, labels) {
+  const { ctx, bbox } = u, px = devicePixelRatio, right = bbox.left + bbox.width;
+  ctx.save();
+  ctx.textAlign = "left"; ctx.textBaseline = "middle"; ctx.setLineDash([2 * px, 3 * px]); ctx.strokeStyle = css("--bad"); ctx.lineWidth = 1.2 * px;
+  ctx.font = `${11 * px}px system-ui, sans-serif`; ctx.fillStyle = css("--quiet");
+  for (const b of bounds) {
+    const y = u.valToPos(b, "y", true);
+    ctx.beginPath(); ctx.moveTo(bbox.left, y); ctx.lineTo(right, y); ctx.stroke();
+    ctx.fillText(`bound ${b}`, bbox.left + 4 * px, y - 8 * px);
+  }
+  ctx.font = `600 ${11 * px}px system-ui, sans-serif`;
+  const placed = labels.map((l) => ({ y: Math.min(Math.max(u.valToPos(l.last, "y", true), bbox.top), bbox.top + bbox.height), ...l })).sort((a, b) => a.y - b.y);
+  for (let k = 1; k < placed.length; k++) placed[k].y = Math.max(placed[k].y, placed[k - 1].y + 13 * px);
+  const over = placed.length ? placed.at(-1).y - (bbox.top + bbox.height + 4 * px) : 0;
+  for (const l of placed) {
+    ctx.fillStyle = l.stroke();
+    ctx.fillText(l.name.length > 13 ? l.name.slice(0, 12) + "…" : l.name, right + 5 * px, l.y - Math.max(0, over));
+  }
+  ctx.restore();
+}
 function chart(spec) {
   const lines = [];
   runs.forEach((run, i) => spec.tags.forEach(({ tag, name }, j) => {
-    if (run.series[tag]) lines.push({ points: run.series[tag], colour: colour(many ? i : j * 1), name: many ? (j ? `${run.name}, ${name}` : run.name) : name, labelled: !many || j === 0, dashed: many && j > 0, sparse: tag.startsWith("eval/") });
+    if (run.series[tag]) lines.push({ points: run.series[tag], stroke: () => css(`--c${(many ? i : j) % 8}`), name: many ? (j ? `${run.name}, ${name}` : run.name) : name, labelled: !many || j === 0, dashed: many && j > 0, sparse: tag.startsWith("eval/") });
   }));
   if (!lines.length) return null;
-  const W = 360, H = 190, left = 40, right = spec.tags.length + runs.length > 2 ? 78 : 12, top = 10, bottom = 22;
-  const xs = lines.flatMap((l) => l.points.map((p) => p[0])), ys = lines.flatMap((l) => l.points.map((p) => p[1]));
-  const showsBound = spec.tags[0].tag === "staleness/head_max", bounds = showsBound ? [...new Set(runs.map((r) => r.bound).filter((b) => b !== null))] : [];
-  let [x0, x1] = [Math.min(...xs), Math.max(...xs)], [y0, y1] = [Math.min(...ys), Math.max(...ys, ...bounds)];
-  if (y0 >= 0 && y0 < 0.4 * y1) y0 = 0;
-  if (y1 === y0) { y1 += Math.abs(y1) * 0.1 || 1; y0 -= y0 === 0 ? 0 : Math.abs(y0) * 0.1; }
-  if (bounds.includes(y1)) y1 += 0.12 * (y1 - y0);
-  if (x1 === x0) { x0 -= 1; x1 += 1; }
-  const X = (x) => left + (x - x0) / (x1 - x0) * (W - left - right), Y = (y) => H - bottom - (y - y0) / (y1 - y0) * (H - top - bottom);
-  const summary = lines.map((l) => `${l.name} from ${num(l.points[0][1])} to ${num(l.points.at(-1)[1])}`).join("; ");
-  const root = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", tabindex: 0, "aria-label": `${spec.title}, ${spec.unit}, steps ${num(x0)} to ${num(x1)}: ${summary}` });
-  const grid = svg("g", { class: "grid" });
-  for (const t of ticks(y0, y1, 4)) {
-    grid.append(svg("line", { x1: left, x2: W - right, y1: Y(t), y2: Y(t) }), svg("text", { x: left - 6, y: Y(t) + 4, "text-anchor": "end" }, num(t)));
-  }
-  for (const t of ticks(x0, x1, 5)) if (Number.isInteger(t)) grid.append(svg("text", { x: X(t), y: H - 6, "text-anchor": "middle" }, num(t)));
-  root.append(grid);
-  for (const b of bounds) root.append(svg("line", { class: "bound", x1: left, x2: W - right, y1: Y(b), y2: Y(b) }), svg("text", { x: left + 4, y: Y(b) - 4 }, `bound ${b}`));
-  const labels = [];
+  const bounds = spec.tags[0].tag === "staleness/head_max" ? [...new Set(runs.map((r) => r.bound).filter((b) => b !== null))] : [];
+  const tables = [], series = [{}], labels = [];
   for (const l of lines) {
-    const path = (points) => points.map((p, k) => `${k ? "L" : "M"}${X(p[0]).toFixed(1)} ${Y(p[1]).toFixed(1)}`).join("");
-    const smoothed = l.sparse ? null : smooth(l.points), style = `stroke:${l.colour}`, extra = l.dashed ? " second" : "";
-    if (smoothed) root.append(svg("path", { class: "curve raw", d: path(l.points), style }));
-    root.append(svg("path", { class: "curve" + extra, d: path(smoothed || l.points), style }));
-    if (l.sparse || l.points.length < 3) for (const p of l.points) root.append(svg("circle", { cx: X(p[0]), cy: Y(p[1]), r: 2.6, style: `fill:${l.colour}` }));
-    const last = (smoothed || l.points).at(-1);
-    if (l.labelled) labels.push({ y: Y(last[1]), name: l.name, colour: l.colour });
+    const add = (points, more) => {
+      tables.push([points.map((p) => p[0]), points.map((p) => p[1])]);
+      series.push({ stroke: l.stroke, width: 1.8, spanGaps: true, points: { show: l.sparse || points.length < 3, size: 5.2, fill: l.stroke }, ...more });
+    };
+    const smoothed = l.sparse ? null : smooth(l.points);
+    if (smoothed) add(l.points, { alpha: .28, width: 1.1 });
+    add(smoothed || l.points, l.dashed ? { dash: [5, 3] } : {});
+    if (l.labelled && lines.length > 1 && lines.length <= 8) labels.push({ name: l.name, stroke: l.stroke, last: (smoothed || l.points).at(-1)[1] });
+    l.at = new Map(l.points);
   }
-  if (lines.length > 1 && lines.length <= 8) {
-    labels.sort((a, b) => a.y - b.y);
-    for (let k = 1; k < labels.length; k++) labels[k].y = Math.max(labels[k].y, labels[k - 1].y + 13);
-    const over = labels.at(-1).y - (H - bottom + 4);
-    if (over > 0) labels.forEach((l) => { l.y -= over; });
-    for (const l of labels) root.append(svg("text", { class: "label", x: W - right + 5, y: l.y + 4, style: `fill:${l.colour}` }, l.name.length > 13 ? l.name.slice(0, 12) + "…" : l.name));
-  }
-  const hair = svg("line", { class: "hair", y1: top, y2: H - bottom, visibility: "hidden" });
-  root.append(hair);
-  const steps = [...new Set(xs)].sort((a, b) => a - b);
-  let at = steps.length - 1;
-  function read(index, px, py) {
-    at = Math.max(0, Math.min(steps.length - 1, index));
-    const step = steps[at], box = root.getBoundingClientRect();
-    hair.setAttribute("x1", X(step)); hair.setAttribute("x2", X(step)); hair.setAttribute("visibility", "visible");
-    const values = lines.map((l) => { const p = l.points.find((q) => q[0] === step); return p ? `${l.name}  ${num(p[1])}` : null; }).filter(Boolean);
-    showTip(px ?? box.left + X(step) * box.width / W, py ?? box.top + box.height / 2, `step ${step}\n${values.join("\n")}`);
-  }
-  function nearest(event) {
-    const box = root.getBoundingClientRect(), want = x0 + ((event.clientX - box.left) * W / box.width - left) / (W - left - right) * (x1 - x0);
-    let best = 0;
-    steps.forEach((s, k) => { if (Math.abs(s - want) < Math.abs(steps[best] - want)) best = k; });
-    read(best, event.clientX, event.clientY);
-  }
-  const off = () => { hair.setAttribute("visibility", "hidden"); hideTip(); };
-  root.addEventListener("pointermove", nearest); root.addEventListener("pointerleave", off); root.addEventListener("blur", off);
-  root.addEventListener("keydown", (e) => { const d = { ArrowLeft: -1, ArrowRight: 1 }[e.key]; if (d) { e.preventDefault(); read(at + d); } });
+  const xs = lines.flatMap((l) => l.points.map((p) => p[0])), quiet = () => css("--quiet");
+  const summary = lines.map((l) => `${l.name} from ${num(l.points[0][1])} to ${num(l.points.at(-1)[1])}`).join("; ");
+  const root = el("div", { class: "plot", role: "img", tabindex: 0, "aria-label": `${spec.title}, ${spec.unit}, steps ${num(Math.min(...xs))} to ${num(Math.max(...xs))}: ${summary}` });
+  let pointed = false;
+  const read = (u) => {
+    const step = u.cursor.left < 0 ? undefined : u.data[0][u.cursor.idx];
+    if (!pointed) return;
+    if (step === undefined) { hideTip(); return; }
+    const box = u.over.getBoundingClientRect(), values = lines.filter((l) => l.at.has(step)).map((l) => `${l.name}  ${num(l.at.get(step))}`);
+    showTip(box.left + u.cursor.left, box.top + u.cursor.top, `step ${step}\n${values.join("\n")}`);
+  };
+  const axis = { stroke: quiet, font: "11px system-ui, sans-serif", ticks: { show: false } };
+  const u = new uPlot({
+    width: 360, height: 190, series, legend: { show: false }, padding: [10, labels.length ? 78 : 12, 0, 0],
+    scales: { x: { time: false, range: (_, low, high) => low === high ? [low - 1, high + 1] : [low, high] }, y: { range: valueRange(bounds) } },
+    axes: [
+      { ...axis, size: 24, gap: 6, grid: { show: false }, incrs: [1, 2, 5].flatMap((n) => [0, 1, 2, 3, 4, 5, 6].map((e) => n * 10 ** e)).sort((a, b) => a - b), values: (_, ticks) => ticks.map(num) },
+      { ...axis, size: 42, gap: 4, space: 36, grid: { stroke: () => css("--line"), width: 1 }, values: (_, ticks) => ticks.map(num) },
+    ],
+    cursor: { y: false, points: { size: 6 }, sync: { key: "steps", scales: ["x", null] } },
+    hooks: { setCursor: [read], draw: [(plot) => annotate(plot, bounds, labels)] },
+  }, uPlot.join(tables), root);
+  plots.push(u);
+  new ResizeObserver(() => u.setSize({ width: Math.max(200, root.clientWidth), height: 190 })).observe(root);
+  root.addEventListener("pointerenter", () => { pointed = true; });
+  const off = () => { pointed = false; hideTip(); };
+  root.addEventListener("pointerleave", off);
+  root.addEventListener("blur", () => { u.setCursor({ left: -10, top: -10 }); off(); });
+  root.addEventListener("keydown", (e) => {
+    const d = { ArrowLeft: -1, ArrowRight: 1 }[e.key], steps = u.data[0];
+    if (!d) return;
+    e.preventDefault(); pointed = true;
+    const next = u.cursor.left < 0 || u.cursor.idx === null ? steps.length - 1 : Math.max(0, Math.min(steps.length - 1, u.cursor.idx + d));
+    u.setCursor({ left: u.valToPos(steps[next], "x"), top: u.over.clientHeight / 2 });
+  });
   const note = many ? spec.tags.slice(1).filter(({ tag }) => runs.some((r) => r.series[tag])).map(({ name }) => `dashed: ${name}`).join("") : "";
   const unit = [note, spec.unit === "1" ? "" : spec.unit].filter(Boolean).join(" · ");
   const now = lines.length === 1 ? num(lines[0].points.at(-1)[1]) : "";

@@ -129,11 +129,18 @@ def render(runs: Sequence[Mapping[str, Any]], differences: Sequence[Mapping[str,
     names = ", ".join(str(run["name"]) for run in runs)
     return environment.get_template("page.html").render(
         title=names,
-        style=Markup((PARTS / "page.css").read_text(encoding="utf-8")),
-        script=Markup((PARTS / "page.js").read_text(encoding="utf-8")),
+        style=_part("page.css"),
+        script=_part("page.js"),
+        plots=_part("uplot/uPlot.iife.min.js"),
+        plots_style=_part("uplot/uPlot.min.css"),
+        plots_licence=_part("uplot/LICENSE"),
         island=_island({"runs": runs, "charts": _charts(runs), "differences": differences}),
         made=time.strftime("%Y-%m-%d %H:%M"),
     )
+
+
+def _part(name: str) -> Markup:
+    return Markup((PARTS / name).read_text(encoding="utf-8"))
 
 
 def differences(recipes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
