@@ -2,7 +2,7 @@
 
 start     custom_megatron_init ──► custom_model_provider
 step      custom_megatron_before_log_prob_hook ──► custom_advantage_function ──► rollout_data_postprocess
-          ──► for each update: custom_megatron_before_train_step_hook ──► the hooks of ``loss_hooks``
+          ──► for each update: custom_megatron_before_train_step_hook ──► the losses of ``step_hooks``
 version   custom_update_weight_post_write
 """
 
