@@ -18,9 +18,6 @@ from slipstream.rollout.system.plugins import resolve
 from slipstream.rollout.tokens.evaluated_set import HELD_OUT
 from slipstream.rollout.workflow.endpoint import OpenEndpoint
 
-"""Name of the recipe's evaluation, as slime's data sets have names."""
-
-
 REWARD_KEY: str = RolloutConfig.model_fields["reward_key"].default
 """The recipe's key of rewards, unless it names one. Then slime has none: rewards are numbers."""
 

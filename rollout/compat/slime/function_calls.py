@@ -24,6 +24,11 @@ from slipstream.rollout.tokens.evaluated_set import EvaluatedSet
 from slipstream.rollout.tokens.named_numbers import NamedNumbers
 from slipstream.rollout.workflow.endpoint import EndedEpisode, OpenEndpoint
 
+LONGEST_NAME = 64
+"""Characters of the name of a metric, or of a set, which is a part of the name of a metric."""
+
+_NO_NAME = re.compile(r"[^\w.-]")
+
 
 class FunctionFailed(RuntimeError):
     """A function has raised something."""
@@ -126,12 +131,6 @@ class _InThread:
             self.result.set_result(value)
         else:
             self.result.set_exception(failure)
-
-
-LONGEST_NAME = 64
-"""Characters of the name of a metric, or of a set, which is a part of the name of a metric."""
-
-_NO_NAME = re.compile(r"[^\w.-]")
 
 
 class OutputMetrics:

@@ -29,6 +29,11 @@ from slipstream.rollout.tokens.named_numbers import means_by_name
 from slipstream.rollout.tokens.tokenizer import Tokenizer
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
 
+LONGEST_WAIT_S = 60.0
+"""Seconds between two attempts at the longest."""
+
+Hook = Callable[..., Any]
+
 
 class SampleRebuilder:
     """Makes slime's `Sample` of trajectories: tokens, masks, log-probs, rewards and statuses.
@@ -195,10 +200,6 @@ def flat(samples: Sequence[Any]) -> list[Any]:
     ]
 
 
-LONGEST_WAIT_S = 60.0
-"""Seconds between two attempts at the longest."""
-
-
 class GroupJudge:
     """Asks ``custom_rm`` for the rewards of all samples of a group at once, in the collector."""
 
@@ -262,9 +263,6 @@ def _mean(judgements: Sequence[Judgement]) -> Judgement:
     """Return the judgement of an episode: the mean of those of its samples."""
     reward = sum(judgement.reward / len(judgements) for judgement in judgements)
     return Judgement(reward, tuple(means_by_name(judgement.parts for judgement in judgements).items()))
-
-
-Hook = Callable[..., Any]
 
 
 class HookFailed(RuntimeError):
