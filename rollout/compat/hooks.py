@@ -42,7 +42,7 @@ def adapter(path: str) -> object:
         return resolve(path)
     except PluginError as error:
         raise PluginError(
-            f"rollout.hooks: this installation has nothing that runs code written for slime: {error}"
+            f"this installation has nothing that runs code written for slime: {error}"
         ) from error
 
 
@@ -56,7 +56,7 @@ def hook_problems(config: RunConfig) -> list[str]:
     try:
         return cast("Callable[[RunConfig], list[str]]", adapter(PROBLEMS))(config)
     except PluginError as error:
-        return [str(error)]
+        return [f"rollout.hooks: {error}"]
 
 
 def imported_script(script: Path, out: Path, overrides: Sequence[str], *, as_json: bool) -> str:
