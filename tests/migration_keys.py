@@ -24,9 +24,6 @@ from typing import Any
 
 import yaml
 
-from slipstream.rollout.compat.slime.launch_flags import is_supervised
-from slipstream.rollout.compat.slime.launch_script import UnreadableScript, read_launch_script
-
 RECORD = Path(__file__).parent / "unit" / "migration_keys.jsonl"
 
 _OVERRIDE = re.compile(r"""(?:^|[\s"'(])\+{0,2}((?:[a-z_]+\.)+[A-Za-z_0-9.]+|model_engine)=""")
@@ -55,6 +52,9 @@ class Usage:
 
 
 def _slime(checkout: Path, usage: Usage) -> None:
+    from slipstream.rollout.compat.slime.launch_flags import is_supervised
+    from slipstream.rollout.compat.slime.launch_script import UnreadableScript, read_launch_script
+
     for path in _files(checkout, "*.sh", "scripts", "examples"):
         try:
             script = read_launch_script(path)

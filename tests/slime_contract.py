@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from slipstream.rollout.compat.slime.alias_path import ALIAS
+from slipstream.rollout.compat.slime import ALIAS
 from tests.slime_examples import run_examples
 
 ROOT = Path(__file__).parents[1]

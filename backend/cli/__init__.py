@@ -463,10 +463,14 @@ def import_slime(
 ) -> None:
     """Make a recipe of a slime launch script, and list the flags that have no counterpart."""
     with reported():
-        from slipstream.backend.commands import import_slime as importing
+        from slipstream.backend.commands.check import NO_INPUTS
+        from slipstream.backend.commands.outcome import WrongInput
+        from slipstream.rollout.compat.hooks import imported_script
 
-        recipe = importing.import_slime(script, out)
-        typer.echo(importing.as_json(recipe) if as_json else "\n".join(importing.lines(recipe, out)))
+        try:
+            typer.echo(imported_script(script, out, [f"prepare={NO_INPUTS}"], as_json=as_json))
+        except (ImportError, OSError, ValueError) as error:
+            raise WrongInput(str(error)) from None
 
 
 @app.command(rich_help_panel=TOOLS)

@@ -19,7 +19,7 @@ from slipstream.configs.load import load_recipe, load_supervised
 from slipstream.configs.rules.models import MODELS
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.supervised import Supervised
-from slipstream.rollout.compat.slime.checking import hook_problems
+from slipstream.rollout.compat.hooks import hook_problems
 from slipstream.rollout.system import plugins
 
 NO_INPUTS = "slipstream.backend.simulate.only_simulated"

@@ -42,7 +42,7 @@ from slipstream.rollout.collection.driver.leases import Leases
 from slipstream.rollout.collection.driver.lost_groups import LostGroups
 from slipstream.rollout.collection.driver.questions import EvaluationTasks
 from slipstream.rollout.collection.driver.server import CollectorServer
-from slipstream.rollout.compat.slime.data_source_process import slime_drawing
+from slipstream.rollout.compat.hooks import hook_drawing
 from slipstream.rollout.control.concurrency import ConcurrencyController
 from slipstream.rollout.engine.adapters import POLICY, AdapterServing
 from slipstream.rollout.engine.client import EngineClient
@@ -209,7 +209,6 @@ def assemble(
     hooks = hooked_batches(config, logs, listener.note)
     evaluation = None
     if config.eval is not None and inputs.held_out:
-        slime = rollout.hooks
         evaluation = Evaluation(
             config.eval,
             inputs.held_out,
@@ -217,7 +216,7 @@ def assemble(
             listener,
             hooks,
             step_of=gate.step_of,
-            by_function=slime is not None and slime.evaluating is not None,
+            by_function=rollout.hooks is not None and rollout.hooks.evaluating is not None,
         )
         if evaluation.is_due_first(gate.step, config.run.folder):
             questions.evaluates_from(0)
@@ -318,7 +317,7 @@ def _drawing(
     state.drawn.when_ready(gate.prompts_came)
     if config.rollout.data_source is not None:
         return own_drawing(config, state.drawn, logs, ahead=state.control.capacity)
-    drawing = slime_drawing(config, state.drawn, logs, ahead=state.control.capacity, note=note)
+    drawing = hook_drawing(config, state.drawn, logs, ahead=state.control.capacity, note=note)
     gate.when_lost(drawing.lost)
     return drawing
 

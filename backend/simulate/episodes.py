@@ -72,7 +72,7 @@ class SimulatedWorkflow:
 
 
 class SimulatedJudge:
-    """Judges every trajectory by itself: ``rollout.collection.collector.groups.EpisodeJudge``."""
+    """Judges every trajectory by itself: ``rollout.reward.value.EpisodeJudge``."""
 
     of_groups = False
 

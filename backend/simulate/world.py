@@ -34,7 +34,6 @@ from slipstream.rollout.collection.collector.episodes import Episodes
 from slipstream.rollout.collection.collector.evaluation import Evaluations
 from slipstream.rollout.collection.collector.groups import GroupCollector, NamedFilter, WholeGroups
 from slipstream.rollout.collection.collector.outbox import Outbox
-from slipstream.rollout.collection.collector.time_limit import TimeLimit
 from slipstream.rollout.collection.driver.gate import AdmissionGate, StalledRun
 from slipstream.rollout.collection.driver.intake import Intake
 from slipstream.rollout.collection.driver.journal import NoJournal
@@ -42,6 +41,7 @@ from slipstream.rollout.collection.driver.leases import Leases
 from slipstream.rollout.collection.driver.questions import EvaluationTasks
 from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.system.plugins import build
+from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.trajectory import Trajectory
 from slipstream.rollout.workflow import WorkflowContext
 

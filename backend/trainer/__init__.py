@@ -6,6 +6,7 @@ scoring              ... log-probs and values of the models that the recipe asks
 prepared             ... a micro-batch with its scores and targets
 rewards              ... rewards of trajectories and turns, and penalties for leaving the reference
 targets              ... advantages and returns
+hooks                ... the points at which the recipe's ``rollout.hooks`` come in
 policy_update        ... optimizer updates of the policy
 critic               ... optimizer updates of the critic
 skipping             ... updates that no rank makes, and what is at fault

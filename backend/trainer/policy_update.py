@@ -15,6 +15,7 @@ from slipstream.backend.objective.correction import interpolated_logp
 from slipstream.backend.objective.losses import Tokens, token_losses
 from slipstream.backend.objective.statistics import TOP_TOKENS, StepStatistics, token_statistics
 from slipstream.backend.trainer.episode_log import StepLogProbs
+from slipstream.backend.trainer.hooks import RankHooks
 from slipstream.backend.trainer.prepared import PreparedMicroBatch, Scores
 from slipstream.backend.trainer.skipping import Faults, SkippedUpdates, add_faults
 from slipstream.configs.schema import ActorConfig
@@ -23,7 +24,6 @@ if TYPE_CHECKING:  # Megatron can only be imported once the rank has joined its 
     from slipstream.backend.megatron.packed_model import LanguageModel
     from slipstream.backend.megatron.trained import Trained
     from slipstream.backend.trainer.plugins import RankPlugins
-    from slipstream.backend.trainer.slime.rank_hooks import RankHooks
 
 
 @dataclass(frozen=True)
@@ -45,23 +45,22 @@ def update_policy(
     temperature: float,
     lr: float,
     plugins: "RankPlugins",
+    hooks: RankHooks,
     mismatch: float | None = None,
-    hooks: "RankHooks | None" = None,
     logprobs: StepLogProbs | None = None,
 ) -> StepStatistics:
     """Make one optimizer update for each mini-batch, and return the statistics of all of them.
 
-    ``plugins``: what the recipe names by import path. ``mismatch``: mean of log(pi_old / mu)^2 over tokens of
-    lag 0, from earlier steps; None: not measured yet. ``hooks``: those of the recipe that decide about losses
-    or see updates; None: it names none. Updates that are not finite are left out, and added to ``skipped``.
+    ``plugins``: what the recipe names by import path. ``hooks``: those of the recipe that decide about losses
+    or see updates. ``mismatch``: mean of log(pi_old / mu)^2 over tokens of lag 0, from earlier steps; None:
+    not measured yet. Updates that are not finite are left out, and added to ``skipped``.
     ``logprobs`` keeps those that the first mini-batch gives; None: nobody wants them.
     """
-    statistics = StepStatistics(lr, named_by_hooks=hooks is not None)
+    statistics = StepStatistics(lr, named_by_hooks=hooks.names_statistics)
     for number, minibatch in enumerate(minibatches):
         loss = partial(_loss, policy, actor, temperature, mismatch, number == 0, plugins, hooks)
         heads = [partial(loss, item) for item in minibatch]
-        if hooks is not None:
-            hooks.update_begins(number, trained, lr)
+        hooks.update_begins(number, trained, lr)
         update = trained.update(policy, [item.micro for item in minibatch], heads, lr)
         if logprobs is not None and number == 0:
             logprobs.add(minibatch, [result.logp_M for result in update.results])
@@ -81,7 +80,7 @@ def _loss(
     mismatch: float | None,
     is_first: bool,
     plugins: "RankPlugins",
-    hooks: "RankHooks | None",
+    hooks: RankHooks,
     item: PreparedMicroBatch,
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor, MicroBatchResult]:
@@ -111,15 +110,13 @@ def _loss(
         mismatch=mismatch,
     )
     share_M = batch.share_M
-    hooked = None if hooks is None else hooks.loss_of(item)
-    if hooked is None:
-        loss = token_losses(actor, tokens, own=plugins.objective)
-        total = (share_M * loss.loss_T).sum()
+    hooked = hooks.loss_of(item)
+    weigh = hooked.weighing(tokens, share_M)
+    loss = hooked.kept(token_losses(actor, tokens, weigh, own=plugins.objective))
+    if hooked.replaces_loss:
+        total = hooked.custom_total(policy, hidden)
     else:
-        weigh = hooked.weighing(tokens, share_M)
-        loss = hooked.kept(token_losses(actor, tokens, weigh, own=plugins.objective))
-        total = hooked.custom_total(policy, hidden) if hooked.replaces_loss else hooked.total(loss, share_M)
-    if hooked is None or not hooked.replaces_loss:
+        total = hooked.total(loss, share_M)
         total = total + _penalties(actor, scores, share_M, logp_M, entropy_M, behaviour_M, plugins.penalty)
         if actor.top_tokens_term is not None and divergence_M is not None:
             total = total + actor.top_tokens_term.weight * (share_M * divergence_M).sum()
@@ -133,8 +130,7 @@ def _loss(
         recomputed=actor.recompute_logprobs,
         weight_cap=actor.correction.weight_cap if actor.use_decoupled_loss else None,
     )
-    if hooked is not None:
-        measured |= hooked.statistics()
+    measured |= hooked.statistics()
     if actor.top_tokens_term is not None:
         measured |= _divergence_statistics(divergence_M, micro, measured["tokens"])
     return total, batch.count, MicroBatchResult(measured, logp_M.detach(), loss.loss_T.detach())

@@ -21,7 +21,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -36,6 +35,7 @@ from slipstream.backend.megatron.finite import require_finite
 from slipstream.backend.megatron.parallel import RankSpec, initialize
 from slipstream.backend.trainer.checkpointed_rank import CheckpointedRank
 from slipstream.backend.trainer.episode_log import StepLogProbs, open_episode_log
+from slipstream.backend.trainer.hooks import rank_hooks
 from slipstream.backend.trainer.learning_rate import learning_rate
 from slipstream.backend.trainer.minibatches import is_recomputed, microbatches_of
 from slipstream.backend.trainer.plugins import RankPlugins
@@ -55,9 +55,6 @@ from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.system import plugins
 from slipstream.rollout.tokens.trajectory import Completion, Finish, Span, TrajectoryBuilder
 
-if TYPE_CHECKING:
-    from slipstream.backend.trainer.slime.rank_hooks import RankHooks
-
 
 class TrainerRank(CheckpointedRank):
     """One rank of the trainer. All ranks are called with the same arguments, in the same order."""
@@ -69,7 +66,7 @@ class TrainerRank(CheckpointedRank):
             rank, config.actor.parallel, seed=config.run.seed, timeout_s=config.run.step_timeout_s
         )
         self._plugins = RankPlugins(config)
-        self._hooks = _rank_hooks(config, self._device)
+        self._hooks = rank_hooks(config, self._device)
         # Megatron can only be imported now.
         from slipstream.backend.megatron import checkpoint, fusions, groups, head, model
         from slipstream.backend.megatron.packed_model import LanguageModel
@@ -90,7 +87,7 @@ class TrainerRank(CheckpointedRank):
             dtype,
             self._device,
             seed=config.run.seed,
-            provider=None if self._hooks is None else self._hooks.provider,
+            provider=self._hooks.provider,
         )
         head.pass_on_hidden_states(parts)
         self._trained = Trained(parts, actor, dtype)
@@ -104,8 +101,7 @@ class TrainerRank(CheckpointedRank):
         self._parameters = [model.named_shards(part) for part in parts]
         self._adapter = None if actor.lora is None else model.adapter_export(parts, self._spec, actor)
         self._learning_rate = partial(learning_rate, actor.optimizer, run_steps=config.run.total_steps)
-        before = None if self._hooks is None else self._hooks.log_probs_begin
-        self._scorers = Scorers(config, dtype, self._device, before)
+        self._scorers = Scorers(config, dtype, self._device, self._hooks.log_probs_begin)
         trained = {checkpoint.POLICY: self._trained}
         if self._scorers.critic is not None:
             trained[checkpoint.CRITIC] = self._scorers.critic.trained
@@ -150,12 +146,9 @@ class TrainerRank(CheckpointedRank):
         self._skipped.begin(batch)
         minibatches, metrics = self.microbatches(batch)
         microbatches = list(chain.from_iterable(minibatches))
-        if self._hooks is not None:
-            self._hooks.step_begins(self.step, batch, microbatches)
+        self._hooks.step_begins(self.step, batch, microbatches)
         scores = self._scorers.score(self._policy, minibatches)
-        targets = self._targets(batch, microbatches, scores)
-        if self._hooks is not None:
-            targets = self._hooks.targets(scores, targets)
+        targets = self._hooks.targets(scores, self._targets(batch, microbatches, scores))
         inputs = prepared(minibatches, scores, targets)
         metrics |= self._work_of(batch)
         metrics |= self._update_policy(batch, inputs, logprobs)
@@ -222,8 +215,8 @@ class TrainerRank(CheckpointedRank):
             temperature=self._config.rollout.sampling.temperature,
             lr=batch.rate_factor * self._learning_rate(self.step),
             plugins=self._plugins,
-            mismatch=batch.mismatch,
             hooks=self._hooks,
+            mismatch=batch.mismatch,
             logprobs=logprobs,
         )
         if not self._groups.is_pipeline_last_stage():
@@ -282,9 +275,8 @@ class TrainerRank(CheckpointedRank):
         self._require_finite("the weights of the policy", parameters)
         if self._way_out is None:
             weights = RankWeights(self._plan, self._parameters, served, self._address, self._device)
-            written = None if self._hooks is None else self._hooks.version_written
-            self._way_out = way_out(self._config, weights, written)
-        if self._hooks is not None and dist.get_rank() == SENDER:
+            self._way_out = way_out(self._config, weights, self._hooks.version_written)
+        if dist.get_rank() == SENDER:
             self._hooks.publication_begins(engines)
         return self._way_out.publish(version, engines)
 
@@ -304,12 +296,3 @@ class TrainerRank(CheckpointedRank):
         """Write the rows of the episode log that wait."""
         if self._episodes is not None:
             self._episodes.flush()
-
-
-def _rank_hooks(config: RunConfig, device: torch.device) -> "RankHooks | None":
-    """Return the hooks of slime that run on this rank; None, and nothing is imported: there are none."""
-    if config.rollout.hooks is None:
-        return None
-    from slipstream.backend.trainer.slime.rank_hooks import make_rank_hooks
-
-    return make_rank_hooks(config, device)

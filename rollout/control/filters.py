@@ -1,8 +1,9 @@
 """Group filters, which decide whether a finished group is worth training."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from slipstream.rollout.tokens.trajectory import Group
+from slipstream.rollout.tokens.trajectory import Group, Trajectory
 
 
 class GroupFilter(Protocol):
@@ -10,6 +11,14 @@ class GroupFilter(Protocol):
 
     def keep(self, group: Group) -> bool:
         """Return False to count the group as ``filtered`` and give its slot to a fresh group."""
+        ...
+
+
+class GroupChoice(Protocol):
+    """Chooses what is trained of a finished group, of which a group filter can only train all or nothing."""
+
+    def choose(self, group: Group) -> Sequence[Trajectory] | None:
+        """Return its trajectories, some of them without loss; None: the group is not trained."""
         ...
 
 

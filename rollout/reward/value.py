@@ -3,15 +3,15 @@
 import math
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsFloat, cast
+from typing import Any, Protocol, SupportsFloat, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from slipstream.rollout.tokens.teacher import TeacherScores
-from slipstream.rollout.tokens.trajectory import RewardParts
+from slipstream.rollout.tokens.trajectory import Prompt, RewardParts, Trajectory
 
 RESERVED = frozenset({"mean", "std", "turn_mean", "parts", "source_parts"})
 """Names that no part may have: the metrics ``reward/NAME`` are there already."""
@@ -165,3 +165,15 @@ def _shown(value: object) -> str:
         return _repr.repr(value)
     except Exception:  # a repr of the user's, or an integer with more digits than Python prints
         return "something"
+
+
+class EpisodeJudge(Protocol):
+    """Asks for rewards in a collector. Its methods raise JudgingFailed after the last attempt."""
+
+    @property
+    def of_groups(self) -> bool:
+        """True if only whole groups are judged, and only when all of their episodes have ended."""
+        ...
+
+    async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Judgement: ...
+    async def judge_group(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Judgement]: ...

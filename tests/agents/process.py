@@ -237,7 +237,7 @@ class Runner:
         from slipstream.rollout.collection.collector.evaluation import UnrecordedGenerator
         from slipstream.rollout.collection.collector.outbox import Outbox
         from slipstream.rollout.collection.collector.recording import Recording
-        from slipstream.rollout.collection.collector.time_limit import TimeLimit
+        from slipstream.rollout.system.time_limit import TimeLimit
         from slipstream.rollout.tokens.trajectory import Group, Prompt
         from slipstream.rollout.workflow import WorkflowContext
         from tests.scripted_source import ScriptedSource
@@ -338,7 +338,7 @@ class Runner:
     def _hooked(self, order: dict[str, Any]) -> Any:
         """Return the parts that hooks written for slime replace, as a recipe names them."""
         from slipstream.configs.schema import HooksConfig
-        from slipstream.rollout.compat.slime.parts import hook_parts
+        from slipstream.rollout.compat.hooks import hook_parts
 
         rollout = self._config.rollout.model_copy(
             update={

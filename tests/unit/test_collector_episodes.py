@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from slipstream.backend.simulate import clock
 from slipstream.configs.schema import RolloutConfig
 from slipstream.rollout.collection.collector.episodes import EpisodeFailed, Episodes, check
-from slipstream.rollout.collection.collector.time_limit import TimeLimit
 from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.reward.judge.errors import JudgeStartFailed, JudgingFailed
+from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.record import decode_header, decode_trajectory, encode, encode_trajectory
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
 from slipstream.rollout.workflow.numbers import EpisodeNumbers
@@ -115,7 +115,7 @@ class World:
             try:
                 return await task
             finally:
-                assert not limit._entered
+                assert not limit.entered
 
         return clock.run(main())
 

@@ -15,11 +15,11 @@ from slipstream.rollout.collection.collector.episodes import Episodes, check
 from slipstream.rollout.collection.collector.evaluation import Evaluations, UnrecordedGenerator
 from slipstream.rollout.collection.collector.groups import CLOSE_TIMEOUT_S
 from slipstream.rollout.collection.collector.outbox import Outbox
-from slipstream.rollout.collection.collector.time_limit import TimeLimit
 from slipstream.rollout.collection.messages import Evaluated, Question
 from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.reward.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.value import Judgement
+from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.trajectory import Prompt, Trajectory, TrajectoryBuilder, prompt_fields
 from slipstream.rollout.workflow import WorkflowContext
 from slipstream.rollout.workflow.multi_turn import OnLimit, limited

@@ -25,7 +25,6 @@ from slipstream.rollout.collection.collector.groups import (
 )
 from slipstream.rollout.collection.collector.outbox import UNSENT_BYTES, Outbox
 from slipstream.rollout.collection.collector.recording import Recording
-from slipstream.rollout.collection.collector.time_limit import TimeLimit
 from slipstream.rollout.collection.messages import (
     ANSWERED,
     FAILED,
@@ -39,6 +38,7 @@ from slipstream.rollout.collection.messages import (
 from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.reward.judge.errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.value import Judgement
+from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.teacher import NOTHING_NEEDED, TeacherNeeds, TeacherScores
 from slipstream.rollout.tokens.trajectory import Group, Prompt, Trajectory, TrajectoryBuilder, prompt_fields
 from slipstream.rollout.workflow import GroupRejected, WorkflowContext

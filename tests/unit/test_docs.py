@@ -30,7 +30,6 @@ TO_COME = {
     "bridge/families/NAME.py",
     "rollout/gateway",
     "rollout/workflow/environment",
-    "rollout/compat/slime",
 }
 """Rooms that the architecture names before they exist, and a placeholder."""
 

@@ -27,13 +27,17 @@ from tests.environment import ROOT
 from tests.models import make_checkpoint
 from tests.pages import NOT_RUN, PAGES, PROGRAMS, Command, commands
 from tests.unit.run_folders import make_run
-from tests.unit.test_slime_launch_scripts import SCRIPT
 
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 ROLLOUT, SUPERVISED = (
     ROOT / f"configs/recipes/{name}.yaml" for name in ("simulate-areal", "sft-qwen3-4b-1n8g-dp8")
 )
 """Recipes to which the settings of commands are added."""
+
+SCRIPT = """python3 train.py --hf-checkpoint /data/tiny --prompt-data /data/train.jsonl \\
+    --rm-type deepscaler --num-rollout 30 --rollout-batch-size 8 --n-samples-per-prompt 4
+"""
+"""A launch script of slime."""
 
 LEFT_OUT = ("...", "…")
 """What stands in a sentence for arguments that are left out."""
@@ -260,8 +264,6 @@ def desk(tmp_path_factory) -> Path:
     (folder / "examples").symlink_to(ROOT / "examples")
     for name in ("my-run", "a", "b", "quickstart", "smollm2"):
         make_run(folder / "runs", name, steps=3)
-    (folder / "models").mkdir()
-    (folder / "models/tiny.sh").write_text("MODEL_ARGS=(--swiglu)")
     (folder / "SCRIPT.sh").write_text(SCRIPT)
     return folder
 

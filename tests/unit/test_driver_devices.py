@@ -13,10 +13,10 @@ from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.backend.driver.processes import devices
 from slipstream.backend.driver.processes.devices import Colocated
 from slipstream.backend.simulate import clock
-from slipstream.rollout.collection.collector.time_limit import TimeLimit
 from slipstream.rollout.engine.client import EngineError
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.routing import PoolStatus
+from slipstream.rollout.system.time_limit import TimeLimit
 from tests.unit.doubles import Collector, Policy
 
 ALL, WEIGHTS = {"weights", "kv_cache", "cuda_graph"}, {"weights"}

@@ -13,7 +13,6 @@ from slipstream.backend.driver.loops.hooked_batches import HookedBatches, record
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collection.driver.ready_groups import ReadyGroup, StoredTrajectory
-from slipstream.rollout.compat.slime.batch_hooks import BatchHooks
 from slipstream.rollout.system.linux import children_of
 from slipstream.rollout.system.programs.hook_process import HookProcessFailed
 from slipstream.rollout.tokens.evaluated_set import EvaluatedSet
@@ -91,7 +90,7 @@ def run(model: Path, tmp_path: Path, hooks: dict[str, str], use, timeout_s: floa
     notes: list[str] = []
 
     async def course():
-        hooked = HookedBatches(BatchHooks(config(model, hooks, timeout_s), tmp_path, notes.append))
+        hooked = HookedBatches(config(model, hooks, timeout_s), tmp_path, notes.append)
         try:
             return await use(hooked, *made())
         finally:

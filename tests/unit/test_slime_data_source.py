@@ -11,7 +11,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.collection.driver.intake import Intake
 from slipstream.rollout.collection.driver.journal import NoJournal
-from slipstream.rollout.compat.slime.alias_path import make_slime_importable
+from slipstream.rollout.compat.slime import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.data_source_process import slime_drawing
 from slipstream.rollout.compat.slime.episode_samples import drawn_onto, fields_of, is_done

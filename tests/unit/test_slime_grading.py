@@ -5,10 +5,7 @@ from argparse import Namespace
 
 import pytest
 
-from slipstream.rollout.compat.slime.alias_path import make_slime_importable
-from slipstream.rollout.compat.slime.chat_masks import get_response_lengths
-from slipstream.rollout.compat.slime.mathematics import extract_answer, grade_answer_verl
-from slipstream.rollout.compat.slime.multiple_choice import compute_gpqa_reward
+from slipstream.rollout.compat.slime import make_slime_importable
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +32,21 @@ def _slime():
     ],
 )
 def test_boxed_answers_are_compared_as_expressions(given, expected, is_right):
+    from slime.rollout.rm_hub.math_utils import grade_answer_verl
+
     assert grade_answer_verl(f"so \\boxed{{{given}}}", expected) is is_right
 
 
 def test_the_last_whole_box_counts():
+    from slime.rollout.rm_hub.math_utils import extract_answer
+
     assert extract_answer(r"\boxed{1} then \boxed{\frac{1}{2}}") == r"\frac{1}{2}"
     assert extract_answer(r"\boxed{1") is None
 
 
 def test_a_choice_is_named_by_its_letter_or_its_position():
+    from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
+
     assert compute_gpqa_reward("The answer is C.", "B", {"choices": ["a", "b", "c"]}) == 0.0
     assert compute_gpqa_reward("Answer: B", 1, {"choices": ["x", "y"]}) == 1.0
 
@@ -74,4 +77,6 @@ def test_an_unknown_rule_is_an_error_that_lists_the_known_ones():
 
 
 def test_the_response_begins_at_the_first_token_that_carries_loss():
+    from slime.utils.mask_utils import get_response_lengths
+
     assert get_response_lengths([[0, 1, 0, 1], [0, 0], [1]]) == [3, 0, 1]

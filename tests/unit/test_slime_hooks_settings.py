@@ -11,8 +11,7 @@ from slipstream.configs.load import load_recipe
 from slipstream.configs.schema.hooks import HOOK_NAMES
 from slipstream.configs.violations import RecipeError
 from slipstream.rollout.compat.slime.arguments import slime_arguments
-from slipstream.rollout.compat.slime.checking import hook_problems
-from slipstream.rollout.compat.slime.signatures import SIGNATURES
+from slipstream.rollout.compat.slime.checking import SIGNATURES, hook_problems
 
 HOOKS = """
 import sys, time

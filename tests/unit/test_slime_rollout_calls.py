@@ -9,18 +9,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slipstream.rollout.collection.collector.time_limit import TimeLimit
-from slipstream.rollout.compat.slime.alias_path import make_slime_importable
+from slipstream.rollout.compat.slime import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
-from slipstream.rollout.compat.slime.declared_samples import declared
-from slipstream.rollout.compat.slime.episode_samples import SampleError, WrongReturn
-from slipstream.rollout.compat.slime.function_calls import CallSurroundings, FunctionCalls, FunctionFailed
-from slipstream.rollout.compat.slime.function_workflow import FunctionWorkflow
+from slipstream.rollout.compat.slime.episode_samples import SampleError, WrongReturn, declared
+from slipstream.rollout.compat.slime.function_calls import (
+    CallSurroundings,
+    FunctionCalls,
+    FunctionFailed,
+    SetEvaluation,
+)
 from slipstream.rollout.compat.slime.leased_groups import LeasedGroups, pop_first
-from slipstream.rollout.compat.slime.rollout_calls import RolloutCalls, placed
+from slipstream.rollout.compat.slime.rollout_calls import FunctionWorkflow, RolloutCalls, placed
 from slipstream.rollout.compat.slime.sample_matching import LogprobsDiffer
-from slipstream.rollout.compat.slime.set_evaluation import SetEvaluation
 from slipstream.rollout.system.plugins import resolve
+from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Completion, Finish, Prompt, Span
 from slipstream.rollout.workflow import EpisodePlace, GroupRejected
 from slipstream.rollout.workflow.endpoint import EndedEpisode, Reply

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from slipstream.rollout.compat.slime.alias_path import make_slime_importable
+from slipstream.rollout.compat.slime import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.teacher_server import WrongReply, taught_by_server
 

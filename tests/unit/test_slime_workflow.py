@@ -13,7 +13,7 @@ import pytest
 
 from slipstream.configs.schema import HooksConfig, SamplingConfig
 from slipstream.configs.schema.rollout import JudgingConfig
-from slipstream.rollout.compat.slime.alias_path import make_slime_importable
+from slipstream.rollout.compat.slime import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.episode_samples import (
     EpisodeEnded,
@@ -22,9 +22,13 @@ from slipstream.rollout.compat.slime.episode_samples import (
     judgement_of_reward,
     trajectory_of,
 )
-from slipstream.rollout.compat.slime.group_judge import GroupJudge
-from slipstream.rollout.compat.slime.group_samples import GroupSamples, ReturnedSamples
-from slipstream.rollout.compat.slime.hook_filter import HookFailed, HookFilter
+from slipstream.rollout.compat.slime.group_hooks import (
+    GroupJudge,
+    GroupSamples,
+    HookFailed,
+    HookFilter,
+    ReturnedSamples,
+)
 from slipstream.rollout.compat.slime.hook_workflow import HookWorkflow, WrongReturn
 from slipstream.rollout.compat.slime.sample_matching import LogprobsDiffer, SampledReplies, match_sample
 from slipstream.rollout.reward.judge.errors import JudgingFailed

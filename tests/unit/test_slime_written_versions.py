@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream.backend.trainer.slime.named import HookError, NamedHook
-from slipstream.backend.trainer.slime.rank_hooks import RankHooks
+from slipstream.backend.trainer.slime.rank_hooks import SlimeRankHooks
 from slipstream.bridge.transport import disk
 from slipstream.bridge.transport.disk import DiskTransport
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
@@ -46,7 +46,7 @@ def published(hook, tmp_path, monkeypatch) -> list:
 
     monkeypatch.setattr(disk, "write_hf", write_hf)
     hooks = {SETTING: NamedHook(SETTING, "my.hook", lambda *given: calls.append(hook(*given)))}
-    ranks = RankHooks(hooks, SlimeArguments(lr=0.5), per_token=True, device=torch.device("cpu"))
+    ranks = SlimeRankHooks(hooks, SlimeArguments(lr=0.5), per_token=True, device=torch.device("cpu"))
     ranks.publication_begins(["engine-0", "engine-1"])
     transport = DiskTransport(tmp_path / "weights", tmp_path, ranks.version_written)
     publication = Publication(calls)

@@ -26,19 +26,19 @@ def micro_batch(size: int = SIZE) -> MicroBatch:
 def hooked(rank: RankSpec, size: int) -> dict[str, Any]:
     """Return what the hooks make of a micro-batch of which ``size`` ranks share every trajectory."""
     from slipstream.backend.megatron.parallel import initialize
-    from slipstream.rollout.compat.slime.alias_path import make_slime_importable
+    from slipstream.rollout.compat.slime import make_slime_importable
     from slipstream.rollout.compat.slime.arguments import SlimeArguments
     from slipstream.rollout.system.plugins import resolve
 
     initialize(rank, ParallelConfig(context=size), seed=0, timeout_s=60)
     make_slime_importable()
+    from slime.backends.megatron_utils.loss import _chosen
+
     from slipstream.backend.megatron.groups import groups
     from slipstream.backend.trainer.prepared import PreparedMicroBatch, Scores, Targets
-    from slipstream.backend.trainer.slime.data_hooks import DataFunctions, StepData
-    from slipstream.backend.trainer.slime.log_probs import _chosen
-    from slipstream.backend.trainer.slime.loss_hooks import HookedLoss, LossFunctions
     from slipstream.backend.trainer.slime.named import NamedHook
     from slipstream.backend.trainer.slime.samples import ContextPlace, Samples
+    from slipstream.backend.trainer.slime.step_hooks import HookedLoss, StepData, StepFunctions
 
     micro = micro_batch(size)
     group = groups.get_context_parallel_group() if size > 1 else None
@@ -61,14 +61,14 @@ def hooked(rank: RankSpec, size: int) -> dict[str, Any]:
     )
     args = SlimeArguments(rewards_normalization=False)
     item = PreparedMicroBatch(micro, Scores(None, None, None, None), Targets(advantage_M, None))
-    loss = HookedLoss(LossFunctions(args, True, weigh, reduce, None), samples, item, None)
+    loss = HookedLoss(StepFunctions(args, True, weigh=weigh, reduce=reduce), samples, item, None)
     share_M = torch.ones(count)
     plain = PolicyLoss(-advantage_M * logp_M, torch.ones(count), torch.zeros(count, dtype=torch.bool))
     weighed = loss.weighing(tokens, share_M)(plain)
     total = loss.total(weighed, share_M)
     total.backward()
     halved = NamedHook("rollout_data_postprocess", "halved", resolve(f"{HOOKS}.halved_advantages"))
-    data = StepData(DataFunctions(args, True, None, halved), batch(0, 6), [samples])
+    data = StepData(StepFunctions(args, True, postprocess=halved), batch(0, 6), [samples])
     [target] = data.targets(0, [item.scores], [item.targets])
     whole = [trajectory.tokens_T for trajectory in samples.trajectories]
     lengths = samples.response_lengths

@@ -11,7 +11,7 @@ import pytest
 from slipstream.backend.monitor.recorder import BoundedNames, spread
 from slipstream.configs.schema import RolloutConfig, SamplingConfig
 from slipstream.rollout.collection.collector.episodes import Episodes, check
-from slipstream.rollout.collection.collector.time_limit import TimeLimit
+from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.record import decode_header, decode_trajectory, encode, encode_trajectory
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
 from slipstream.rollout.workflow import WorkflowContext

@@ -21,13 +21,13 @@ from slipstream.rollout.collection.collector.groups import GroupCollector, Named
 from slipstream.rollout.collection.collector.judging import Judging, WorkflowReward
 from slipstream.rollout.collection.collector.outbox import Outbox
 from slipstream.rollout.collection.collector.recording import Recording
-from slipstream.rollout.collection.collector.time_limit import TimeLimit
 from slipstream.rollout.collection.messages import FAILED, Lease
 from slipstream.rollout.prompts import read_prompts
 from slipstream.rollout.reward.judge.errors import JudgeStartFailed
 from slipstream.rollout.reward.judge.pool import JudgePool
 from slipstream.rollout.system import plugins
 from slipstream.rollout.system.linux import children_of
+from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.trajectory import Prompt, prompt_fields
 from slipstream.rollout.workflow import WorkflowContext
 from tests.unit.collecting import HoldingDriver, PureEngines

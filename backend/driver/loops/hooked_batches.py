@@ -1,4 +1,5 @@
-"""slime's hooks that see whole batches, as the training loop asks them: before a step, and beside it.
+"""Hooks that see whole batches, as the training loop asks them: before a step, and beside it. They run in a
+process of their own.
 
 ready groups ──► RecordedEpisodes ──► training data: rewards, loss that is taken away ──► EncodedBatch
                         └─────────► log hook, beside the training step ──► whether Slipstream logs the batch
@@ -9,25 +10,49 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.collection.driver.ready_groups import ReadyGroup
-from slipstream.rollout.compat.slime.batch_hooks import BatchHooks, TrainingData, batch_hooks
-from slipstream.rollout.compat.slime.batch_process import RecordedEpisode
+from slipstream.rollout.compat.hooks import (
+    SERVE_BATCHES,
+    BatchQuestion,
+    HookSetup,
+    RecordedEpisode,
+    TrainingData,
+)
+from slipstream.rollout.system.programs.hook_process import LOG, HookProcess, HookProcessFailed
 from slipstream.rollout.tokens.evaluated_set import EvaluatedSet
 from slipstream.rollout.tokens.named_numbers import means_by_name
 from slipstream.rollout.tokens.trajectory import prompt_fields
 
+BESIDE_DRIVER = (
+    "custom_reward_post_process",
+    "custom_convert_samples_to_train_data",
+    "custom_rollout_log_function",
+    "custom_eval_rollout_log_function",
+)
+"""Settings of ``rollout.hooks`` whose code runs in the process beside the driver."""
+
 
 class HookedBatches:
-    """Asks a recipe's hooks about batches and evaluations. Single event loop. ``close`` it."""
+    """Asks a recipe's hooks about batches and evaluations. Single event loop; questions wait for one another.
+    ``close`` it.
+    """
 
-    def __init__(self, hooks: BatchHooks) -> None:
-        self._hooks = hooks
+    def __init__(self, config: RunConfig, logs: Path, note: Callable[[str], None]) -> None:
+        assert config.rollout.hooks is not None
+        named = config.rollout.hooks.named()
+        self._paths = {setting: named[setting][0] for setting in BESIDE_DRIVER if setting in named}
+        self._timeout_s = config.rollout.hooks.batch_timeout_s
+        self._note = note
+        setup = msgspec.msgpack.encode(HookSetup(config.model_dump_json().encode(), self._paths))
+        self._process = HookProcess(SERVE_BATCHES, setup, logs / LOG)
         self._logging: asyncio.Task[bool] | None = None
 
     async def begin(
@@ -39,11 +64,19 @@ class HookedBatches:
         """
         await self._give_up()
         episodes = records_of(batch, groups, gate)
-        data = await self._hooks.training_data(gate.step, episodes)
-        if self._hooks.names("custom_rollout_log_function"):
+        data = await self._training_data(gate.step, episodes)
+        if "custom_rollout_log_function" in self._paths:
             metrics = means_by_name(episode.header.metrics for episode in episodes)
-            logging = self._hooks.log_batch(gate.step, episodes, metrics, waited_s)
-            self._logging = asyncio.create_task(logging, name="logging of a batch by a hook")
+            logged = self._logged(
+                BatchQuestion(
+                    "custom_rollout_log_function",
+                    gate.step,
+                    tuple(episodes),
+                    metrics=metrics,
+                    seconds=waited_s,
+                )
+            )
+            self._logging = asyncio.create_task(logged, name="logging of a batch by a hook")
         return batch if data is None else with_training_data(batch, data)
 
     async def has_logged(self) -> bool:
@@ -51,16 +84,43 @@ class HookedBatches:
         logging, self._logging = self._logging, None
         return logging is not None and await logging
 
+    async def _training_data(
+        self, rollout_id: int, episodes: Sequence[RecordedEpisode]
+    ) -> TrainingData | None:
+        """Return what the hooks make of a batch; None: the recipe names none. Raises HookProcessFailed."""
+        for setting in ("custom_convert_samples_to_train_data", "custom_reward_post_process"):
+            if setting in self._paths:
+                value = await self._ask(BatchQuestion(setting, rollout_id, tuple(episodes)))
+                return msgspec.convert(value, TrainingData)
+        return None
+
     async def has_logged_evaluation(
         self, version: int, sets: Sequence[EvaluatedSet], metrics: Mapping[str, float]
     ) -> bool:
-        """Return whether the hook has logged an evaluation."""
-        return await self._hooks.log_evaluation(version, sets, dict(metrics))
+        """Return whether ``custom_eval_rollout_log_function`` has logged an evaluation."""
+        setting = "custom_eval_rollout_log_function"
+        return await self._logged(BatchQuestion(setting, version, sets=tuple(sets), metrics=dict(metrics)))
+
+    async def _logged(self, question: BatchQuestion) -> bool:
+        """Return whether a hook says that it has logged what the question is about."""
+        if question.setting not in self._paths:
+            return False
+        try:
+            return bool(await self._ask(question))
+        except HookProcessFailed as error:
+            self._note(f"{error}; Slipstream logs its own metrics")
+            return False
+
+    async def _ask(self, question: BatchQuestion) -> Any:
+        """Return what a hook says. Raises HookProcessFailed."""
+        hook = f"rollout.hooks.{question.setting} ({self._paths[question.setting]})"
+        request = await asyncio.to_thread(msgspec.msgpack.encode, question)
+        return await self._process.ask(hook, request, self._timeout_s, "rollout.hooks.batch_timeout_s")
 
     async def close(self) -> None:
         """End what is under way."""
         await self._give_up()
-        await self._hooks.close()
+        await self._process.close()
 
     async def _give_up(self) -> None:
         """Give up logging a batch whose step has failed."""
@@ -72,8 +132,10 @@ class HookedBatches:
 
 def hooked_batches(config: RunConfig, logs: Path, note: Callable[[str], None]) -> HookedBatches | None:
     """Return the hooks of a recipe that see whole batches; None: it names none."""
-    hooks = batch_hooks(config, logs, note)
-    return None if hooks is None else HookedBatches(hooks)
+    hooks = config.rollout.hooks
+    if hooks is None or not any(setting in hooks.named() for setting in BESIDE_DRIVER):
+        return None
+    return HookedBatches(config, logs, note)
 
 
 def records_of(

@@ -21,7 +21,6 @@ from slipstream.configs.installed.environment import has_gpus
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.judge import own_engines
 from slipstream.rollout.collection.collector.parts import episode_parts, surroundings_of
-from slipstream.rollout.collection.collector.time_limit import TimeLimit
 from slipstream.rollout.collection.collector.trial import Trial, TriedEpisode
 from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.context import served_length
@@ -37,6 +36,7 @@ from slipstream.rollout.engine.process import (
 from slipstream.rollout.engine.routing import Routing, ServingEngine
 from slipstream.rollout.system import gpu_environment
 from slipstream.rollout.system.network import hold_port, hold_ports, port_of
+from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.trajectory import Prompt
 
 LOOPBACK = "127.0.0.1"

@@ -27,7 +27,7 @@ from slipstream.configs.installed.environment import has_gpus
 from slipstream.configs.rules.models import CRITIC, JUDGE, OTHER_MODELS, model_folder
 from slipstream.configs.schema import ModelConfig, PluginConfig, PromptFile, RunConfig, path_text
 from slipstream.configs.schema.judge import own_engines
-from slipstream.rollout.compat.slime.checking import hook_problems
+from slipstream.rollout.compat.hooks import hook_problems
 from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.engine.context import served_length
 from slipstream.rollout.engine.model_limits import UNSERVED_ON_CPUS, context_of, vocabulary_of

@@ -1,4 +1,4 @@
 """Hooks written for slime on the ranks of the trainer. Imported only where a recipe names such hooks.
 
-The rest of the trainer knows ``RankHooks`` alone (``rank_hooks``), and only as None or something to ask.
+A leaf: ``backend.trainer.hooks`` holds the import path of ``make_rank_hooks``, and nothing else does.
 """

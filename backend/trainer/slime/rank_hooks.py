@@ -2,7 +2,7 @@
 
 start     custom_megatron_init ──► custom_model_provider
 step      custom_megatron_before_log_prob_hook ──► custom_advantage_function ──► rollout_data_postprocess
-          ──► for each update: custom_megatron_before_train_step_hook ──► the hooks of ``loss_hooks``
+          ──► for each update: custom_megatron_before_train_step_hook ──► the losses of ``step_hooks``
 version   custom_update_weight_post_write
 """
 
@@ -16,11 +16,11 @@ from torch import Tensor
 from slipstream.backend.batch.micro_batch import MicroBatch
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.groups import groups
+from slipstream.backend.trainer.hooks import RankHooks
 from slipstream.backend.trainer.prepared import PreparedMicroBatch, Scores, Targets
-from slipstream.backend.trainer.slime.data_hooks import DataFunctions, StepData
-from slipstream.backend.trainer.slime.loss_hooks import HookedLoss, LossFunctions
 from slipstream.backend.trainer.slime.named import NamedHook, load_hooks
 from slipstream.backend.trainer.slime.samples import ContextPlace, Samples
+from slipstream.backend.trainer.slime.step_hooks import HookedLoss, StepData, StepFunctions
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.compat.slime.arguments import SlimeArguments, slime_arguments
 from slipstream.rollout.engine.client import EngineAddress
@@ -29,6 +29,7 @@ from slipstream.rollout.system import plugins
 if TYPE_CHECKING:  # Megatron can only be imported once the rank has joined its groups
     from megatron.core.models.gpt import GPTModel
 
+    from slipstream.backend.megatron.model import ModelProvider
     from slipstream.backend.megatron.trained import Trained
 
 PREFIXES = {"policy": "", "reference": "ref_", "teacher": "teacher_"}
@@ -47,8 +48,10 @@ class LearningRates:
         return self._lr * (1.0 if param_group is None else param_group.get("lr_mult", 1.0))
 
 
-class RankHooks:
+class SlimeRankHooks(RankHooks):
     """The hooks that a recipe names for ranks. ``args`` is the rank's own, and the same in every call."""
+
+    names_statistics = True
 
     def __init__(
         self, hooks: dict[str, NamedHook], args: SlimeArguments, *, per_token: bool, device: torch.device
@@ -57,18 +60,14 @@ class RankHooks:
         self._hooks = hooks
         self._args = args
         self._device = device
-        self._loss = LossFunctions(
+        self._functions = StepFunctions(
             args,
             per_token,
-            hooks.get("custom_tis_function"),
-            hooks.get("custom_pg_loss_reducer_function"),
-            hooks.get("custom_loss_function"),
-        )
-        self._data = DataFunctions(
-            args,
-            per_token,
-            hooks.get("custom_advantage_function"),
-            hooks.get("rollout_data_postprocess"),
+            advantage=hooks.get("custom_advantage_function"),
+            postprocess=hooks.get("rollout_data_postprocess"),
+            weigh=hooks.get("custom_tis_function"),
+            reduce=hooks.get("custom_pg_loss_reducer_function"),
+            loss=hooks.get("custom_loss_function"),
         )
         self._step = 0
         self._samples: dict[int, Samples] = {}
@@ -83,8 +82,7 @@ class RankHooks:
             hook(self._args)
 
     @property
-    def provider(self) -> "Any | None":
-        """Maker of the parts of the policy (``model.ModelProvider``); None for Slipstream's own."""
+    def provider(self) -> "ModelProvider | None":
         hook = self._hooks.get("custom_model_provider")
         return None if hook is None else lambda *place: self._provided(hook, *place)
 
@@ -106,37 +104,34 @@ class RankHooks:
     # ---- a step
 
     def step_begins(self, step: int, batch: TrainBatch, microbatches: Sequence[MicroBatch]) -> None:
-        """Begin training step ``step``, counted from 0, on this rank's micro-batches of ``batch``."""
         size = groups.get_context_parallel_world_size()
         group = groups.get_context_parallel_group() if size > 1 else None
         context = ContextPlace(size, groups.get_context_parallel_rank(), group)
         self._step = step
         self._samples = {id(micro): Samples(batch, micro, context, self._device) for micro in microbatches}
-        self._step_data = StepData(self._data, batch, [self._samples[id(micro)] for micro in microbatches])
+        self._step_data = StepData(
+            self._functions, batch, [self._samples[id(micro)] for micro in microbatches]
+        )
 
     def log_probs_begin(self, parts: Sequence[torch.nn.Module], role: str) -> None:
-        """Call the hook before the model of ``role`` computes log-probs."""
         if (hook := self._hooks.get("custom_megatron_before_log_prob_hook")) is not None:
             hook(self._args, list(parts), PREFIXES[role])
 
     def targets(
         self, scores: Sequence[Scores], targets: Sequence[Targets | None]
     ) -> Sequence[Targets | None]:
-        """Return the targets of the step's micro-batches as hooks have set or changed them."""
         assert self._step_data is not None
         return self._step_data.targets(self._step, scores, targets)
 
     def update_begins(self, number: int, trained: "Trained", lr: float) -> None:
-        """Call the hook before optimizer update ``number`` of the step."""
         if (hook := self._hooks.get("custom_megatron_before_train_step_hook")) is not None:
             scheduler = LearningRates(lr, self._step)
             hook(self._args, self._step, number, list(trained.parts), trained.optimizer, scheduler)
 
     def loss_of(self, item: PreparedMicroBatch) -> HookedLoss:
-        """Return the loss of a micro-batch of this step, under the hooks."""
         assert self._step_data is not None
         samples = self._samples[id(item.micro)]
-        return HookedLoss(self._loss, samples, item, self._kept_M(item.micro))
+        return HookedLoss(self._functions, samples, item, self._kept_M(item.micro))
 
     def _kept_M(self, micro: MicroBatch) -> Tensor | None:
         assert self._step_data is not None
@@ -145,26 +140,24 @@ class RankHooks:
     # ---- a version
 
     def publication_begins(self, engines: Sequence[EngineAddress]) -> None:
-        """Begin to publish to ``engines``."""
         self._engines = list(engines)
 
     def version_written(self, folder: Path) -> None:
-        """Call the hook: the files of a version are complete in ``folder``."""
         if (hook := self._hooks.get("custom_update_weight_post_write")) is not None:
             hook(self._args, str(folder), list(self._engines))
 
 
-def make_rank_hooks(config: RunConfig, device: torch.device) -> RankHooks | None:
-    """Import the hooks of a recipe that run on ranks, and begin with them; None if it names none.
+def make_rank_hooks(config: RunConfig, device: torch.device) -> RankHooks:
+    """Import the hooks of a recipe that run on ranks, and begin with them.
 
     Megatron's process groups must exist. Raises PluginError, HookError, ValueError and OSError.
     """
     assert config.rollout.hooks is not None
     hooks = load_hooks(config.rollout.hooks)
     if not hooks:
-        return None
+        return RankHooks()
     per_token = config.actor.averaging == "token"
-    made = RankHooks(hooks, rank_arguments(config), per_token=per_token, device=device)
+    made = SlimeRankHooks(hooks, rank_arguments(config), per_token=per_token, device=device)
     made.start()
     return made
 

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.configs.schema.rollout import RolloutConfig
-from slipstream.rollout.collection.collector.time_limit import TimeLimit
 from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.reward.judge.errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.value import NoNumber, check_parts, number_of
 from slipstream.rollout.system.plugins import place_of
+from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.teacher import TeacherScores
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory, joined
 from slipstream.rollout.workflow import GroupRejected, Workflow, WorkflowContext

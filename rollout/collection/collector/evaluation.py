@@ -7,28 +7,18 @@ from typing import Protocol
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.collection.collector.episodes import EpisodeFailed, Episodes, blame
-from slipstream.rollout.collection.collector.groups import EpisodeJudge, wait_for_end
+from slipstream.rollout.collection.collector.groups import wait_for_end
 from slipstream.rollout.collection.collector.outbox import Outbox
 from slipstream.rollout.collection.collector.recording import GrowingGenerator
 from slipstream.rollout.collection.messages import Question
+from slipstream.rollout.compat.hooks import EvaluatesSets
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.engine.sampling import LiveSampling
 from slipstream.rollout.reward.judge.errors import JudgeStartFailed, JudgingFailed
-from slipstream.rollout.tokens.evaluated_set import EvaluatedSet
-from slipstream.rollout.tokens.named_numbers import NamedNumbers
+from slipstream.rollout.reward.value import EpisodeJudge
 from slipstream.rollout.tokens.trajectory import Completion, Prompt, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
-
-
-class EvaluatesSets(Protocol):
-    """Evaluates whole sets of prompts: slime's ``eval_function``."""
-
-    async def evaluate(self, rollout_id: int) -> tuple[list[EvaluatedSet], NamedNumbers]:
-        """Return what it says of each set, and metrics of the whole evaluation. Raises NoEngine, and whatever
-        user code raises.
-        """
-        ...
 
 
 class EvaluationLog(Protocol):

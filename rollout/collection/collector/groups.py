@@ -29,10 +29,10 @@ from slipstream.rollout.collection.messages import (
     Lease,
     PriorSample,
 )
-from slipstream.rollout.control.filters import GroupFilter
+from slipstream.rollout.control.filters import GroupChoice, GroupFilter
 from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.reward.judge.errors import JudgeStartFailed, JudgingFailed
-from slipstream.rollout.reward.value import Judgement
+from slipstream.rollout.reward.value import EpisodeJudge, Judgement
 from slipstream.rollout.tokens.record import CorruptRecord, decode_header, decode_trajectory, encode_scores
 from slipstream.rollout.tokens.teacher import NOTHING_NEEDED, TeacherNeeds
 from slipstream.rollout.tokens.trajectory import Group, Prompt, Trajectory
@@ -60,27 +60,7 @@ class EpisodeRecord(Generator, Protocol):
     def judged(self, trajectory: Trajectory, scores: bytes = b"") -> None: ...
 
 
-class EpisodeJudge(Protocol):
-    """Asks for rewards: ``judging.Judging``. Its methods raise JudgingFailed after the last attempt."""
-
-    @property
-    def of_groups(self) -> bool:
-        """True if only whole groups are judged, and only when all of their episodes have ended."""
-        ...
-
-    async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Judgement: ...
-    async def judge_group(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Judgement]: ...
-
-
 RecordT = TypeVar("RecordT", bound=EpisodeRecord)
-
-
-class GroupChoice(Protocol):
-    """Chooses what is trained of a finished group, of which a group filter can only train all or nothing."""
-
-    def choose(self, group: Group) -> Sequence[Trajectory] | None:
-        """Return its trajectories, some of them without loss; None: the group is not trained."""
-        ...
 
 
 class WholeGroups:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from slipstream.rollout.collection.collector.recording import Recording
-from slipstream.rollout.collection.collector.time_limit import TimeLimit
 from slipstream.rollout.reward.value import Judgement
+from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.tokenizer import Tokenizer
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Prompt, Trajectory
 

@@ -14,14 +14,18 @@ from typing import TYPE_CHECKING, Protocol, cast
 from slipstream.configs.schema import EvalSamplingConfig, RunConfig, SamplingConfig
 from slipstream.configs.schema.judge import asks_policy, own_engines
 from slipstream.rollout.collection.collector.episodes import check
-from slipstream.rollout.collection.collector.evaluation import EvaluatesSets, UnrecordedGenerator
-from slipstream.rollout.collection.collector.groups import EpisodeJudge, NamedFilter, WholeGroups
+from slipstream.rollout.collection.collector.evaluation import UnrecordedGenerator
+from slipstream.rollout.collection.collector.groups import NamedFilter, WholeGroups
 from slipstream.rollout.collection.collector.judging import Judges, Judging, WorkflowReward
 from slipstream.rollout.collection.collector.recording import Recording
 from slipstream.rollout.collection.collector.seeded import seeded_engines
-from slipstream.rollout.collection.collector.time_limit import TimeLimit
-from slipstream.rollout.compat.slime.function_calls import CallSurroundings
-from slipstream.rollout.compat.slime.parts import UNREWARDED, HookParts, hook_parts
+from slipstream.rollout.compat.hooks import (
+    UNREWARDED,
+    CallSurroundings,
+    EvaluatesSets,
+    HookParts,
+    hook_parts,
+)
 from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.connection import EngineAddress
@@ -32,7 +36,9 @@ from slipstream.rollout.engine.trace import RequestTrace
 from slipstream.rollout.gateway.endpoint.needed import needs_endpoint
 from slipstream.rollout.reward.judge.named_model import named_model
 from slipstream.rollout.reward.judge.pool import JudgePool, JudgeStatus
+from slipstream.rollout.reward.value import EpisodeJudge
 from slipstream.rollout.system import plugins
+from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.tokenizer import Tokenizer, load_tokenizer
 from slipstream.rollout.tokens.trajectory import Trajectory
 from slipstream.rollout.workflow import Judge, Workflow, WorkflowContext

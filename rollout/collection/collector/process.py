@@ -30,7 +30,6 @@ from slipstream.rollout.collection.collector.parts import (
 from slipstream.rollout.collection.collector.recording import JOURNAL_EVERY_S, Recording
 from slipstream.rollout.collection.collector.seeded import seeded_engines
 from slipstream.rollout.collection.collector.spec import CollectorSpec
-from slipstream.rollout.collection.collector.time_limit import TimeLimit
 from slipstream.rollout.collection.collector.untrained_log import UntrainedLog, open_untrained_log
 from slipstream.rollout.collection.collector.watchdog import end_process, watched
 from slipstream.rollout.collection.messages import DOWN, Down, Status, Up
@@ -39,6 +38,7 @@ from slipstream.rollout.engine.serving import ServingAddresses
 from slipstream.rollout.engine.trace import RequestTrace
 from slipstream.rollout.system.frames import LONGEST_FRAME, SILENCE_S, pack, split
 from slipstream.rollout.system.garbage import OF_COLLECTED_EPISODE, expect_objects, look_seldom_for_garbage
+from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.teacher import TeacherNeeds
 
 REPORT_TIMEOUT_S = 5.0

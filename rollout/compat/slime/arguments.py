@@ -1,18 +1,22 @@
-"""``args``: slime's names with the values of the recipe, as hooks read and write them."""
+"""``args``: slime's names with the values of the recipe, as hooks read and write them.
+
+The address at which hooks find the policy is among them.
+"""
 
 import copy
 import difflib
+import inspect
 from argparse import Namespace
 from typing import Any
+from urllib.parse import urlsplit
 
 from slipstream.configs.rules.hooks import read_custom_config
 from slipstream.configs.schema import ColumnsConfig, EvalSamplingConfig, HooksConfig, RunConfig, path_text
 from slipstream.configs.schema.hooks import HOOK_NAMES
 from slipstream.configs.schema.rollout import RolloutConfig
+from slipstream.rollout.system.plugins import resolve
 from slipstream.rollout.tokens.evaluated_set import HELD_OUT
-
-"""Name of the recipe's evaluation, as slime's data sets have names."""
-
+from slipstream.rollout.workflow.endpoint import OpenEndpoint
 
 REWARD_KEY: str = RolloutConfig.model_fields["reward_key"].default
 """The recipe's key of rewards, unless it names one. Then slime has none: rewards are numbers."""
@@ -225,3 +229,19 @@ def _hook_values(hooks: HooksConfig) -> dict[str, Any]:
 
 _PLAIN = ("group_rm", "rm_type", "rm_url")
 """Settings of hooks that slime has under the same names."""
+
+
+def address(args: SlimeArguments, endpoint: OpenEndpoint) -> None:
+    """Let hooks find an endpoint under slime's names."""
+    url = urlsplit(endpoint.base_url)
+    args.sglang_router_ip = f"episode:{endpoint.api_key}@{url.hostname}"
+    args.sglang_router_port = url.port
+
+
+def prepare_requests(arguments: SlimeArguments) -> None:
+    """Make the HTTP client of a checkout of slime, which its own start would make. The alias needs none."""
+    requests = resolve("slime.utils.http_utils.post")
+    prepare = inspect.getmodule(requests)
+    make = getattr(prepare, "init_http_client", None)
+    if make is not None:
+        make(arguments)

@@ -1,4 +1,4 @@
-"""The process in which a recipe's hooks see whole batches and evaluations. Started by ``batch_hooks``.
+"""The process in which a recipe's hooks see whole batches and evaluations. Started by the driver.
 
 first request   HookSetup ──► {"ready": true}
 the others      BatchQuestion ──► {"value": ...} or {"error": what the hook has done wrong}
@@ -13,44 +13,16 @@ from typing import Any, cast
 import msgspec
 
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.compat.slime.alias_path import make_slime_importable
+from slipstream.rollout.compat.hooks import BatchQuestion, HookSetup, RecordedEpisode
+from slipstream.rollout.compat.slime import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import SlimeArguments, slime_arguments
-from slipstream.rollout.compat.slime.rebuilt_samples import SampleRebuilder
+from slipstream.rollout.compat.slime.group_hooks import SampleRebuilder
 from slipstream.rollout.system.plugins import resolve
 from slipstream.rollout.system.programs.hook_process import WrongAnswer, serve_answers
 from slipstream.rollout.tokens.evaluated_set import EvaluatedSet
 from slipstream.rollout.tokens.record import decode_trajectory
 from slipstream.rollout.tokens.tokenizer import load_tokenizer
-from slipstream.rollout.tokens.trajectory import Group, Prompt, PromptFields, TrajectoryHeader
-
-
-class HookSetup(msgspec.Struct, array_like=True, frozen=True):
-    """What the process begins with."""
-
-    config: bytes
-    """The recipe as JSON."""
-    hooks: dict[str, str]
-    """Import path of each hook, by its setting."""
-
-
-class RecordedEpisode(msgspec.Struct, array_like=True, frozen=True):
-    """One episode of a batch, as it was recorded."""
-
-    group: int
-    prompt: PromptFields
-    header: TrajectoryHeader
-    chunks: bytes
-
-
-class BatchQuestion(msgspec.Struct, array_like=True, frozen=True):
-    """One call of one hook. A batch has episodes, an evaluation has sets."""
-
-    setting: str
-    rollout_id: int
-    episodes: tuple[RecordedEpisode, ...] = ()
-    sets: tuple[EvaluatedSet, ...] = ()
-    metrics: dict[str, float] = {}
-    seconds: float = 0.0
+from slipstream.rollout.tokens.trajectory import Group, Prompt
 
 
 class BatchHooksProcess:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import msgspec
 
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.compat.slime.alias_path import make_slime_importable
+from slipstream.rollout.compat.slime import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import slime_arguments
 from slipstream.rollout.compat.slime.episode_samples import DRAWN, drawn_onto, metadata_of
 from slipstream.rollout.prompts.sources.drawn_prompts import Drawing, DrawnPrompts, GivenBack, SourceRequest

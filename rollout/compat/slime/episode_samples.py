@@ -13,7 +13,8 @@ from slipstream.rollout.compat.slime.sample_matching import SampledReplies, matc
 from slipstream.rollout.reward.value import Judgement, NoNumber, is_part_name, judgement_of
 from slipstream.rollout.tokens.teacher import TeacherScores
 from slipstream.rollout.tokens.tokenizer import Tokenizer
-from slipstream.rollout.tokens.trajectory import Finish, Prompt, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
+from slipstream.rollout.workflow import WorkflowContext
 
 _LONGEST_SHOWN = 80
 """Characters of a wrong value in an error."""
@@ -278,3 +279,46 @@ def _is_part(name: object, value: object) -> bool:
         and isinstance(value, float | int | np.floating | np.integer)
         and isfinite(cast("float", value))
     )
+
+
+def attest(context: WorkflowContext, trajectories: Sequence[Trajectory]) -> None:
+    """Let the record of an episode accept trajectories that were not sampled by its own requests."""
+    runs = (run for trajectory in trajectories for run in trajectory.header.runs)
+    versions = {version for version, _, _ in runs} - {UNSAMPLED}
+    cast("Any", context.generator).attest(versions)  # a ``collector.recording.Recording``
+
+
+def declared(sample: SampleLike, oldest: int, newest: int, reward_key: str) -> Trajectory:
+    """Return the trajectory of a sample that no engine of the run has sampled here, of the policy versions
+    that it declares. Where they are several, all of its tokens count as of the oldest one.
+
+    ``oldest``: policy version at the admission of its group, ``newest``: the one that the engines serve.
+    Raises SampleError for other versions, and without log-probs.
+    """
+    try:
+        versions = [int(version) for version in sample.weight_versions]
+    except (TypeError, ValueError):
+        raise SampleError(
+            f"weight_versions is {sample.weight_versions!r}, expected policy versions"
+        ) from None
+    if min(versions) < oldest or max(versions) > newest:
+        raise SampleError(
+            f"weight_versions is {versions}, expected versions from {oldest}, which the engines served when "
+            f"its group was admitted, to {newest}: another age could not be bounded"
+        )
+    tokens, start, mask, logprobs = response_of(sample)
+    if logprobs is None:
+        raise SampleError(
+            "the sample declares its weight_versions, but has no rollout_log_probs, expected one for each "
+            "token of the response"
+        )
+    size, wanted = len(tokens), np.array(mask, np.bool_)
+    loss_mask_T, logprobs_T = np.zeros(size, np.bool_), np.zeros(size, np.float32)
+    versions_T = np.full(size, UNSAMPLED, np.int32)
+    loss_mask_T[start:] = wanted & (not sample.remove_sample)
+    logprobs_T[start:] = np.where(wanted, logprobs, 0.0)
+    versions_T[start:][wanted] = min(versions)  # tools have written the rest
+    trajectory = Trajectory(
+        np.array(tokens, np.int64), loss_mask_T, logprobs_T, versions_T, finish_of(sample)
+    )
+    return rewarded(trajectory, sample, reward_key)

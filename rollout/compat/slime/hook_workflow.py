@@ -16,18 +16,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 from slipstream.configs.schema import HooksConfig
-from slipstream.rollout.compat.slime.addresses import address, prepare_requests
-from slipstream.rollout.compat.slime.arguments import SlimeArguments
-from slipstream.rollout.compat.slime.declared_samples import attest, declared
+from slipstream.rollout.compat.slime.arguments import SlimeArguments, address, prepare_requests
 from slipstream.rollout.compat.slime.episode_samples import (
     SampleLike,
     WrongReturn,
+    attest,
+    declared,
     drawn_onto,
     fields_of,
     is_done,
     trajectory_of,
 )
-from slipstream.rollout.compat.slime.group_samples import ReturnedSamples
+from slipstream.rollout.compat.slime.group_hooks import ReturnedSamples
 from slipstream.rollout.compat.slime.sample_matching import SampledReplies
 from slipstream.rollout.system.plugins import resolve
 from slipstream.rollout.tokens.tokenizer import Tokenizer

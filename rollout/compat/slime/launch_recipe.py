@@ -7,26 +7,24 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from slipstream.rollout.compat.slime.imported_recipe import (
-    MAPPED,
-    NEEDS_NOTHING,
-    REFUSES,
-    UNKNOWN,
-    FlagOutcome,
-    ImportedRecipe,
-    Settings,
-)
 from slipstream.rollout.compat.slime.launch_flags import (
     DATA,
     DEFAULT_HOOKS,
     HOOKS,
+    MAPPED,
     NEEDLESS,
+    NEEDS_NOTHING,
     OWN_HOOKS,
     PIPELINE,
     REFUSED,
+    REFUSES,
     SETTINGS,
     TEACHER_READ,
+    UNKNOWN,
     FlagError,
+    FlagOutcome,
+    ImportedRecipe,
+    Settings,
 )
 from slipstream.rollout.compat.slime.launch_objective import ObjectiveFlags
 from slipstream.rollout.compat.slime.launch_script import Flag, FlagValues, LaunchScript

@@ -1,68 +1,35 @@
 """The parts of a collector where a recipe names hooks of slime, in place of its own."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from slipstream.configs.schema import HooksConfig, PluginConfig, RunConfig
-from slipstream.rollout.compat.slime.alias_path import make_slime_importable
+from slipstream.configs.schema import HooksConfig, RunConfig
+from slipstream.rollout.compat.hooks import CallSurroundings, HookParts
+from slipstream.rollout.compat.slime import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import SlimeArguments, slime_arguments
-from slipstream.rollout.compat.slime.function_calls import CallSurroundings, FunctionCalls
-from slipstream.rollout.compat.slime.function_workflow import FunctionWorkflow
-from slipstream.rollout.compat.slime.group_judge import GroupJudge
-from slipstream.rollout.compat.slime.group_samples import GroupSamples, ReturnedSamples
-from slipstream.rollout.compat.slime.hook_filter import HookFilter
+from slipstream.rollout.compat.slime.function_calls import FunctionCalls, SetEvaluation
+from slipstream.rollout.compat.slime.group_hooks import GroupJudge, GroupSamples, HookFilter, ReturnedSamples
 from slipstream.rollout.compat.slime.hook_workflow import HookWorkflow
 from slipstream.rollout.compat.slime.leased_groups import LeasedGroups, pop_first
 from slipstream.rollout.compat.slime.recipe_reward import PATH as RECIPE_REWARD
-from slipstream.rollout.compat.slime.recipe_reward import SampleJudge, answer_by
-from slipstream.rollout.compat.slime.rollout_calls import RolloutCalls
-from slipstream.rollout.compat.slime.set_evaluation import SetEvaluation
+from slipstream.rollout.compat.slime.recipe_reward import answer_by
+from slipstream.rollout.compat.slime.rollout_calls import FunctionWorkflow, RolloutCalls
 from slipstream.rollout.prompts import checked_prompts
+from slipstream.rollout.reward.value import EpisodeJudge
 from slipstream.rollout.system.plugins import resolve
 from slipstream.rollout.tokens.teacher import TeacherNeeds
 from slipstream.rollout.tokens.tokenizer import Tokenizer
-from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
-
-
-class Unrewarded:
-    """The reward of a recipe whose hooks reward: no trajectory may come without one."""
-
-    def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
-        raise ValueError(
-            f"the hooks have left {prompt.reference} without a reward, and the recipe has no rollout.reward"
-        )
-
-
-UNREWARDED = PluginConfig(path="slipstream.rollout.compat.slime.parts.Unrewarded")
-
-
-@dataclass(frozen=True)
-class HookParts:
-    """Parts that a recipe's hooks replace; None: the collector's own one stays."""
-
-    workflow: HookWorkflow | FunctionWorkflow | None = None
-    filter: HookFilter | None = None
-    reward: GroupJudge | None = None
-    evaluation: SetEvaluation | None = None
 
 
 def hook_parts(
     config: RunConfig,
     tokenizer: Tokenizer,
-    judge: SampleJudge,
+    judge: EpisodeJudge,
     version: Callable[[], int],
     surroundings: Callable[[], CallSurroundings],
 ) -> HookParts:
-    """Return the parts that a recipe's hooks replace.
-
-    ``judge``: asks the recipe's own reward. ``version``: returns the policy version that the engines serve.
-    ``surroundings``: of functions for whole batches.
-
-    Raises PluginError, and ValueError and OSError for ``custom_config_path``.
-    """
+    """Make the parts of ``rollout.compat.hooks.hook_parts``."""
     hooks, rollout = config.rollout.hooks, config.rollout
-    if hooks is None:
-        return HookParts()
+    assert hooks is not None
     make_slime_importable()
     arguments = slime_arguments(config)
     evaluation, has_teacher = None, TeacherNeeds.of(config.actor).logps

@@ -5,12 +5,12 @@ Functions run on loops of their own: the question goes to the loop of the collec
 """
 
 import asyncio
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from slipstream.rollout.compat.slime.episode_samples import PARTS, SampleLike, finish_of, response_of
-from slipstream.rollout.reward.value import Judgement
+from slipstream.rollout.reward.value import EpisodeJudge
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Prompt, Trajectory
 
 PATH = "slipstream.rollout.compat.slime.recipe_reward.score"
@@ -21,20 +21,12 @@ PROMPT = "recipe_prompt"
 """Attribute of samples of leased groups: the prompt as the recipe has it, for rewards."""
 
 
-class SampleJudge(Protocol):
-    """``collector.judging.Judging``."""
-
-    @property
-    def of_groups(self) -> bool: ...
-    async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Judgement: ...
-
-
 class _Answering:
-    judge: SampleJudge | None = None
+    judge: EpisodeJudge | None = None
     loop: asyncio.AbstractEventLoop
 
 
-def answer_by(judge: SampleJudge) -> None:
+def answer_by(judge: EpisodeJudge) -> None:
     """Answer the questions of this process by ``judge``, on the running loop."""
     _Answering.judge, _Answering.loop = judge, asyncio.get_running_loop()
 

@@ -154,7 +154,7 @@ def _add_state(
         }
 
     def workers(request: Request) -> dict[str, Any]:
-        # Whoever names itself in its URL goes on to do so: slime's functions abort at the workers.
+        # A client that names itself in its URL goes on to do so: it may abort its requests at the workers.
         named = credentials_of(request.headers)
         url = f"{request.url.scheme}://{named and named + '@'}{request.url.netloc}"
         worker = {"url": url, "model_id": card.name, "is_healthy": True, "load": answers()}

@@ -6,9 +6,9 @@ Each prompt is on disk before a group is admitted for it, so that a group keeps 
 collector, the driver, or the process of the data source. A resumed run reads what was drawn, and lets the
 source go on behind it.
 
-A source that takes groups back (slime's ``add_samples``) gets those that are given up without being trained,
-filtered or failed. Each is in the file before the source is told, in the order of what was drawn: so that a
-resumed run, with a source in the state that was saved last, tells it again.
+A source that takes groups back (``add_samples`` of ``rollout.hooks.data_source``) gets those that are given
+up without being trained, filtered or failed. Each is in the file before the source is told, in the order of
+what was drawn: so that a resumed run, with a source in the state that was saved last, tells it again.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ CACHED = 4096
 
 
 GIVEN_BACK = frozenset({Loss.STALE, Loss.SURPLUS})
-"""Reasons for which a source gets a group back: the run has given it up, as slime does when it aborts one."""
+"""Reasons for which a source gets a group back: the run has given it up."""
 
 
 class GivenBack(msgspec.Struct, array_like=True, frozen=True):

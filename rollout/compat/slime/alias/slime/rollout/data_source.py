@@ -37,7 +37,6 @@ class RolloutDataSource(DataSource):
         self.sample_group_index = self.sample_index = 0
         self.dataset = self._stream = None
         if args.rollout_global_dataset and args.prompt_data is not None:
-            from slipstream.rollout.compat.slime.prompt_files import recipe_prompts
             from slipstream.rollout.prompts import PromptSet, PromptStream
 
             self.dataset = recipe_prompts(args, args.prompt_data)
@@ -108,6 +107,15 @@ def pop_first(args, rollout_id, buffer, num_samples: int) -> list[list[Sample]]:
     groups = buffer[:num_samples]
     del buffer[:num_samples]
     return groups
+
+
+def recipe_prompts(args, path: str):
+    """Return the prompts of a file, read as the recipe says. Raises PromptError and OSError."""
+    from slipstream.configs.schema import ColumnsConfig, PromptFile
+    from slipstream.rollout.prompts import StoredPrompts, checked_prompts
+
+    columns = ColumnsConfig(**args.prompt_columns)
+    return StoredPrompts(checked_prompts(PromptFile(Path(path), columns, args.prompt_template)))
 
 
 def samples_of(args, prompts) -> list[Sample]:

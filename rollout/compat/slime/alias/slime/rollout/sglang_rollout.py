@@ -7,7 +7,7 @@ import uuid
 from contextlib import contextmanager
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.data_source import samples_of
+from slime.rollout.data_source import recipe_prompts, samples_of
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
     call_dynamic_filter,
@@ -20,7 +20,6 @@ from slime.utils.http_utils import get_rollout_num_engines, post
 from slime.utils.misc import SingletonMeta, load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
-from slipstream.rollout.compat.slime.prompt_files import recipe_prompts
 
 __all__ = ["generate_rollout", "get_model_url"]
 

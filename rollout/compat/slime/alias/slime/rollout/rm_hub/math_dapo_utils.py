@@ -2,7 +2,7 @@
 
 import re
 
-from slipstream.rollout.compat.slime.mathematics import last_box
+from slime.rollout.rm_hub.math_utils import last_box
 
 _TAIL = 300
 """Characters at the end of a response that are looked at."""

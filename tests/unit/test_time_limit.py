@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
-from slipstream.rollout.collection.collector.time_limit import TimeLimit
+from slipstream.rollout.system.time_limit import TimeLimit
 from tests.unit.collecting import run_with_contexts as run
 
 
@@ -52,7 +52,7 @@ def test_there_is_one_timer_for_all_and_nothing_is_left_behind():
 
     timers, limit = asyncio.run(main())
     assert len(timers) == 1
-    assert not limit._entered
+    assert not limit.entered
 
 
 def test_a_task_may_use_it_again_and_within_itself():
@@ -243,7 +243,7 @@ def test_a_task_that_outlasts_its_episode_brings_no_clock_back():
             left = asyncio.create_task(judged(limit, 30))
             await asyncio.sleep(1)
         await left
-        assert not limit._entered
+        assert not limit.entered
         await asyncio.sleep(100)
 
     run(main())
@@ -292,7 +292,7 @@ def test_a_task_that_is_cancelled_while_it_is_suspended_leaves_nothing_behind():
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not limit._entered
+        assert not limit.entered
         await asyncio.sleep(100)
 
     run(main())

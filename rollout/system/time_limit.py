@@ -1,7 +1,7 @@
 """One time limit for many coroutines at once, at the price of one timer."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
@@ -26,7 +26,7 @@ class TimeLimit:
         """``setting``: the setting with the seconds, for the message of a TimeoutError."""
         self.seconds = seconds
         self.setting = setting
-        self._entered: dict[_Entry, None] = {}
+        self.entered: dict[_Entry, None] = {}
         """Running blocks, in the order in which their time runs out."""
         self._timer: asyncio.TimerHandle | None = None
         self._stopped_s: float | None = None
@@ -46,14 +46,14 @@ class TimeLimit:
                 self._timer = None
         elif not stops and self._stopped_s is not None:
             began, self._stopped_s = self._stopped_s, None
-            for entry in self._entered:
+            for entry in self.entered:
                 entered = entry.due - self.seconds
                 entry.due += loop.time() - max(began, entered)
-            if self._entered:
+            if self.entered:
                 self._set_timer(loop)
 
     @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspended(self) -> Generator[None, None, None]:
         """Stop the clock of the limit around the running task, or around the task that has created it.
 
         Behind the block that limit begins anew, so that limits go on running out in the order of their begin.
@@ -63,31 +63,32 @@ class TimeLimit:
             yield
             return
         entry.suspensions += 1
-        self._entered.pop(entry, None)
+        self.entered.pop(entry, None)
         try:
             yield
         finally:
             entry.suspensions -= 1
             if not entry.suspensions and entry.is_inside:
-                self._enter(entry, asyncio.get_running_loop())
+                self.enter(entry, asyncio.get_running_loop())
 
-    def _enter(self, entry: "_Entry", loop: asyncio.AbstractEventLoop) -> None:
+    def enter(self, entry: "_Entry", loop: asyncio.AbstractEventLoop) -> None:
+        """Let the time of a block begin."""
         entry.due = loop.time() + self.seconds
-        self._entered[entry] = None
+        self.entered[entry] = None
         if self._timer is None and self._stopped_s is None:
             self._set_timer(loop)
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._timer = loop.call_at(next(iter(self._entered)).due, self._run_out, loop)
+        self._timer = loop.call_at(next(iter(self.entered)).due, self._run_out, loop)
 
     def _run_out(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer, now = None, loop.time()
-        while self._entered:
-            entry = next(iter(self._entered))
+        while self.entered:
+            entry = next(iter(self.entered))
             if entry.due > now:
                 self._set_timer(loop)
                 return
-            del self._entered[entry]
+            del self.entered[entry]
             entry.has_run_out = True
             entry.task.cancel()
 
@@ -122,7 +123,7 @@ class _Entry:
         self._cancelling = task.cancelling()
         self.is_inside = True
         self._token = _running.set(self)
-        self._limit._enter(self, task.get_loop())
+        self._limit.enter(self, task.get_loop())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
@@ -133,7 +134,7 @@ class _Entry:
         task = self.task
         del self.task
         if not self.has_run_out:
-            self._limit._entered.pop(self, None)
+            self._limit.entered.pop(self, None)
         # As in asyncio.timeout: a cancellation that others asked for as well goes on.
         elif task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             setting = f" ({self._limit.setting})" if self._limit.setting else ""

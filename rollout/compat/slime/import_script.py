@@ -1,21 +1,20 @@
 """``slipstream import-slime``: a recipe from a slime launch script, which is read and never run."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
-from slipstream.backend.commands.check import NO_INPUTS
-from slipstream.backend.commands.outcome import WrongInput
 from slipstream.configs.load import load_recipe
 from slipstream.configs.violations import RecipeError
-from slipstream.rollout.compat.slime.imported_recipe import (
+from slipstream.rollout.compat.slime.launch_flags import (
     MAPPED,
     NEEDS_NOTHING,
     FlagOutcome,
     ImportedRecipe,
+    is_supervised,
 )
-from slipstream.rollout.compat.slime.launch_flags import is_supervised
 from slipstream.rollout.compat.slime.launch_recipe import recipe_of, run_name
 from slipstream.rollout.compat.slime.launch_script import UnreadableScript, read_launch_script
 
@@ -26,35 +25,40 @@ OF_MACHINE = ("actor.layer_spec", "actor.advantage.scores.path")
 """Settings that depend on what is installed, and which teachers there are, where the run will be."""
 
 
-def import_slime(script: Path, out: Path) -> ImportedRecipe:
+def report_of(script: Path, out: Path, overrides: Sequence[str], as_json: bool) -> str:
+    """Write a recipe as ``import_slime`` does. Return what has become of the flags, as text or JSON."""
+    recipe = import_slime(script, out, overrides)
+    return _as_json(recipe) if as_json else "\n".join(_lines(recipe, out))
+
+
+def import_slime(script: Path, out: Path, overrides: Sequence[str]) -> ImportedRecipe:
     """Write the recipe of ``script`` to ``out``. Returns what has become of its flags.
 
-    Raises WrongInput for a file that is no launch script, or one of supervised training.
+    ``overrides``: settings with which a recipe loads where its model and its prompts are not.
+
+    Raises OSError, and ValueError for a file that is no launch script, or one of supervised training.
     """
-    try:
-        launch = read_launch_script(script)
-    except (OSError, UnicodeDecodeError, UnreadableScript) as error:
-        raise WrongInput(str(error)) from None
+    launch = read_launch_script(script)
     if is_supervised(launch):
-        raise WrongInput(
+        raise UnreadableScript(
             f"{script} trains on given responses (--loss-type sft_loss), expected reinforcement: write a "
             "recipe of `slipstream sft` (configs/recipes/sft-qwen3-4b-1n8g-dp8.yaml is one)"
         )
     if out.exists():
-        raise WrongInput(f"{out} exists: choose another name, or remove it")
+        raise UnreadableScript(f"{out} exists: choose another name, or remove it")
     recipe = recipe_of(launch, run_name(script))
-    _keep_what_loads(recipe, out)
+    _keep_what_loads(recipe, out, overrides)
     return recipe
 
 
-def _keep_what_loads(recipe: ImportedRecipe, out: Path) -> None:
+def _keep_what_loads(recipe: ImportedRecipe, out: Path, overrides: Sequence[str]) -> None:
     """Write the recipe without the settings that the loader refuses."""
     out.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(MOST_ROUNDS):
         out.write_text(yaml.safe_dump(recipe.nested(), sort_keys=False), encoding="utf-8")
         try:
             # The model and the prompts may be on another machine.
-            load_recipe(out, [f"prepare={NO_INPUTS}"])
+            load_recipe(out, list(overrides))
         except RecipeError as error:
             problems = [problem for problem in error.violations if problem.path not in OF_MACHINE]
             if not problems:
@@ -63,14 +67,16 @@ def _keep_what_loads(recipe: ImportedRecipe, out: Path) -> None:
             taken = [recipe.refuse(problem.path, problem.reason) for problem in problems]
             if not any(taken):
                 out.unlink()
-                raise WrongInput(f"the script makes no recipe that can be loaded: {error}") from None
+                raise UnreadableScript(f"the script makes no recipe that can be loaded: {error}") from None
         else:
             return
     out.unlink()
-    raise WrongInput(f"after {MOST_ROUNDS} rounds the recipe still holds settings that the loader refuses")
+    raise UnreadableScript(
+        f"after {MOST_ROUNDS} rounds the recipe still holds settings that the loader refuses"
+    )
 
 
-def lines(recipe: ImportedRecipe, out: Path) -> list[str]:
+def _lines(recipe: ImportedRecipe, out: Path) -> list[str]:
     """Return a report for the user: what was mapped, and the rest with its reason."""
     counts = recipe.counts()
     summary = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
@@ -82,7 +88,7 @@ def _line(outcome: FlagOutcome) -> str:
     return f"{outcome.outcome}: --{outcome.flag.name} {outcome.flag.text}".rstrip() + f" ({outcome.reason})"
 
 
-def as_json(recipe: ImportedRecipe) -> str:
+def _as_json(recipe: ImportedRecipe) -> str:
     """Return what has become of every flag, for scripts."""
     flags = [
         {
