@@ -16,7 +16,7 @@ from slipstream.rollout.engine.routing import PoolStatus, Routing
 from slipstream.rollout.system.frames import U32, Natural, decode_key
 from slipstream.rollout.tokens.evaluated_set import EvaluatedSet
 from slipstream.rollout.tokens.named_numbers import NamedNumbers
-from slipstream.rollout.tokens.trajectory import PromptFields, RewardParts
+from slipstream.rollout.tokens.trajectory import Prompt, RewardParts
 
 PIECE, ANSWERED, JUDGED = range(3)
 """Kinds of an event: a part of an unfinished episode, a trajectory without its reward, and one with it."""
@@ -132,7 +132,7 @@ class Lease(msgspec.Struct, array_like=True, gc=False):
     lease: int
     version: int
     """Policy version at admission."""
-    prompt: PromptFields
+    prompt: Prompt
     prior: list[PriorSample] = []
 
 
@@ -140,7 +140,7 @@ class Question(msgspec.Struct, array_like=True, gc=False):
     """One evaluation episode to run greedily, or a whole evaluation for the recipe's function."""
 
     task: int
-    prompt: PromptFields | None
+    prompt: Prompt | None
     """None: a whole evaluation."""
     version: int = 0
     """Policy version of the trainer; the function is given it as the number of the rollout."""
@@ -164,7 +164,7 @@ class LostGroup(msgspec.Struct, array_like=True, gc=False):
     """Policy version of the trainer."""
     lags: list[tuple[int, int]]
     """(policy version, lag) of the versions of its tokens."""
-    prompt: PromptFields
+    prompt: Prompt
     samples: Natural
     """Number of its episodes."""
     recorded: list[PriorSample]

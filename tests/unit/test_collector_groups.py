@@ -40,7 +40,7 @@ from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.reward.judge.errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.tokens.teacher import NOTHING_NEEDED, TeacherNeeds, TeacherScores
-from slipstream.rollout.tokens.trajectory import Group, Prompt, Trajectory, TrajectoryBuilder, prompt_fields
+from slipstream.rollout.tokens.trajectory import Group, Prompt, Trajectory, TrajectoryBuilder
 from slipstream.rollout.workflow import GroupRejected, WorkflowContext
 from slipstream.rollout.workflow.multi_turn import limited
 from tests.unit.collecting import SAMPLING, HeldSample, HoldingDriver, PureEngines, ideal
@@ -144,7 +144,7 @@ class World:
                 prior.append(each)
                 chunks += data
         self.driver.leases[group] = number
-        self.groups.start(Lease(group, number, 3, prompt_fields(PROMPT), prior), memoryview(chunks))
+        self.groups.start(Lease(group, number, 3, PROMPT, prior), memoryview(chunks))
 
     @asynccontextmanager
     async def heard(self):

@@ -18,7 +18,7 @@ from slipstream.rollout.system.linux import children_of
 from slipstream.rollout.system.programs.hook_process import HookProcessFailed
 from slipstream.rollout.tokens.evaluated_set import EvaluatedSet
 from slipstream.rollout.tokens.record import encode_trajectory
-from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory, joined, prompt_fields
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory, joined
 
 HOOKS = "tests.unit.slime_batch_hooks"
 
@@ -148,7 +148,7 @@ def test_a_hook_that_logs_says_whether_ours_is_needed(model, tmp_path):
 
 def test_an_evaluation_can_be_logged_by_a_hook(model, tmp_path):
     async def evaluated(hooked, *_):
-        prompts = [prompt_fields(Prompt(0, "a", label="b")), prompt_fields(Prompt(1, "c"))]
+        prompts = [Prompt(0, "a", label="b"), Prompt(1, "c")]
         held_out = EvaluatedSet("held_out", [1.0, 0.0], [3, 8], [False, True], prompts)
         return await hooked.has_logged_evaluation(4, [held_out], {"eval/reward": 0.5})
 

@@ -28,7 +28,7 @@ from slipstream.rollout.reward.judge.errors import JudgeStartFailed
 from slipstream.rollout.reward.judge.pool import JudgePool
 from slipstream.rollout.system import plugins
 from slipstream.rollout.system.linux import children_of
-from slipstream.rollout.tokens.trajectory import Prompt, prompt_fields
+from slipstream.rollout.tokens.trajectory import Prompt
 from slipstream.rollout.workflow import WorkflowContext
 from tests.unit.collecting import HoldingDriver, PureEngines
 from tests.wrong_inputs.failing_episodes import FailingEpisode
@@ -111,7 +111,7 @@ async def _collected(case: FailingEpisode, rollout: RolloutConfig, prompt: Promp
     )
     async with driver.hearing(outbox):
         driver.leases[0] = 1
-        groups.start(Lease(0, 1, 1, prompt_fields(prompt), []), memoryview(b""))
+        groups.start(Lease(0, 1, 1, prompt, []), memoryview(b""))
         while len(groups):
             await asyncio.sleep(0.02)
         await groups.close()

@@ -20,7 +20,6 @@ from slipstream.rollout.compat.slime.batch_hooks import BatchHooks, TrainingData
 from slipstream.rollout.compat.slime.batch_process import RecordedEpisode
 from slipstream.rollout.tokens.evaluated_set import EvaluatedSet
 from slipstream.rollout.tokens.named_numbers import means_by_name
-from slipstream.rollout.tokens.trajectory import prompt_fields
 
 
 class HookedBatches:
@@ -81,7 +80,7 @@ def records_of(
 ) -> list[RecordedEpisode]:
     """Return the episodes of ``groups``, which come first in ``batch``."""
     owners = [group.id for group in groups for _ in group.trajectories]
-    prompts = {group.id: prompt_fields(gate.prompt_of(group.id)) for group in groups}
+    prompts = {group.id: gate.prompt_of(group.id) for group in groups}
     ends = np.cumsum([0, *batch.sizes]).tolist()
     return [
         RecordedEpisode(group, prompts[group], batch.headers[place], batch.chunks[start:end].tobytes())

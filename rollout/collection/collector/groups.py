@@ -257,7 +257,7 @@ class GroupCollector(Generic[RecordT]):
     async def _collect(self, group: _Running[RecordT], chunks: memoryview) -> None:
         await self._outbox.room()
         lease = group.lease
-        prompt, prior = Prompt(*lease.prompt), dict(_slices(lease.prior, chunks))
+        prompt, prior = lease.prompt, dict(_slices(lease.prior, chunks))
         try:
             if self._samples == 1:
                 trajectories = [await self._sample(group, prompt, 0, prior.get(0))]
@@ -434,7 +434,7 @@ async def _cancelled(tasks: Collection[asyncio.Task[Trajectory]]) -> None:
 
 
 def _prompt_of(lease: Lease) -> str:
-    return Prompt(*lease.prompt).reference
+    return lease.prompt.reference
 
 
 def task_name(group: int) -> str:

@@ -47,7 +47,7 @@ from slipstream.rollout.ledger.storage.database import LedgerError
 from slipstream.rollout.system.changes import Changes
 from slipstream.rollout.system.frames import MalformedFrame
 from slipstream.rollout.tokens.record import HEADER, REF
-from slipstream.rollout.tokens.trajectory import Prompt, TrajectoryHeader, prompt_fields
+from slipstream.rollout.tokens.trajectory import Prompt, TrajectoryHeader
 
 AHEAD = 1 / 4
 """Episodes that a collector holds beyond those that its engines may run, as a share of these."""
@@ -288,9 +288,7 @@ class Leases:
         group.lease, group.collector = next(self._numbers), name
         collector.generating += self._samples
         collector.groups.add(id_)
-        collector.outgoing.lease(
-            Lease(id_, group.lease, group.ticket.version, prompt_fields(group.prompt), prior), chunks
-        )
+        collector.outgoing.lease(Lease(id_, group.lease, group.ticket.version, group.prompt, prior), chunks)
 
     def _prior(
         self,

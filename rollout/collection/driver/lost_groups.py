@@ -26,7 +26,7 @@ from slipstream.rollout.ledger.episode_log.rows import is_chosen
 from slipstream.rollout.system.changes import Changes
 from slipstream.rollout.system.frames import as_note
 from slipstream.rollout.tokens.record import REF, CorruptRecord, decode_header, decode_piece, encode
-from slipstream.rollout.tokens.trajectory import UNSAMPLED, Prompt, prompt_fields
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Prompt
 
 FLUSH_TIMEOUT_S = 60.0
 """Longest wait for collectors to write what they have got."""
@@ -120,7 +120,7 @@ class LostGroups:
             self._gate.step + 1,
             self._gate.version,
             self._lags(recorded),
-            prompt_fields(prompt),
+            prompt,
             self._samples,
             [PriorSample(number, kind, header, []) for number, kind, header, _ in recorded],
         )
