@@ -158,7 +158,7 @@ class HeldSample:
         return decode_trajectory(b"".join(self.chunks), decode_header(self.header))
 
     def prior(self, number: int = 0) -> tuple[PriorSample, memoryview]:
-        """Return the episode as a further lease describes it."""
+        """Return the episode as a further assignment describes it."""
         if self.kind == PIECE:
             chunks = [chunk for chunk, _ in self.pieces]
             pieces = [(len(chunk), msgspec.Raw(header)) for chunk, header in self.pieces]
@@ -170,11 +170,11 @@ class HeldSample:
 
 @dataclass
 class HoldingDriver:
-    """Holds what the messages of collectors say. Only events of the lease in ``leases`` count."""
+    """Holds what the messages of collectors say. Only events of the assignment in ``assignments`` count."""
 
     samples: dict[tuple[int, int], HeldSample] = field(default_factory=dict)
     """By group and sample."""
-    leases: dict[int, int] = field(default_factory=dict)
+    assignments: dict[int, int] = field(default_factory=dict)
     verdicts: list[tuple[int, int, str]] = field(default_factory=list)
     """(group, verdict, note)"""
     released: int = 0
@@ -196,7 +196,7 @@ class HoldingDriver:
             chunk = bytes(payload[start : start + event.size])
             start += event.size
             self.sent.append((event, chunk))
-            if self.leases.get(event.group, event.lease) == event.lease:
+            if self.assignments.get(event.group, event.assignment) == event.assignment:
                 self.samples.setdefault((event.group, event.sample), HeldSample()).happened(event, chunk)
         assert start == len(payload)
         self.released += up.released

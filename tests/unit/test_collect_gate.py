@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
 from slipstream.rollout.collection.driver.gate import LEAST_FAILURES, AdmissionGate, StalledRun
-from slipstream.rollout.collection.driver.intake import Assignment, Intake
-from slipstream.rollout.collection.driver.journal import NoJournal
+from slipstream.rollout.collection.driver.group_ledger import NoLedger
+from slipstream.rollout.collection.driver.intake import Intake
 from slipstream.rollout.collection.driver.ready_groups import ReadyGroup, StoredTrajectory
 from slipstream.rollout.control.consumption import OnStale, ReadyFirst
 from slipstream.rollout.control.core import ControlError, RolloutControl, Ticket
@@ -42,10 +42,10 @@ def make(batch_size=1, eta=0, **more: Any) -> tuple[RolloutControl, AdmissionGat
 
 def gate_of(core: RolloutControl, journal=None, listener=None, **more: Any) -> AdmissionGate:
     stream = PromptStream(PromptSet.of([Prompt(i, f"prompt {i}") for i in range(5)]), shuffle=False, seed=0)
-    return AdmissionGate(core, Intake(stream), journal or NoJournal(), listener or Listener(), **more)
+    return AdmissionGate(core, Intake(stream), journal or NoLedger(), listener or Listener(), **more)
 
 
-async def admitted(gate: AdmissionGate) -> Assignment:
+async def admitted(gate: AdmissionGate) -> tuple[Ticket, Prompt]:
     """Wait for a slot, as the collection loop does."""
     while not gate.may_admit():
         await gate.changed()
@@ -53,7 +53,7 @@ async def admitted(gate: AdmissionGate) -> Assignment:
 
 
 async def slot(gate: AdmissionGate) -> Ticket:
-    return (await admitted(gate)).ticket
+    return (await admitted(gate))[0]
 
 
 async def published(gate: AdmissionGate) -> None:
@@ -368,7 +368,7 @@ def test_an_ended_gate_gives_no_batch_to_those_who_wait_or_come():
 # ---- what the ledger hears
 
 
-class Written(NoJournal):
+class Written(NoLedger):
     """A journal that notes its events; ``flushed`` waits until it is let go."""
 
     def __init__(self) -> None:
@@ -512,16 +512,16 @@ def test_a_requeued_prompt_is_assigned_again():
         core = RolloutControl(1, 0, consumption=ReadyFirst(OnStale.REQUEUE), over_sampling=2)
         gate = gate_of(core)
         first, slow = await admitted(gate), await admitted(gate)
-        gate.finished([group(first.ticket)])
+        gate.finished([group(first[0])])
         await gate.batch(1)
         await published(gate)
-        gate.finished([group(slow.ticket)])
+        gate.finished([group(slow[0])])
         waiting = asyncio.create_task(gate.batch(1))
         await settle()
         again, fresh = await admitted(gate), await admitted(gate)
-        assert again.ticket == Ticket(2, 1, requeued_from=slow.ticket.id)
-        assert again.prompt == slow.prompt
-        assert fresh.prompt.id == 2
+        assert again[0] == Ticket(2, 1, requeued_from=slow[0].id)
+        assert again[1] == slow[1]
+        assert fresh[1].id == 2
         assert gate.position == 3
         await cancelled(waiting)
 
@@ -538,9 +538,9 @@ def test_groups_of_before_a_restart_are_assigned_first_at_their_own_prompts():
         )
         core = RolloutControl(1, 2, counts=GroupCounts(6, 4))
         core.restore_unstarted(5)
-        gate = AdmissionGate(core, Intake(stream, [(4, 1), (5, 2)]), NoJournal(), Listener())
+        gate = AdmissionGate(core, Intake(stream, [(4, 1), (5, 2)]), NoLedger(), Listener())
         taken = [await admitted(gate) for _ in range(2)]
-        assert [(each.ticket, each.prompt.id) for each in taken] == [(Ticket(5, 0), 2), (Ticket(6, 0), 3)]
+        assert [(ticket, prompt.id) for ticket, prompt in taken] == [(Ticket(5, 0), 2), (Ticket(6, 0), 3)]
         assert gate.states[State.GENERATING] == 2
 
     asyncio.run(main())

@@ -150,10 +150,11 @@ def test_a_prompt_that_was_requeued_and_not_admitted_again_is_not_forgotten(conf
     ledger.close()
     state = start(config)
     try:
-        again, fresh = (state.intake.assign(state.control.admit()) for _ in range(2))
-        assert again.ticket == Ticket(3, 0, requeued_from=1)
-        assert (again.prompt, again.position) == (PROMPTS[0], 0)
-        assert (fresh.ticket, fresh.prompt) == (Ticket(4, 0), PROMPTS[2])
+        again, fresh = state.control.admit(), state.control.admit()
+        assert again == Ticket(3, 0, requeued_from=1)
+        assert (state.intake.position_of(again), state.intake.prompt_of(3)) == (0, PROMPTS[0])
+        state.intake.position_of(fresh)
+        assert (fresh, state.intake.prompt_of(4)) == (Ticket(4, 0), PROMPTS[2])
     finally:
         state.ledger.close()
 

@@ -182,7 +182,7 @@ class Run:
 
     async def ready_group(self, reward: float = 1.0) -> None:
         """Admit a group, and make it ready with one trajectory of three tokens."""
-        ticket = self.gate.admit().ticket
+        ticket = self.gate.admit()[0]
         builder = TrajectoryBuilder([1, 2])
         builder.add_completion(Completion((3, 4, 5), (-1.0,) * 3, (Span(ticket.version, 0, 3),), Finish.STOP))
         trajectory = builder.build().judged(reward)

@@ -13,12 +13,12 @@ from slipstream.rollout.collection.messages import (
     JUDGED,
     PIECE,
     UP,
+    Assignment,
     Down,
     Evaluated,
     Event,
     FailedAttempt,
     GroupVerdict,
-    Lease,
     PriorSample,
     Question,
     Status,
@@ -76,8 +76,8 @@ ROUTINGS = st.builds(
 )
 DOWNS = st.builds(
     Down,
-    leases=st.lists(
-        st.builds(Lease, NUMBERS, NUMBERS, NUMBERS, PROMPTS, st.lists(PRIOR, max_size=2)), max_size=2
+    assignments=st.lists(
+        st.builds(Assignment, NUMBERS, NUMBERS, NUMBERS, PROMPTS, st.lists(PRIOR, max_size=2)), max_size=2
     ),
     cancelled=st.lists(st.tuples(NUMBERS, NUMBERS), max_size=2),
     questions=st.lists(st.builds(Question, NUMBERS, PROMPTS), max_size=2),

@@ -1,7 +1,7 @@
 """Training: ready groups in, policy versions out.
 
     gate.batch ──► step_begins ──► weights: train ──► publish ──► listener.step ──► checkpoint, if due
-        ▲          (journal on disk)                     │                          evaluation, if due
+        ▲          (ledger on disk)                      │                          evaluation, if due
         └────────────── slots are free ◄─────────────────┘
 
 ``training_steps`` yields what becomes of each step. ``training_loop`` takes them all; an own loop

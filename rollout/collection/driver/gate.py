@@ -1,6 +1,6 @@
 """The control core with everything about its groups: prompts, trajectories, and the ledger behind each event.
 
-leases   ──admit()──► ticket ──► judged, ended ──► core ──batch()──► training
+assignments ──admit()──► ticket ──► judged, ended ──► core ──batch()──► training
             while a slot is free          on disk first     waits for a ready batch
 training ──step_begins(), published()──► core frees the slots; whoever waits on ``changed`` goes on
 """
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from slipstream.rollout.collection.driver.intake import Assignment, Intake
-from slipstream.rollout.collection.driver.journal import Journal
+from slipstream.rollout.collection.driver.group_ledger import GroupLedger
+from slipstream.rollout.collection.driver.intake import Intake
 from slipstream.rollout.collection.driver.listener import CollectionListener
 from slipstream.rollout.collection.driver.ready_groups import ReadyGroup, masked
-from slipstream.rollout.control.core import RolloutControl
+from slipstream.rollout.control.core import RolloutControl, Ticket
 from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.control.errors import UnknownVersion
 from slipstream.rollout.control.quarantine import Quarantine
@@ -87,7 +87,7 @@ class AdmissionGate:
         self,
         core: RolloutControl,
         intake: Intake,
-        journal: Journal,
+        ledger: GroupLedger,
         listener: CollectionListener,
         ready: Iterable[ReadyGroup] = (),
         failures: Iterable[Sequence[int]] = (),
@@ -105,7 +105,7 @@ class AdmissionGate:
         """No turn has become ready since a batch has waited for turns in vain."""
         self._core = core
         self._intake = intake
-        self._journal = journal
+        self._ledger = ledger
         self._listener = listener
         self._changes = Changes()
         self._ready = {group.id: group for group in ready}
@@ -209,13 +209,12 @@ class AdmissionGate:
         """Let groups start that have waited for prompts."""
         self._notify()
 
-    def admit(self) -> Assignment:
+    def admit(self) -> tuple[Ticket, Prompt]:
         """Give a slot to the next group. Raises ControlError when ``may_admit`` is False."""
         ticket = self._core.admit()
-        assignment = self._intake.assign(ticket)
-        self._journal.admitted(ticket, assignment.position)
+        self._ledger.admitted(ticket, self._intake.position_of(ticket))
         self._core.generating(ticket.id)
-        return assignment
+        return ticket, self._intake.prompt_of(ticket.id)
 
     def prompt_of(self, id_: int) -> Prompt:
         """Return the prompt of a group that has not ended. Raises KeyError."""
@@ -291,14 +290,14 @@ class AdmissionGate:
     async def step_begins(self) -> None:
         """Write down that the batch is about to be trained: the number of the next version is taken now."""
         version = self._batch.version = self._core.begin_step()
-        self._journal.step_begins(version, self._core.version, self._batch.ids)
-        await self._journal.flushed()
+        self._ledger.step_begins(version, self._core.version, self._batch.ids)
+        await self._ledger.flushed()
 
     async def step_failed(self, reason: str) -> None:
         """Write down that the trainer has ended in the step under way."""
         self._quarantine.failed(self._batch.ids)
-        self._journal.step_failed(self.next_version, reason)
-        await self._journal.flushed()
+        self._ledger.step_failed(self.next_version, reason)
+        await self._ledger.flushed()
 
     @property
     def is_stepping(self) -> bool:
@@ -321,8 +320,8 @@ class AdmissionGate:
         ``published`` follows: then the engines serve again what the trainer holds.
         """
         version = self._core.begin_copy()
-        self._journal.copy_begins(version, self._core.version)
-        await self._journal.flushed()
+        self._ledger.copy_begins(version, self._core.version)
+        await self._ledger.flushed()
         return version
 
     def published(self, version: int) -> None:
@@ -332,7 +331,7 @@ class AdmissionGate:
             lags = {version: self._core.lag(version) for version in each.trained_tokens}
             trainings += each.trainings(lags)
         self._core.published(version)
-        self._journal.published(version, trainings)
+        self._ledger.published(version, trainings)
         for group in self._batch.groups:
             self._intake.ended(group.id)
         self._quarantine.trained(self._batch.ids)
@@ -449,7 +448,7 @@ class AdmissionGate:
             headers = group.headers if group else []
             self._given_up.append(expired.id)
             self._tell(expired.id, expired.loss, "", group)
-            self._journal.lost(expired.id, expired.loss, _sampled(headers))
+            self._ledger.lost(expired.id, expired.loss, _sampled(headers))
             if expired.loss is not Loss.REQUEUED:
                 self._intake.ended(expired.id)
             self._listener.lost(expired.loss, headers)
@@ -465,7 +464,7 @@ class AdmissionGate:
         ready: ReadyGroup | None = None,
     ) -> None:
         self._tell(id_, loss, note, ready)
-        self._journal.lost(id_, loss, _sampled(trajectories), note)
+        self._ledger.lost(id_, loss, _sampled(trajectories), note)
         self._intake.ended(id_)
         self._listener.lost(loss, trajectories, note)
         self._notify()

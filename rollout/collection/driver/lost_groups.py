@@ -2,7 +2,7 @@
 
     gate: a group is lost ──► ledger: reads what is recorded of it, then forgets it ──on disk──► a collector
 
-The driver looks at no token: it passes the bytes on, as it does when it leases a group again. Collectors
+The driver looks at no token: it passes the bytes on, as it does when it assignments a group again. Collectors
 have a tokenizer. A group is logged only when its end is on disk, so that a restart cannot give it another
 one. What does not go out in time is left out, and said.
 """
@@ -15,9 +15,9 @@ from typing import Protocol
 
 import msgspec
 
+from slipstream.rollout.collection.driver.assignments import Assignments, SampleState
 from slipstream.rollout.collection.driver.gate import AdmissionGate
-from slipstream.rollout.collection.driver.journal import Journal
-from slipstream.rollout.collection.driver.leases import Leases, SampleState
+from slipstream.rollout.collection.driver.group_ledger import GroupLedger
 from slipstream.rollout.collection.driver.ready_groups import ReadyGroup
 from slipstream.rollout.collection.messages import JUDGED, PIECE, LostGroup, PriorSample
 from slipstream.rollout.control.ends import Loss
@@ -51,16 +51,16 @@ class LostGroups:
     def __init__(
         self,
         gate: AdmissionGate,
-        leases: Leases,
-        journal: Journal,
+        assignments: Assignments,
+        ledger: GroupLedger,
         share: float,
         samples: int,
         note: Callable[[str], None],
     ) -> None:
         """``share``: of the groups that are logged. ``samples``: episodes of a group."""
         self._gate = gate
-        self._leases = leases
-        self._journal = journal
+        self._assignments = assignments
+        self._ledger = ledger
         self._share = share
         self._samples = samples
         self._note = note
@@ -91,7 +91,7 @@ class LostGroups:
 
     async def flush(self) -> None:
         """Wait until all groups that were lost so far are written, FLUSH_TIMEOUT_S at most."""
-        await self._journal.flushed()
+        await self._ledger.flushed()
         self._flushes += 1
         for collector in self._collectors.values():
             collector.flush(self._flushes)
@@ -130,7 +130,7 @@ class LostGroups:
             self._leave_out()
             return
         self._reading += size
-        self._journal.read_lost(refs, partial(self._read, group, recorded, size))
+        self._ledger.read_lost(refs, partial(self._read, group, recorded, size))
 
     def _ready(self, group: ReadyGroup) -> Iterator["_Recorded"]:
         for number, (header, refs) in enumerate(group.trajectories):
@@ -139,7 +139,7 @@ class LostGroups:
             yield (number, sample.kind, *sample.recorded())
 
     def _unfinished(self, id_: int) -> Iterator["_Recorded"]:
-        for number, sample in enumerate(self._leases.samples_of(id_)):
+        for number, sample in enumerate(self._assignments.samples_of(id_)):
             if sample is not None and (sample.pieces or sample.header):
                 yield (number, sample.kind, *sample.recorded())
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from slipstream.rollout.collection.driver.assignments import CollectedGroup, SampleState
 from slipstream.rollout.collection.driver.intake import PromptSource
-from slipstream.rollout.collection.driver.leases import LeasedGroup, SampleState
 from slipstream.rollout.collection.driver.ready_groups import ReadyGroup, StoredTrajectory
 from slipstream.rollout.collection.messages import ANSWERED, JUDGED
 from slipstream.rollout.control.core import RolloutControl
@@ -33,7 +33,7 @@ class RestoredGroups:
     """The groups that hold slots again."""
 
     ready: list[ReadyGroup] = field(default_factory=list[ReadyGroup])
-    continued: list[LeasedGroup] = field(default_factory=list[LeasedGroup])
+    continued: list[CollectedGroup] = field(default_factory=list[CollectedGroup])
     restarted: int = 0
     """Number of groups that are generated again."""
 
@@ -79,7 +79,7 @@ def take_up(
                 continue
         elif not other_prompts and (ticket := control.restore_open(id_, versions, requeues)):
             prompt = prompts.at(found.group.position)
-            restored.continued.append(LeasedGroup(ticket, prompt, found.samples))
+            restored.continued.append(CollectedGroup(ticket, prompt, found.samples))
             control.generating(id_)
             continue
         ledger.discarded(id_, found.tokens)

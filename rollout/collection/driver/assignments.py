@@ -1,14 +1,14 @@
-"""Leases groups to collectors, and turns the events of collectors into what the run knows.
+"""Assigns groups to collectors, and turns the events of collectors into what the run knows.
 
-    slot free ──► lease ──► collector ──► events ──► ledger ──on disk──► gate: ready
+    slot free ──► assignment ──► collector ──► events ──► ledger ──on disk──► gate: ready
                     ▲                        └─ verdict: filtered, failed ──► gate: slot free
                     └── a collector is gone: its groups go to others first, with all that is recorded
 
-A group keeps its slot and its version when it changes hands. Only events of its present lease count: what a
-lost collector still sends is void. A group is ready when all of its trajectories are on disk.
+A group keeps its slot and its version when it changes hands. Only events of its present assignment count:
+what a lost collector still sends is void. A group is ready when all of its trajectories are on disk.
 
-Leases run ahead of the engines: a collector holds more episodes than its engines may run at one time, so that
-no place on an engine waits for a round trip. That, and the number of slots, is the back-pressure.
+Assignments run ahead of the engines: a collector holds more episodes than its engines may run at one time, so
+that no place on an engine waits for a round trip. That, and the number of slots, is the back-pressure.
 """
 
 import asyncio
@@ -22,8 +22,7 @@ from typing import Protocol
 import msgspec
 
 from slipstream.rollout.collection.driver.gate import AdmissionGate
-from slipstream.rollout.collection.driver.intake import Assignment
-from slipstream.rollout.collection.driver.journal import Journal
+from slipstream.rollout.collection.driver.group_ledger import GroupLedger
 from slipstream.rollout.collection.driver.listener import CollectionListener
 from slipstream.rollout.collection.driver.ready_groups import ReadyGroup, StoredTrajectory
 from slipstream.rollout.collection.messages import (
@@ -34,9 +33,9 @@ from slipstream.rollout.collection.messages import (
     NOTHING,
     PIECE,
     TRAIN,
+    Assignment,
     Event,
     GroupVerdict,
-    Lease,
     PriorSample,
     Up,
 )
@@ -62,8 +61,8 @@ CLOSE_TIMEOUT_S = 15.0
 class Outgoing(Protocol):
     """The way to one collector. Messages are sent soon, in order."""
 
-    def lease(self, lease: Lease, chunks: Sequence[bytes]) -> None: ...
-    def cancel(self, group: int, lease: int) -> None: ...
+    def assign(self, assignment: Assignment, chunks: Sequence[bytes]) -> None: ...
+    def cancel(self, group: int, assignment: int) -> None: ...
 
 
 class SampleState:
@@ -92,17 +91,17 @@ class SampleState:
         return msgspec.Raw(self.header), [(ref, NOTHING) for ref in refs]
 
 
-class LeasedGroup:
+class CollectedGroup:
     """A group that has a slot and is not complete."""
 
-    __slots__ = ("blocks", "collector", "lease", "prompt", "samples", "ticket", "unanswered")
+    __slots__ = ("assignment", "blocks", "collector", "prompt", "samples", "ticket", "unanswered")
 
     def __init__(self, ticket: Ticket, prompt: Prompt, samples: list[SampleState | None]) -> None:
         self.ticket = ticket
         self.prompt = prompt
         self.samples = samples
-        self.lease = 0
-        """Number of the present lease; 0: none."""
+        self.assignment = 0
+        """Number of the present assignment; 0: none."""
         self.collector = ""
         self.unanswered = sum(sample is None or sample.kind == PIECE for sample in samples)
         self.blocks = 0
@@ -122,27 +121,27 @@ class LeasedGroup:
 class _Collector:
     outgoing: Outgoing
     generating: int = 0
-    """Episodes leased and not yet done with the engines."""
+    """Episodes assigned and not yet done with the engines."""
     groups: set[int] = field(default_factory=set[int])
 
 
-class Leases:
+class Assignments:
     """All groups between their slot and their verdict. Single event loop."""
 
     def __init__(
         self,
         gate: AdmissionGate,
-        journal: Journal,
+        ledger: GroupLedger,
         listener: CollectionListener,
         share_of: Callable[[str], int],
         samples: int,
-        resumed: Iterable[LeasedGroup] = (),
+        resumed: Iterable[CollectedGroup] = (),
     ) -> None:
         """``share_of``: number of requests that a collector may run at one time. ``samples``: episodes of a
-        group. ``resumed``: groups from before a restart, which have slots and are leased first.
+        group. ``resumed``: groups from before a restart, which have slots and are assigned first.
         """
         self._gate = gate
-        self._journal = journal
+        self._ledger = ledger
         self._listener = listener
         self._share_of = share_of
         self._samples = samples
@@ -154,7 +153,7 @@ class Leases:
         self._is_open = False
         self._changes = Changes()
         self.void_events = 0
-        """Number of events that came too late: of leases that had ended."""
+        """Number of events that came too late: of assignments that had ended."""
 
     # ---- collectors
 
@@ -164,13 +163,13 @@ class Leases:
         self.grant()
 
     def left(self, name: str) -> None:
-        """Lease the groups of a collector that is gone to others."""
+        """Assign the groups of a collector that is gone to others."""
         collector = self._collectors.pop(name, None)
         if collector is None:
             return
         for id_ in sorted(collector.groups):
             group = self._groups[id_]
-            group.lease, group.collector = 0, ""
+            group.assignment, group.collector = 0, ""
             self._waiting.append(group)
         self._changes.notify()
         self.grant()
@@ -195,15 +194,15 @@ class Leases:
         if group.blocks >= BLOCKS:
             self._fail(group, reason)
 
-    # ---- leases
+    # ---- assignments
 
     def open(self) -> None:
-        """Begin to give out leases."""
+        """Begin to give out assignments."""
         self._is_open = True
         self.grant()
 
     async def close(self) -> None:
-        """Give out no further lease, and stop the work that is under way: the run ends.
+        """Give out no further assignment, and stop the work that is under way: the run ends.
 
         Returns when the collectors have sent what they have of it, or after CLOSE_TIMEOUT_S.
         """
@@ -221,11 +220,11 @@ class Leases:
 
     @property
     def is_open(self) -> bool:
-        """True if leases are given out."""
+        """True if assignments are given out."""
         return self._is_open
 
-    def restored(self, groups: Iterable[LeasedGroup]) -> None:
-        """Go on with these groups instead of all present ones, whose leases end.
+    def restored(self, groups: Iterable[CollectedGroup]) -> None:
+        """Go on with these groups instead of all present ones, whose assignments end.
 
         Call it between ``close`` and ``open``.
         """
@@ -238,7 +237,7 @@ class Leases:
         return [name for name, collector in self._collectors.items() if collector.generating]
 
     def grant(self, name: str | None = None) -> None:
-        """Lease groups as long as there are slots, or groups without a collector, and room for them.
+        """Assign groups as long as there are slots, or groups without a collector, and room for them.
 
         ``name``: the only collector that has got room since the last call.
         """
@@ -254,8 +253,8 @@ class Leases:
         while room and (self._waiting or self._gate.may_admit()):
             turn = (turn + 1) % len(room)
             name, collector, most = room[turn]
-            group = self._waiting.popleft() if self._waiting else self._admitted(self._gate.admit())
-            self._lease(group, name, collector)
+            group = self._waiting.popleft() if self._waiting else self._admitted(*self._gate.admit())
+            self._assign(group, name, collector)
             if collector.generating > most:
                 del room[turn]
 
@@ -275,24 +274,25 @@ class Leases:
         """Return the largest number of episodes with which a collector has room for another group."""
         return max(0, self._share_of(name) * (1 + AHEAD) - self._samples)
 
-    def _admitted(self, assignment: Assignment) -> LeasedGroup:
-        group = LeasedGroup(assignment.ticket, assignment.prompt, [None] * self._samples)
-        self._groups[assignment.ticket.id] = group
+    def _admitted(self, ticket: Ticket, prompt: Prompt) -> CollectedGroup:
+        group = self._groups[ticket.id] = CollectedGroup(ticket, prompt, [None] * self._samples)
         return group
 
-    def _lease(self, group: LeasedGroup, name: str, collector: _Collector) -> None:
+    def _assign(self, group: CollectedGroup, name: str, collector: _Collector) -> None:
         id_, prior, chunks = group.ticket.id, [], []
         for number, sample in enumerate(group.samples):
             if sample is not None:
                 self._prior(group, number, sample, prior, chunks)
-        group.lease, group.collector = next(self._numbers), name
+        group.assignment, group.collector = next(self._numbers), name
         collector.generating += self._samples
         collector.groups.add(id_)
-        collector.outgoing.lease(Lease(id_, group.lease, group.ticket.version, group.prompt, prior), chunks)
+        collector.outgoing.assign(
+            Assignment(id_, group.assignment, group.ticket.version, group.prompt, prior), chunks
+        )
 
     def _prior(
         self,
-        group: LeasedGroup,
+        group: CollectedGroup,
         number: int,
         sample: SampleState,
         prior: list[PriorSample],
@@ -301,7 +301,7 @@ class Leases:
         """Add what is recorded of an episode. A damaged record is given up, and the episode begins anew."""
         header, pieces = sample.recorded()
         try:
-            read = [self._journal.read(ref) for ref, _ in pieces]
+            read = [self._ledger.read(ref) for ref, _ in pieces]
         except LedgerError as error:
             self._listener.note(f"group {group.ticket.id}, sample {number} is generated again: {error}")
             group.samples[number] = None
@@ -311,17 +311,17 @@ class Leases:
         sizes = [(len(chunk), piece) for chunk, (_, piece) in zip(read, pieces, strict=True)]
         prior.append(PriorSample(number, sample.kind, header, sizes))
 
-    def _cancel(self, group: LeasedGroup) -> None:
-        if group.lease:
-            self._collectors[group.collector].outgoing.cancel(group.ticket.id, group.lease)
+    def _cancel(self, group: CollectedGroup) -> None:
+        if group.assignment:
+            self._collectors[group.collector].outgoing.cancel(group.ticket.id, group.assignment)
 
-    def _end(self, group: LeasedGroup) -> None:
-        """Forget a group whose lease has ended for good."""
+    def _end(self, group: CollectedGroup) -> None:
+        """Forget a group whose assignment has ended for good."""
         id_ = group.ticket.id
         del self._groups[id_]
-        if group.lease:
+        if group.assignment:
             self._collectors[group.collector].groups.discard(id_)
-            group.lease = 0
+            group.assignment = 0
         else:
             self._waiting.remove(group)
 
@@ -345,7 +345,7 @@ class Leases:
             self.grant(name)
 
     def _take_events(self, events: Sequence[Event], payload: memoryview) -> None:
-        segment, offset = self._journal.append(payload) if payload else (0, 0)
+        segment, offset = self._ledger.append(payload) if payload else (0, 0)
         for event in events:
             ref = REF.pack(segment, offset, event.size, event.crc) if event.size else b""
             offset += event.size
@@ -358,12 +358,12 @@ class Leases:
                 self._decided(verdict, ready)
         finally:
             if ready:
-                self._journal.when_durable(partial(self._gate.finished, ready))
+                self._ledger.when_durable(partial(self._gate.finished, ready))
 
     def _happened(self, event: Event, ref: bytes) -> None:
         """Take in one event. A malformed one changes nothing."""
         group = self._groups.get(event.group)
-        if group is None or group.lease != event.lease:
+        if group is None or group.assignment != event.assignment:
             self.void_events += 1
             return
         if event.sample >= self._samples:
@@ -390,7 +390,7 @@ class Leases:
         header = bytes(event.header)
         del sample.pieces[event.base :]
         sample.pieces.append((ref, header))
-        self._journal.piece(key, event.base, ref, header)
+        self._ledger.piece(key, event.base, ref, header)
 
     def _end_episode(self, sample: SampleState, key: int, event: Event, ref: bytes) -> None:
         """Note a whole trajectory: the first pieces of its record, and a last chunk."""
@@ -402,7 +402,7 @@ class Leases:
         else:
             HEADER.decode(event.header)
             sample.kind, sample.header = ANSWERED, bytes(event.header)
-            self._journal.answered(key, refs, sample.header)
+            self._ledger.answered(key, refs, sample.header)
         sample.refs, sample.pieces = refs, []
 
     def _add_judgement(self, sample: SampleState, key: int, event: Event, ref: bytes) -> None:
@@ -416,11 +416,11 @@ class Leases:
         if trajectory.reward is None:
             raise MalformedFrame(f"sample {event.sample} of group {event.group} has no reward")
         sample.kind, sample.trajectory, sample.header = JUDGED, trajectory, bytes(event.header)
-        self._journal.judged(key, refs, sample.header)
+        self._ledger.judged(key, refs, sample.header)
 
     def _decided(self, verdict: GroupVerdict, ready: list[ReadyGroup]) -> None:
         group = self._groups.get(verdict.group)
-        if group is None or group.lease != verdict.lease:
+        if group is None or group.assignment != verdict.assignment:
             return
         if verdict.verdict == FAILED:
             self._fail(group, verdict.note)
@@ -440,7 +440,7 @@ class Leases:
             self._end(group)
             return
         self._end(group)
-        self._journal.ready(verdict.group, complete.sampled_length)
+        self._ledger.ready(verdict.group, complete.sampled_length)
         ready.append(complete)
 
     def _unknown_version(self, versions: Iterable[int]) -> UnknownVersion | None:
@@ -452,7 +452,7 @@ class Leases:
             return error
         return None
 
-    def _fail(self, group: LeasedGroup, reason: str) -> None:
+    def _fail(self, group: CollectedGroup, reason: str) -> None:
         """Give up a group that cannot be collected."""
         if self._gate.is_open(group.ticket.id):
             self._gate.failed(group.ticket.id, reason, [trajectory.header for trajectory in group.judged])
