@@ -13,6 +13,7 @@ import msgspec
 from slipstream.backend.simulate.clock import VirtualLoop
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.collection.collector.outbox import Outbox
+from slipstream.rollout.collection.driver.collected_group import CollectedGroup
 from slipstream.rollout.collection.messages import (
     ANSWERED,
     JUDGED,
@@ -25,6 +26,7 @@ from slipstream.rollout.collection.messages import (
     Up,
 )
 from slipstream.rollout.engine.routing import PoolStatus
+from slipstream.rollout.ledger.rows.samples import OpenSample
 from slipstream.rollout.system.frames import pack, split
 from slipstream.rollout.tokens.record import (
     checksum,
@@ -32,8 +34,9 @@ from slipstream.rollout.tokens.record import (
     decode_header,
     decode_piece,
     decode_trajectory,
+    encode,
 )
-from slipstream.rollout.tokens.trajectory import Finish, Trajectory
+from slipstream.rollout.tokens.trajectory import Finish, Prompt, Trajectory, TrajectoryHeader
 
 STATUS = Status(PoolStatus(), 0, 0.0)
 
@@ -223,3 +226,12 @@ class HoldingDriver:
 
 
 SAMPLING = SamplingConfig(max_new_tokens=12)
+
+
+# ---- the driver
+
+
+def ready_group(id_: int, *headers: TrajectoryHeader, refs: bytes = b"refs", prompt=None) -> CollectedGroup:
+    """Return a complete group with these trajectories."""
+    samples = [OpenSample(JUDGED, refs, encode(header), judged=header) for header in headers]
+    return CollectedGroup(id_, 0, prompt or Prompt(id_, "?"), [*samples]).counted()

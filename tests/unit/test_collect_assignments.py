@@ -484,7 +484,7 @@ class Schedule(RuleBasedStateMachine):
     def a_group_has_one_assignment_and_its_collector_lives(self):
         if not hasattr(self, "assignments"):
             return
-        waiting = [group.ticket.id for group in self.assignments._waiting]
+        waiting = [group.id for group in self.assignments._waiting]
         assert len(set(waiting)) == len(waiting)
         for id_, group in self.assignments._groups.items():
             assert (group.assignment == 0) == (id_ in waiting)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
+from slipstream.rollout.collection.driver.collected_group import CollectedGroup
 from slipstream.rollout.collection.driver.gate import LEAST_FAILURES, AdmissionGate, StalledRun
 from slipstream.rollout.collection.driver.group_ledger import NoLedger
 from slipstream.rollout.collection.driver.intake import Intake
-from slipstream.rollout.collection.driver.ready_groups import ReadyGroup, StoredTrajectory
 from slipstream.rollout.control.consumption import OnStale, ReadyFirst
 from slipstream.rollout.control.core import ControlError, RolloutControl, Ticket
 from slipstream.rollout.control.ends import GroupCounts, Loss
@@ -22,6 +22,7 @@ from slipstream.rollout.ledger.writing.transaction import Training
 from slipstream.rollout.prompts import PromptSet, PromptStream
 from slipstream.rollout.system.changes import Changes
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
+from tests.unit.collecting import ready_group
 from tests.unit.doubles import Listener
 
 
@@ -31,8 +32,8 @@ def header(*versions: int, reward: float = 1.0) -> TrajectoryHeader:
     return TrajectoryHeader(tuple(runs), Finish.STOP, reward=reward)
 
 
-def group(ticket: Ticket, *versions: int) -> ReadyGroup:
-    return ReadyGroup(ticket.id, (StoredTrajectory(header(*(versions or (ticket.version,))), b"refs"),))
+def group(ticket: Ticket, *versions: int) -> CollectedGroup:
+    return ready_group(ticket.id, header(*(versions or (ticket.version,))))
 
 
 def make(batch_size=1, eta=0, **more: Any) -> tuple[RolloutControl, AdmissionGate]:
@@ -81,9 +82,7 @@ def test_a_group_without_a_token_that_carries_loss_makes_no_step():
 
     async def run() -> None:
         ticket = await slot(gate)
-        gate.finished(
-            [ReadyGroup(ticket.id, (StoredTrajectory(header(0).without(frozenset({0})), b"refs"),))]
-        )
+        gate.finished([ready_group(ticket.id, header(0).without(frozenset({0})))])
         assert core.counts.filtered == 1
         assert [loss for loss, _ in listener.losses] == [Loss.FILTERED]
         other = await slot(gate)

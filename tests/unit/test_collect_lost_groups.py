@@ -19,7 +19,6 @@ from slipstream.rollout.collection.driver.lost_groups import (
     LostGroups,
 )
 from slipstream.rollout.collection.driver.questions import EvaluationTasks
-from slipstream.rollout.collection.driver.ready_groups import ReadyGroup, StoredTrajectory
 from slipstream.rollout.collection.driver.server import LOST_BYTES, Connection
 from slipstream.rollout.collection.messages import LostGroup, Question
 from slipstream.rollout.control.consumption import OnStale, ReadyFirst
@@ -28,6 +27,7 @@ from slipstream.rollout.ledger.episode_log.rows import is_chosen
 from slipstream.rollout.prompts import PromptSet, PromptStream
 from slipstream.rollout.tokens.record import REF
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
+from tests.unit.collecting import ready_group
 from tests.unit.doubles import Listener
 
 REFS = REF.pack(1, 0, 4, 0)
@@ -69,7 +69,7 @@ class World:
         """Admit a group and make it ready. Return its number."""
         id_ = self.gate.admit()[0].id
         header = TrajectoryHeader(((UNSAMPLED, False, 1), (version, True, 3)), Finish.STOP, reward=1.0)
-        self.gate.finished([ReadyGroup(id_, (StoredTrajectory(header, REFS),))])
+        self.gate.finished([ready_group(id_, header, refs=REFS)])
         return id_
 
     def filter(self) -> int:
@@ -115,7 +115,7 @@ def test_the_ledger_is_never_asked_for_more_than_training_can_wait_for():
     def lose() -> None:
         id_ = world.gate.admit()[0].id
         header = TrajectoryHeader(((UNSAMPLED, False, 3),), Finish.STOP, reward=1.0)  # nothing to train
-        world.gate.finished([ReadyGroup(id_, (StoredTrajectory(header, large),))])
+        world.gate.finished([ready_group(id_, header, refs=large)])
 
     for _ in range(3):
         lose()
@@ -141,11 +141,11 @@ def test_a_group_that_has_expired_says_of_which_lags_its_tokens_were():
         first, second = world.gate.admit(), world.gate.admit()
         for _ in range(2):
             header = TrajectoryHeader(((UNSAMPLED, False, 1), (0, True, 3)), Finish.STOP, reward=1.0)
-            world.gate.finished([ReadyGroup(first[0].id, (StoredTrajectory(header, REFS),))])
+            world.gate.finished([ready_group(first[0].id, header, refs=REFS)])
             await world.train()
             first = world.gate.admit()
         header = TrajectoryHeader(((UNSAMPLED, False, 1), (0, True, 3)), Finish.STOP, reward=1.0)
-        world.gate.finished([ReadyGroup(second[0].id, (StoredTrajectory(header, REFS),))])
+        world.gate.finished([ready_group(second[0].id, header, refs=REFS)])
         with suppress(TimeoutError):
             async with asyncio.timeout(0.1):
                 await world.gate.batch(1)

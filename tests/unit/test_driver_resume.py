@@ -123,7 +123,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_what_the_ledger_kept(config: Run
         assert [group.id for group in state.groups.ready] == [1]
         [continued] = state.groups.continued
         # Version 2 is a child of version 1: its tokens lag by one update.
-        assert (continued.ticket.id, continued.ticket.version, continued.prompt) == (2, 2, PROMPTS[2])
+        assert (continued.id, continued.version, continued.prompt) == (2, 2, PROMPTS[2])
         assert state.control.lag(2) == 1
         [(ref, header)] = continued.samples[0].pieces
         assert decode_piece(header).spans == ((2, 2),)

@@ -14,7 +14,6 @@ from slipstream.backend.driver.loops.training import encoded
 from slipstream.configs.schema.live import NoBaseline, RunningBaseline
 from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.collection.driver.intake import Intake
-from slipstream.rollout.collection.driver.ready_groups import ReadyGroup, StoredTrajectory
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.live import TurnEnd, TurnState
 from slipstream.rollout.control.versions import VersionTree
@@ -40,6 +39,7 @@ from slipstream.rollout.tokens.turns import (
     TurnType,
     UserReward,
 )
+from tests.unit.collecting import ready_group
 from tests.unit.doubles import Listener
 
 VOCAB = 1000
@@ -191,7 +191,7 @@ class Run:
         self.ledger.judged(ticket.id * SAMPLES, ref, encode(trajectory.header))
         self.ledger.ready(ticket.id, 3)
         await self.ledger.flushed()
-        self.gate.finished([ReadyGroup(ticket.id, (StoredTrajectory(trajectory.header, ref),))])
+        self.gate.finished([ready_group(ticket.id, trajectory.header, refs=ref)])
 
     async def batch(self):
         """Take a batch, and return its trajectories as ranks decode them."""

@@ -237,12 +237,14 @@ class GroupCollector(Generic[RecordT]):
         if not group.is_wanted:
             return
         if task.cancelled():
-            self._failed(assignment, f"{_prompt_of(assignment)}: {self._episodes.name} has cancelled itself")
+            self._failed(
+                assignment, f"{assignment.prompt.reference}: {self._episodes.name} has cancelled itself"
+            )
         elif isinstance(error := task.exception(), NoEngine | JudgeStartFailed):
             self._outbox.cannot_go_on(str(error))
         elif error is not None:
             trace = "".join(traceback.format_exception(error))
-            self._failed(assignment, f"{_prompt_of(assignment)}: {self._episodes.name}: {trace}")
+            self._failed(assignment, f"{assignment.prompt.reference}: {self._episodes.name}: {trace}")
 
     def _released(self, group: _Running[RecordT]) -> None:
         """The engines are done with an episode of the group."""
@@ -431,10 +433,6 @@ async def _cancelled(tasks: Collection[asyncio.Task[Trajectory]]) -> None:
             cancelled = error
     if cancelled is not None:
         raise cancelled
-
-
-def _prompt_of(assignment: Assignment) -> str:
-    return assignment.prompt.reference
 
 
 def task_name(group: int) -> str:

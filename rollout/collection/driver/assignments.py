@@ -21,10 +21,10 @@ from typing import Protocol
 
 import msgspec
 
+from slipstream.rollout.collection.driver.collected_group import CollectedGroup
 from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.collection.driver.group_ledger import GroupLedger
 from slipstream.rollout.collection.driver.listener import CollectionListener
-from slipstream.rollout.collection.driver.ready_groups import ReadyGroup, StoredTrajectory
 from slipstream.rollout.collection.messages import (
     ANSWERED,
     FAILED,
@@ -41,12 +41,12 @@ from slipstream.rollout.collection.messages import (
 )
 from slipstream.rollout.control.core import Ticket
 from slipstream.rollout.control.errors import UnknownVersion
-from slipstream.rollout.ledger.rows.samples import SAMPLES
+from slipstream.rollout.ledger.rows.samples import SAMPLES, OpenSample
 from slipstream.rollout.ledger.storage.database import LedgerError
 from slipstream.rollout.system.changes import Changes
 from slipstream.rollout.system.frames import MalformedFrame
 from slipstream.rollout.tokens.record import HEADER, REF
-from slipstream.rollout.tokens.trajectory import Prompt, TrajectoryHeader
+from slipstream.rollout.tokens.trajectory import Prompt
 
 AHEAD = 1 / 4
 """Episodes that a collector holds beyond those that its engines may run, as a share of these."""
@@ -63,58 +63,6 @@ class Outgoing(Protocol):
 
     def assign(self, assignment: Assignment, chunks: Sequence[bytes]) -> None: ...
     def cancel(self, group: int, assignment: int) -> None: ...
-
-
-class SampleState:
-    """The recorded state of one episode."""
-
-    __slots__ = ("header", "kind", "pieces", "refs", "trajectory")
-
-    def __init__(self) -> None:
-        self.kind = PIECE
-        self.pieces: list[tuple[bytes, bytes]] = []
-        """Packed ``record.REF`` and encoded ``PieceHeader`` of each piece."""
-        self.refs = b""
-        """``record.REF`` of the chunks of a whole trajectory."""
-        self.header = b""
-        """Encoded ``TrajectoryHeader`` of a whole trajectory."""
-        self.trajectory: TrajectoryHeader | None = None
-        """The header of a judged one."""
-
-    def recorded(self) -> tuple[msgspec.Raw, list[tuple[bytes, msgspec.Raw]]]:
-        """Return the header and the pieces as ``messages.PriorSample`` has them, with ``record.REF`` in the
-        place of sizes.
-        """
-        if self.kind == PIECE:
-            return NOTHING, [(ref, msgspec.Raw(piece)) for ref, piece in self.pieces]
-        refs = [self.refs[i : i + REF.size] for i in range(0, len(self.refs), REF.size)]
-        return msgspec.Raw(self.header), [(ref, NOTHING) for ref in refs]
-
-
-class CollectedGroup:
-    """A group that has a slot and is not complete."""
-
-    __slots__ = ("assignment", "blocks", "collector", "prompt", "samples", "ticket", "unanswered")
-
-    def __init__(self, ticket: Ticket, prompt: Prompt, samples: list[SampleState | None]) -> None:
-        self.ticket = ticket
-        self.prompt = prompt
-        self.samples = samples
-        self.assignment = 0
-        """Number of the present assignment; 0: none."""
-        self.collector = ""
-        self.unanswered = sum(sample is None or sample.kind == PIECE for sample in samples)
-        self.blocks = 0
-        """Number of collectors that the group's workflow has stopped."""
-
-    @property
-    def judged(self) -> list[StoredTrajectory]:
-        """The judged trajectories."""
-        return [
-            StoredTrajectory(sample.trajectory, sample.refs)
-            for sample in self.samples
-            if sample is not None and sample.trajectory is not None
-        ]
 
 
 @dataclass
@@ -147,7 +95,7 @@ class Assignments:
         self._samples = samples
         self._waiting = deque(resumed)
         """Groups without a collector, which have slots already."""
-        self._groups = {group.ticket.id: group for group in self._waiting}
+        self._groups = {group.id: group for group in self._waiting}
         self._collectors: dict[str, _Collector] = {}
         self._numbers = itertools.count(1)
         self._is_open = False
@@ -231,7 +179,7 @@ class Assignments:
         for collector in self._collectors.values():
             collector.groups.clear()
         self._waiting = deque(groups)
-        self._groups = {group.ticket.id: group for group in self._waiting}
+        self._groups = {group.id: group for group in self._waiting}
 
     def _busy(self) -> list[str]:
         return [name for name, collector in self._collectors.items() if collector.generating]
@@ -258,7 +206,7 @@ class Assignments:
             if collector.generating > most:
                 del room[turn]
 
-    def samples_of(self, id_: int) -> Sequence[SampleState | None]:
+    def samples_of(self, id_: int) -> Sequence[OpenSample | None]:
         """Return what exists of the episodes of a group; nothing of one that is complete or has ended."""
         group = self._groups.get(id_)
         return () if group is None else group.samples
@@ -275,11 +223,13 @@ class Assignments:
         return max(0, self._share_of(name) * (1 + AHEAD) - self._samples)
 
     def _admitted(self, ticket: Ticket, prompt: Prompt) -> CollectedGroup:
-        group = self._groups[ticket.id] = CollectedGroup(ticket, prompt, [None] * self._samples)
+        group = self._groups[ticket.id] = CollectedGroup(
+            ticket.id, ticket.version, prompt, [None] * self._samples
+        )
         return group
 
     def _assign(self, group: CollectedGroup, name: str, collector: _Collector) -> None:
-        id_, prior, chunks = group.ticket.id, [], []
+        id_, prior, chunks = group.id, [], []
         for number, sample in enumerate(group.samples):
             if sample is not None:
                 self._prior(group, number, sample, prior, chunks)
@@ -287,37 +237,37 @@ class Assignments:
         collector.generating += self._samples
         collector.groups.add(id_)
         collector.outgoing.assign(
-            Assignment(id_, group.assignment, group.ticket.version, group.prompt, prior), chunks
+            Assignment(id_, group.assignment, group.version, group.prompt, prior), chunks
         )
 
     def _prior(
         self,
         group: CollectedGroup,
         number: int,
-        sample: SampleState,
+        sample: OpenSample,
         prior: list[PriorSample],
         chunks: list[bytes],
     ) -> None:
         """Add what is recorded of an episode. A damaged record is given up, and the episode begins anew."""
-        header, pieces = sample.recorded()
+        header, pieces = recorded(sample)
         try:
             read = [self._ledger.read(ref) for ref, _ in pieces]
         except LedgerError as error:
-            self._listener.note(f"group {group.ticket.id}, sample {number} is generated again: {error}")
+            self._listener.note(f"group {group.id}, sample {number} is generated again: {error}")
             group.samples[number] = None
-            group.unanswered += sample.kind != PIECE
+            group.unanswered += sample.is_whole
             return
         chunks += read
         sizes = [(len(chunk), piece) for chunk, (_, piece) in zip(read, pieces, strict=True)]
-        prior.append(PriorSample(number, sample.kind, header, sizes))
+        prior.append(PriorSample(number, sample.state, header, sizes))
 
     def _cancel(self, group: CollectedGroup) -> None:
         if group.assignment:
-            self._collectors[group.collector].outgoing.cancel(group.ticket.id, group.assignment)
+            self._collectors[group.collector].outgoing.cancel(group.id, group.assignment)
 
     def _end(self, group: CollectedGroup) -> None:
         """Forget a group whose assignment has ended for good."""
-        id_ = group.ticket.id
+        id_ = group.id
         del self._groups[id_]
         if group.assignment:
             self._collectors[group.collector].groups.discard(id_)
@@ -352,7 +302,7 @@ class Assignments:
             self._happened(event, ref)
 
     def _take_verdicts(self, verdicts: Sequence[GroupVerdict]) -> None:
-        ready: list[ReadyGroup] = []
+        ready: list[CollectedGroup] = []
         try:
             for verdict in verdicts:
                 self._decided(verdict, ready)
@@ -368,31 +318,31 @@ class Assignments:
             return
         if event.sample >= self._samples:
             raise MalformedFrame(f"group {event.group} has no sample {event.sample}")
-        sample = group.samples[event.sample] or SampleState()
-        key, was_whole = event.group * SAMPLES + event.sample, sample.kind != PIECE
+        sample = group.samples[event.sample] or OpenSample()
+        key, was_whole = event.group * SAMPLES + event.sample, sample.is_whole
         if event.kind == PIECE:
             self._add_piece(sample, key, event, ref)
         elif not was_whole:
             self._end_episode(sample, key, event, ref)
-        elif event.kind == JUDGED and (sample.kind == ANSWERED or not ref):
+        elif event.kind == JUDGED and (sample.state == ANSWERED or not ref):
             self._add_judgement(sample, key, event, ref)  # a filter of groups may judge once more
         else:
             raise MalformedFrame(f"sample {event.sample} of group {event.group} has ended already")
         group.samples[event.sample] = sample
         if event.kind != PIECE and not was_whole:
             group.unanswered -= 1
-            if not group.unanswered and any(each and each.kind == ANSWERED for each in group.samples):
+            if not group.unanswered and any(each and each.state == ANSWERED for each in group.samples):
                 self._gate.judging(event.group)
 
-    def _add_piece(self, sample: SampleState, key: int, event: Event, ref: bytes) -> None:
-        if sample.kind != PIECE or event.base > len(sample.pieces) or not ref:
+    def _add_piece(self, sample: OpenSample, key: int, event: Event, ref: bytes) -> None:
+        if sample.is_whole or event.base > len(sample.pieces) or not ref:
             raise MalformedFrame(f"piece {event.base} of a sample with {len(sample.pieces)} pieces")
         header = bytes(event.header)
         del sample.pieces[event.base :]
         sample.pieces.append((ref, header))
         self._ledger.piece(key, event.base, ref, header)
 
-    def _end_episode(self, sample: SampleState, key: int, event: Event, ref: bytes) -> None:
+    def _end_episode(self, sample: OpenSample, key: int, event: Event, ref: bytes) -> None:
         """Note a whole trajectory: the first pieces of its record, and a last chunk."""
         if event.base > len(sample.pieces):
             raise MalformedFrame(f"a trajectory behind {event.base} of {len(sample.pieces)} pieces")
@@ -401,47 +351,46 @@ class Assignments:
             self._judge(sample, key, event, refs)
         else:
             HEADER.decode(event.header)
-            sample.kind, sample.header = ANSWERED, bytes(event.header)
+            sample.state, sample.header = ANSWERED, bytes(event.header)
             self._ledger.answered(key, refs, sample.header)
         sample.refs, sample.pieces = refs, []
 
-    def _add_judgement(self, sample: SampleState, key: int, event: Event, ref: bytes) -> None:
+    def _add_judgement(self, sample: OpenSample, key: int, event: Event, ref: bytes) -> None:
         """Note the reward of a trajectory that has been recorded, and a chunk that came with it, if any."""
         self._judge(sample, key, event, sample.refs + ref if ref else None)
         sample.refs += ref
 
-    def _judge(self, sample: SampleState, key: int, event: Event, refs: bytes | None) -> None:
+    def _judge(self, sample: OpenSample, key: int, event: Event, refs: bytes | None) -> None:
         """Note the reward of a trajectory. ``refs``: all of its chunks; None: those that are recorded."""
         trajectory = HEADER.decode(event.header)
         if trajectory.reward is None:
             raise MalformedFrame(f"sample {event.sample} of group {event.group} has no reward")
-        sample.kind, sample.trajectory, sample.header = JUDGED, trajectory, bytes(event.header)
+        sample.state, sample.judged, sample.header = JUDGED, trajectory, bytes(event.header)
         self._ledger.judged(key, refs, sample.header)
 
-    def _decided(self, verdict: GroupVerdict, ready: list[ReadyGroup]) -> None:
+    def _decided(self, verdict: GroupVerdict, ready: list[CollectedGroup]) -> None:
         group = self._groups.get(verdict.group)
         if group is None or group.assignment != verdict.assignment:
             return
         if verdict.verdict == FAILED:
             self._fail(group, verdict.note)
             return
-        stored = group.judged
-        if len(stored) != self._samples and verdict.verdict == TRAIN:
-            raise MalformedFrame(f"group {verdict.group} has {len(stored)} of {self._samples} trajectories")
-        complete = ReadyGroup(verdict.group, tuple(stored))
-        if (unknown := self._unknown_version(complete.trained_tokens)) is not None:
+        judged = len(group.judged)
+        if judged != self._samples and verdict.verdict == TRAIN:
+            raise MalformedFrame(f"group {verdict.group} has {judged} of {self._samples} trajectories")
+        if (unknown := self._unknown_version(group.counted().trained_tokens)) is not None:
             self._fail(group, f"{group.prompt.reference}: {unknown}")
             return
         if not self._gate.is_open(verdict.group):
             self._end(group)
             return  # it has expired, and is about to be given up
         if verdict.verdict == FILTERED:
-            self._gate.filtered(verdict.group, complete.headers)
+            self._gate.filtered(verdict.group, group.headers)
             self._end(group)
             return
         self._end(group)
-        self._ledger.ready(verdict.group, complete.sampled_length)
-        ready.append(complete)
+        self._ledger.ready(verdict.group, group.sampled_length)
+        ready.append(group)
 
     def _unknown_version(self, versions: Iterable[int]) -> UnknownVersion | None:
         """Return what is wrong with the policy versions of trained tokens. Their lags could not be found."""
@@ -454,6 +403,16 @@ class Assignments:
 
     def _fail(self, group: CollectedGroup, reason: str) -> None:
         """Give up a group that cannot be collected."""
-        if self._gate.is_open(group.ticket.id):
-            self._gate.failed(group.ticket.id, reason, [trajectory.header for trajectory in group.judged])
+        if self._gate.is_open(group.id):
+            self._gate.failed(group.id, reason, group.headers)
         self._end(group)
+
+
+def recorded(sample: OpenSample) -> tuple[msgspec.Raw, list[tuple[bytes, msgspec.Raw]]]:
+    """Return the header and the pieces of a sample as ``messages.PriorSample`` has them, with
+    ``record.REF`` in the place of sizes.
+    """
+    if sample.header is None:
+        return NOTHING, [(ref, msgspec.Raw(piece)) for ref, piece in sample.pieces]
+    refs = [sample.refs[i : i + REF.size] for i in range(0, len(sample.refs), REF.size)]
+    return msgspec.Raw(sample.header), [(ref, NOTHING) for ref in refs]
