@@ -17,9 +17,9 @@ from pathlib import Path
 from benchmarks.sleeping_engine import LONGEST, VOCABULARY, CollectorTask, EngineTask, Report
 from slipstream.backend.driver.loops.collection import collection_loop
 from slipstream.backend.driver.loops.training import encoded
+from slipstream.rollout.collection.driver.assignments import Assignments
 from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.collection.driver.intake import Intake
-from slipstream.rollout.collection.driver.leases import Leases
 from slipstream.rollout.collection.driver.questions import EvaluationTasks
 from slipstream.rollout.collection.driver.server import CollectorServer
 from slipstream.rollout.control.core import RolloutControl
@@ -196,9 +196,11 @@ class Run:
         intake = Intake(PromptStream(PromptSet.of(prompts), shuffle=True, seed=0))
         self.gate = AdmissionGate(control, intake, ledger, Silent())
         self.roster = EngineRoster(control, limit=load.concurrent)
-        self.leases = Leases(self.gate, ledger, Silent(), share_of=self.roster.share_of, samples=load.samples)
+        self.assignments = Assignments(
+            self.gate, ledger, Silent(), share_of=self.roster.share_of, samples=load.samples
+        )
         self.key = new_key()
-        self.server = CollectorServer(self.key, self.leases, EvaluationTasks(), self.roster, ledger)
+        self.server = CollectorServer(self.key, self.assignments, EvaluationTasks(), self.roster, ledger)
         self.collectors: list[CollectorProcess] = []
         self._numbers = itertools.count()
         self.reports: list[Report] = []
@@ -262,10 +264,10 @@ async def running(load: Load, folder: Path) -> AsyncIterator[Run]:
                 for collector in run.collectors:
                     await collector.connected()
                 look_seldom_for_garbage(OF_RECORDED_EPISODE * (load.bound + 1) * load.batch)
-                collecting = tasks.create_task(collection_loop(run.gate, run.leases))
+                collecting = tasks.create_task(collection_loop(run.gate, run.assignments))
                 yield run
                 collecting.cancel()
-                await run.leases.close()
+                await run.assignments.close()
                 run.reports = [await collector.report() for collector in run.collectors]
             finally:
                 for collector in run.collectors:

@@ -2,9 +2,10 @@
 
     python -m benchmarks.control
 
-Loops, ledger, connections and collector processes are those of a run. A group goes from its slot over a
-lease, a workflow, the ledger on this folder's disk and a batch of 256 trajectories to the publication of a
-version. Engines only sleep, and nobody trains. A trajectory has 512 sampled tokens behind a prompt of 64.
+Loops, ledger, connections and collector processes are those of a run. A group goes from its slot over an
+assignment, a workflow, the ledger on this folder's disk and a batch of 256 trajectories to the publication
+of a version. Engines only sleep, and nobody trains. A trajectory has a prompt of 64 tokens and 512 sampled
+ones.
 """
 
 import asyncio
@@ -129,7 +130,7 @@ async def steady(load: Load, folder: Path) -> Costs:
 
 
 async def growing(load: Load, folder: Path) -> Costs:
-    """Measure the costs of long completions from their leases to their batch, which is one."""
+    """Measure the costs of long completions from their assignments to their batch, which is one."""
     async with running(load, folder) as run:
         meter = Meter(run)
         await run.step()

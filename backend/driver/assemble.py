@@ -1,7 +1,7 @@
 """From a recipe, its inputs and its state to the parts of a run. Each is made of finished parts.
 
 listener ──► gate ──► roster ──► trainer, devices ──► weights ──► supervisor, checkpoints ──► revival
-               └────────┴──────► leases, questions ──► server, collectors                      ▲
+               └────────┴──────► assignments, questions ──► server, collectors                      ▲
                                    └───────────────────────────────────────────────────────────┘
 """
 
@@ -37,8 +37,8 @@ from slipstream.bridge.publish.endpoint import PAUSE
 from slipstream.bridge.shards.adapter import adapter_spec
 from slipstream.configs.schema import LiveConfig, RunConfig
 from slipstream.configs.schema.judge import asks_policy, own_engines
+from slipstream.rollout.collection.driver.assignments import Assignments
 from slipstream.rollout.collection.driver.gate import AdmissionGate
-from slipstream.rollout.collection.driver.leases import Leases
 from slipstream.rollout.collection.driver.lost_groups import LostGroups
 from slipstream.rollout.collection.driver.questions import EvaluationTasks
 from slipstream.rollout.collection.driver.server import CollectorServer
@@ -77,7 +77,7 @@ class Parts:
     weights: ServedWeights[EngineClient]
     supervisor: Supervisor
     controller: ConcurrencyController | None
-    leases: Leases
+    assignments: Assignments
     server: CollectorServer
     collectors: Collectors
     evaluation: Evaluation | None
@@ -190,7 +190,7 @@ def assemble(
         feedback=state.feedback,
     )
     questions = EvaluationTasks()
-    leases = Leases(
+    assignments = Assignments(
         gate,
         state.ledger,
         listener,
@@ -203,7 +203,7 @@ def assemble(
     logged, lost = config.log.episodes, None
     if logged is not None:
         lost = LostGroups(
-            gate, leases, state.ledger, logged.share, rollout.n_samples_per_prompt, listener.note
+            gate, assignments, state.ledger, logged.share, rollout.n_samples_per_prompt, listener.note
         )
     key = new_key()
     hooks = hooked_batches(config, logs, listener.note)
@@ -228,10 +228,10 @@ def assemble(
         weights=weights,
         supervisor=supervisor,
         controller=ConcurrencyController(maximum=rollout.max_concurrent) if adapts else None,
-        leases=leases,
+        assignments=assignments,
         server=CollectorServer(
             key,
-            leases,
+            assignments,
             questions,
             roster,
             state.ledger,
@@ -258,7 +258,7 @@ def assemble(
                 inputs,
                 state.ledger,
                 gate,
-                leases,
+                assignments,
                 state.feedback,
                 listener.note,
                 turns,

@@ -261,7 +261,7 @@ async def _train(
     own: OwnLoop | None,
 ) -> None:
     """Train while collecting, until every step is done or the run is asked to end."""
-    collecting = tasks.create_task(collection_loop(parts.gate, parts.leases), name="collection")
+    collecting = tasks.create_task(collection_loop(parts.gate, parts.assignments), name="collection")
     with stop.by("stopping behind this step; again to stop at once", parts.gate.end):
         steps = training_steps(
             config.run,
@@ -281,7 +281,7 @@ async def _train(
                 await own.run(steps, parts.gate, parts.evaluation)
     collecting.cancel()
     await asyncio.wait({collecting})
-    await parts.leases.close()
+    await parts.assignments.close()
 
 
 async def _finished(

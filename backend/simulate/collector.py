@@ -1,6 +1,6 @@
 """The collector of a simulated run: the real one's groups and episodes, in the process of the driver.
 
-leases ──► GroupCollector ──► outbox ──► leases      with headers, and without any chunk of tokens
+assignments ──► GroupCollector ──► outbox ──► assignments      with headers, and without any chunk of tokens
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from slipstream.backend.simulate.pool import SimulatedPool
 from slipstream.rollout.collection.collector.evaluation import Evaluations
 from slipstream.rollout.collection.collector.groups import GroupCollector
 from slipstream.rollout.collection.collector.outbox import Outbox
-from slipstream.rollout.collection.driver.leases import Leases
+from slipstream.rollout.collection.driver.assignments import Assignments
 from slipstream.rollout.collection.driver.questions import EvaluationTasks
-from slipstream.rollout.collection.messages import Lease, PriorSample, Question, Status, Up
+from slipstream.rollout.collection.messages import Assignment, PriorSample, Question, Status, Up
 from slipstream.rollout.engine.routing import PoolStatus
 from slipstream.rollout.tokens.trajectory import Trajectory
 
@@ -24,11 +24,11 @@ class SimulatedRecord(NumberedGenerator):
     """One episode's way to the engines. There is no token to record."""
 
     def __init__(
-        self, pool: SimulatedPool, outbox: Outbox, group: int, lease: int, sample: int, attempt: int
+        self, pool: SimulatedPool, outbox: Outbox, group: int, assignment: int, sample: int, attempt: int
     ) -> None:
         super().__init__(pool, sample, attempt)
         self._outbox = outbox
-        self._key = (group, lease, sample)
+        self._key = (group, assignment, sample)
 
     def resume(self, prior: PriorSample, chunks: memoryview) -> int:
         """Raise: a simulated run has no other collectors."""
@@ -51,23 +51,23 @@ class SimulatedRecord(NumberedGenerator):
 
 
 class Link:
-    """Hands leases to the collector, and its events back: ``leases.Outgoing`` and the sender of an outbox."""
+    """Hands groups to the collector, and its events back: ``assignments.Outgoing`` and an outbox's sender."""
 
     def __init__(
-        self, groups: GroupCollector[SimulatedRecord], leases: Leases, questions: EvaluationTasks
+        self, groups: GroupCollector[SimulatedRecord], assignments: Assignments, questions: EvaluationTasks
     ) -> None:
         self._groups = groups
-        self._leases = leases
+        self._assignments = assignments
         self._questions = questions
 
-    def lease(self, lease: Lease, chunks: Sequence[bytes]) -> None:
-        self._groups.start(lease, memoryview(b""))
+    def assign(self, assignment: Assignment, chunks: Sequence[bytes]) -> None:
+        self._groups.start(assignment, memoryview(b""))
 
-    def cancel(self, group: int, lease: int) -> None:
-        self._groups.cancel(group, lease)
+    def cancel(self, group: int, assignment: int) -> None:
+        self._groups.cancel(group, assignment)
 
     async def send(self, message: Up, chunks: Sequence[bytes]) -> None:
-        self._leases.received(NAME, message, memoryview(b""))
+        self._assignments.received(NAME, message, memoryview(b""))
         for result in message.evaluated:
             self._questions.answered(NAME, result)
 

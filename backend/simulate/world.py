@@ -34,10 +34,10 @@ from slipstream.rollout.collection.collector.episodes import Episodes
 from slipstream.rollout.collection.collector.evaluation import Evaluations
 from slipstream.rollout.collection.collector.groups import GroupCollector, NamedFilter, WholeGroups
 from slipstream.rollout.collection.collector.outbox import Outbox
+from slipstream.rollout.collection.driver.assignments import Assignments
 from slipstream.rollout.collection.driver.gate import AdmissionGate, StalledRun
+from slipstream.rollout.collection.driver.group_ledger import NoLedger
 from slipstream.rollout.collection.driver.intake import Intake
-from slipstream.rollout.collection.driver.journal import NoJournal
-from slipstream.rollout.collection.driver.leases import Leases
 from slipstream.rollout.collection.driver.questions import EvaluationTasks
 from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.system.plugins import build
@@ -91,8 +91,8 @@ class World:
         rollout, interrupt = config.rollout, self._schedule.interrupt
         account, outbox = Account(), Outbox(flush_s=0)
         control = self._schedule.control(rollout, config.run.total_steps)
-        journal = NoJournal()
-        gate = AdmissionGate(control, Intake(SimulatedStream()), journal, account)
+        ledger = NoLedger()
+        gate = AdmissionGate(control, Intake(SimulatedStream()), ledger, account)
         pool = SimulatedPool(self._split.engines, model.engine, workload, rollout.max_concurrent)
         shared = self._split.shared
         trainer = SimulatedTrainer(model, self._split.trainer_gpus, pool, None if shared else interrupt)
@@ -117,11 +117,11 @@ class World:
         greedy = context(NumberedGenerator(pool, 0, greedy=True))
         questions = EvaluationTasks()
         questions.joined(NAME, Asked(Evaluations(outbox, greedy, episodes, judge)))
-        leases = Leases(
-            gate, journal, account, lambda _: rollout.max_concurrent, rollout.n_samples_per_prompt
+        assignments = Assignments(
+            gate, ledger, account, lambda _: rollout.max_concurrent, rollout.n_samples_per_prompt
         )
-        link = Link(groups, leases, questions)
-        leases.joined(NAME, link)
+        link = Link(groups, assignments, questions)
+        assignments.joined(NAME, link)
         evaluation = None
         if config.eval is not None and self._held_out:
             evaluation = Evaluation(
@@ -146,7 +146,7 @@ class World:
 
         async with asyncio.TaskGroup() as tasks:
             beside = [
-                tasks.create_task(collection_loop(gate, leases)),
+                tasks.create_task(collection_loop(gate, assignments)),
                 tasks.create_task(outbox.run(link.send, link.status)),
                 tasks.create_task(failures.run()),
             ]

@@ -1,6 +1,6 @@
-"""Collection: leased groups become ready groups.
+"""Collection: assigned groups become ready groups.
 
 messages    what the driver and its collectors say to each other
-driver      the driver's side: slots, leases, ready groups
+driver      the driver's side: slots, assignments, ready groups
 collector   the process that runs episodes
 """

@@ -4,8 +4,8 @@
     collector ──► driver    Up: what is new of each episode, verdicts on groups, the collector's status
 
 A message travels as one frame (``system.frames``) over the collector's only connection; its payload are the
-chunks of all events or leases, in their order. The end of the connection is the end of the leases: nothing is
-ever sent twice, and what a collector has not sent is lost with it.
+chunks of all events or assignments, in their order. The end of the connection ends the assignments: nothing
+is ever sent twice, and what a collector has not sent is lost with it.
 """
 
 from typing import Annotated
@@ -16,7 +16,7 @@ from slipstream.rollout.engine.routing import PoolStatus, Routing
 from slipstream.rollout.system.frames import U32, Natural, decode_key
 from slipstream.rollout.tokens.evaluated_set import EvaluatedSet
 from slipstream.rollout.tokens.named_numbers import NamedNumbers
-from slipstream.rollout.tokens.trajectory import PromptFields, RewardParts
+from slipstream.rollout.tokens.trajectory import Prompt, RewardParts
 
 PIECE, ANSWERED, JUDGED = range(3)
 """Kinds of an event: a part of an unfinished episode, a trajectory without its reward, and one with it."""
@@ -36,11 +36,11 @@ NOTHING = msgspec.Raw(b"\xc0")
 
 
 class Event(msgspec.Struct, array_like=True, gc=False):
-    """A new part of one episode of a leased group."""
+    """A new part of one episode of an assigned group."""
 
     group: int
-    lease: int
-    """Number of the lease. Events of a lease that has ended are void."""
+    assignment: int
+    """Number of the assignment. Events of an assignment that has ended are void."""
     sample: Natural
     kind: Kind
     header: msgspec.Raw = NOTHING
@@ -53,10 +53,10 @@ class Event(msgspec.Struct, array_like=True, gc=False):
 
 
 class GroupVerdict(msgspec.Struct, array_like=True, gc=False):
-    """The end of a leased group, behind all of its events."""
+    """The end of an assigned group, behind all of its events."""
 
     group: int
-    lease: int
+    assignment: int
     verdict: Annotated[int, msgspec.Meta(ge=TRAIN, le=FAILED)]
     note: str = ""
     """Reason of a failure."""
@@ -125,14 +125,15 @@ class PriorSample(msgspec.Struct, array_like=True, gc=False):
     """Bytes of each chunk in the payload, and its ``PieceHeader``, which a whole trajectory does not need."""
 
 
-class Lease(msgspec.Struct, array_like=True, gc=False):
+class Assignment(msgspec.Struct, array_like=True, gc=False):
     """One group to collect. Ends with its verdict, with its cancellation or with the connection."""
 
     group: int
-    lease: int
+    number: int
+    """Over the life of the driver, from 1."""
     version: int
     """Policy version at admission."""
-    prompt: PromptFields
+    prompt: Prompt
     prior: list[PriorSample] = []
 
 
@@ -140,7 +141,7 @@ class Question(msgspec.Struct, array_like=True, gc=False):
     """One evaluation episode to run greedily, or a whole evaluation for the recipe's function."""
 
     task: int
-    prompt: PromptFields | None
+    prompt: Prompt | None
     """None: a whole evaluation."""
     version: int = 0
     """Policy version of the trainer; the function is given it as the number of the rollout."""
@@ -164,7 +165,7 @@ class LostGroup(msgspec.Struct, array_like=True, gc=False):
     """Policy version of the trainer."""
     lags: list[tuple[int, int]]
     """(policy version, lag) of the versions of its tokens."""
-    prompt: PromptFields
+    prompt: Prompt
     samples: Natural
     """Number of its episodes."""
     recorded: list[PriorSample]
@@ -172,11 +173,11 @@ class LostGroup(msgspec.Struct, array_like=True, gc=False):
 
 
 class Down(msgspec.Struct, array_like=True, gc=False):
-    """A message of the driver. Its payload: the chunks of the leases, then those of the lost groups."""
+    """A message of the driver. Its payload: the chunks of the assignments, then those of the lost groups."""
 
-    leases: list[Lease] = []
+    assignments: list[Assignment] = []
     cancelled: list[tuple[int, int]] = []
-    """(group, lease) of the groups to give up."""
+    """(group, assignment) of the groups to give up."""
     questions: list[Question] = []
     withdrawn: list[int] = []
     """Tasks of evaluations that are not needed any more."""

@@ -25,7 +25,7 @@ from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.evaluated_set import EvaluatedSet
 from slipstream.rollout.tokens.named_numbers import NamedNumbers
 from slipstream.rollout.tokens.tokenizer import Tokenizer
-from slipstream.rollout.tokens.trajectory import Prompt, PromptFields, Trajectory, TrajectoryHeader
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory, TrajectoryHeader
 from slipstream.rollout.workflow import Workflow
 from slipstream.rollout.workflow.endpoint import PolicyEndpoint
 
@@ -164,7 +164,7 @@ class RecordedEpisode(msgspec.Struct, array_like=True, frozen=True):
     """One episode of a batch, as it was recorded."""
 
     group: int
-    prompt: PromptFields
+    prompt: Prompt
     header: TrajectoryHeader
     chunks: bytes
 

@@ -155,7 +155,7 @@ ready again only if its batch is given back, and it ends when the version is pub
     False
     >>> control.finished(ticket.id, versions=[0])
     >>> control.take_batch()
-    [Taken(id=0, stale=frozenset())]
+    {0: frozenset()}
     >>> control.published(control.begin_step())
     >>> control.may_admit(), control.version
     (True, 1)
@@ -189,23 +189,6 @@ class Ticket:
     restored. No token of the group lags more, unless it is of a version that was never published."""
     requeued_from: int | None = None
     """Expired group whose prompt this group takes over."""
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A group in a batch."""
-
-    id: int
-    stale: frozenset[int] = frozenset()
-    """Policy versions whose tokens must not carry loss, because their lag exceeds the bound."""
-
-
-@dataclass(frozen=True)
-class Expired:
-    """A group that the core has given up. The caller cancels what is still being generated for it."""
-
-    id: int
-    loss: Loss
 
 
 @dataclass
@@ -256,7 +239,7 @@ class RolloutControl:
     prompt of each was requeued."""
     _requeued: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
     """Expired groups whose prompts are to be admitted again, and how often each prompt was requeued."""
-    _expired: list[Expired] = field(default_factory=list[Expired])
+    _expired: dict[int, Loss] = field(default_factory=dict[int, Loss])
 
     def __post_init__(self) -> None:
         self.step = self.versions.updates(self.version)
@@ -378,8 +361,10 @@ class RolloutControl:
 
     # ---- training
 
-    def take_batch(self) -> list[Taken] | None:
+    def take_batch(self) -> dict[int, frozenset[int]] | None:
         """Return the next ``batch_size`` groups, oldest first, or None while the policy waits, or for turns.
+
+        Each has the policy versions whose tokens must not carry loss, because their lag exceeds the bound.
 
         The turns of the batch are in ``live.training``. Groups may expire on the way: see ``take_expired``.
         """
@@ -395,8 +380,8 @@ class RolloutControl:
         self.live.take()
         self._training = [self._table.take_oldest_ready() for _ in range(self.batch_size)]
         if self.consumption.on_stale is not OnStale.MASK:
-            return [Taken(slot.id) for slot in self._training]
-        return [Taken(slot.id, self._stale(slot)) for slot in self._training]
+            return {slot.id: frozenset() for slot in self._training}
+        return {slot.id: self._stale(slot) for slot in self._training}
 
     def _groups_are_complete(self) -> bool:
         due = Due(self.batch_size, self.bound, self.step, self._surplus)
@@ -504,9 +489,11 @@ class RolloutControl:
         self._lose(slot, Loss.QUARANTINED)
         self._give_up_overdue()
 
-    def take_expired(self) -> list[Expired]:
-        """Return the groups that have expired since the last call."""
-        expired, self._expired = self._expired, []
+    def take_expired(self) -> dict[int, Loss]:
+        """Return the groups that have expired since the last call. The caller cancels what is still being
+        generated for them.
+        """
+        expired, self._expired = self._expired, {}
         return expired
 
     def _return_batch(self) -> None:
@@ -644,7 +631,7 @@ class RolloutControl:
             self._give_up_overdue()
 
     def _expire(self, slot: Slot, loss: Loss) -> None:
-        self._expired.append(Expired(slot.id, loss))
+        self._expired[slot.id] = loss
         self._lose(slot, loss)
 
     def _lose(self, slot: Slot, loss: Loss) -> None:

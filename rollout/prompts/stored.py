@@ -17,13 +17,13 @@ from typing import Any, overload
 
 import msgspec
 
-from slipstream.rollout.tokens.trajectory import Prompt, PromptFields, prompt_fields
+from slipstream.rollout.tokens.trajectory import Prompt
 
 IN_MEMORY = 8 << 20
 """Bytes of a set that are kept in memory."""
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(PromptFields)
+_DECODER = msgspec.msgpack.Decoder(Prompt)
 
 
 class StoredPrompts(Sequence[Prompt]):
@@ -35,7 +35,7 @@ class StoredPrompts(Sequence[Prompt]):
         self._file = tempfile.SpooledTemporaryFile[bytes](max_size=IN_MEMORY, prefix="slipstream-prompts.")
         buffer, end = bytearray(), 0
         for prompt in prompts:
-            encoded = _ENCODER.encode(prompt_fields(prompt))
+            encoded = _ENCODER.encode(prompt)
             end += len(encoded)
             self._ends.append(end)
             buffer += encoded
@@ -63,7 +63,7 @@ class StoredPrompts(Sequence[Prompt]):
     def _at(self, place: int) -> Prompt:
         start = self._ends[place - 1] if place else 0
         self._file.seek(start)
-        return Prompt(*_DECODER.decode(self._file.read(self._ends[place] - start)))
+        return _DECODER.decode(self._file.read(self._ends[place] - start))
 
 
 @dataclass(frozen=True)

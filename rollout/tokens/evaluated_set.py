@@ -2,7 +2,7 @@
 
 import msgspec
 
-from slipstream.rollout.tokens.trajectory import PromptFields
+from slipstream.rollout.tokens.trajectory import Prompt
 
 HELD_OUT = "held_out"
 """Name of the set of ``eval.path``."""
@@ -16,5 +16,5 @@ class EvaluatedSet(msgspec.Struct, array_like=True, gc=False):
     lengths: list[int]
     """Response tokens; 0 where a function has not said."""
     truncated: list[bool]
-    prompts: list[PromptFields] = []
+    prompts: list[Prompt] = []
     """Empty: a function of the recipe has evaluated prompts of its own."""

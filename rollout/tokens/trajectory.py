@@ -48,6 +48,7 @@ class Prompt:
         {"prompt": "What is 2+2?", "label": "4", "level": 1}
 
     becomes ``Prompt(id=0, prompt="What is 2+2?", label="4", metadata={"level": 1})``.
+    Messages between processes hold a prompt as it is.
     """
 
     id: int
@@ -76,24 +77,6 @@ class Prompt:
     def messages(self) -> Messages:
         """Return the prompt as a chat. A text becomes one user message."""
         return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
-
-
-PromptFields = tuple[int, Any, Any, dict[str, Any], str, int, str]
-"""A prompt as messages between processes hold it: its id, its text or chat, its label, its metadata, and the
-file and line that it comes from, and the name of its source."""
-
-
-def prompt_fields(prompt: Prompt) -> PromptFields:
-    """Return a prompt as messages hold it; ``Prompt(*fields)`` makes it again."""
-    return (
-        prompt.id,
-        prompt.prompt,
-        prompt.label,
-        prompt.metadata,
-        prompt.file,
-        prompt.line,
-        prompt.source,
-    )
 
 
 class Finish(StrEnum):

@@ -13,6 +13,7 @@ import msgspec
 from slipstream.backend.simulate.clock import VirtualLoop
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.collection.collector.outbox import Outbox
+from slipstream.rollout.collection.driver.collected_group import CollectedGroup
 from slipstream.rollout.collection.messages import (
     ANSWERED,
     JUDGED,
@@ -25,6 +26,7 @@ from slipstream.rollout.collection.messages import (
     Up,
 )
 from slipstream.rollout.engine.routing import PoolStatus
+from slipstream.rollout.ledger.rows.samples import OpenSample
 from slipstream.rollout.system.frames import pack, split
 from slipstream.rollout.tokens.record import (
     checksum,
@@ -32,8 +34,9 @@ from slipstream.rollout.tokens.record import (
     decode_header,
     decode_piece,
     decode_trajectory,
+    encode,
 )
-from slipstream.rollout.tokens.trajectory import Finish, Trajectory
+from slipstream.rollout.tokens.trajectory import Finish, Prompt, Trajectory, TrajectoryHeader
 
 STATUS = Status(PoolStatus(), 0, 0.0)
 
@@ -158,7 +161,7 @@ class HeldSample:
         return decode_trajectory(b"".join(self.chunks), decode_header(self.header))
 
     def prior(self, number: int = 0) -> tuple[PriorSample, memoryview]:
-        """Return the episode as a further lease describes it."""
+        """Return the episode as a further assignment describes it."""
         if self.kind == PIECE:
             chunks = [chunk for chunk, _ in self.pieces]
             pieces = [(len(chunk), msgspec.Raw(header)) for chunk, header in self.pieces]
@@ -170,11 +173,11 @@ class HeldSample:
 
 @dataclass
 class HoldingDriver:
-    """Holds what the messages of collectors say. Only events of the lease in ``leases`` count."""
+    """Holds what the messages of collectors say. Only events of the assignment in ``assignments`` count."""
 
     samples: dict[tuple[int, int], HeldSample] = field(default_factory=dict)
     """By group and sample."""
-    leases: dict[int, int] = field(default_factory=dict)
+    assignments: dict[int, int] = field(default_factory=dict)
     verdicts: list[tuple[int, int, str]] = field(default_factory=list)
     """(group, verdict, note)"""
     released: int = 0
@@ -196,7 +199,7 @@ class HoldingDriver:
             chunk = bytes(payload[start : start + event.size])
             start += event.size
             self.sent.append((event, chunk))
-            if self.leases.get(event.group, event.lease) == event.lease:
+            if self.assignments.get(event.group, event.assignment) == event.assignment:
                 self.samples.setdefault((event.group, event.sample), HeldSample()).happened(event, chunk)
         assert start == len(payload)
         self.released += up.released
@@ -223,3 +226,12 @@ class HoldingDriver:
 
 
 SAMPLING = SamplingConfig(max_new_tokens=12)
+
+
+# ---- the driver
+
+
+def ready_group(id_: int, *headers: TrajectoryHeader, refs: bytes = b"refs", prompt=None) -> CollectedGroup:
+    """Return a complete group with these trajectories."""
+    samples = [OpenSample(JUDGED, refs, encode(header), judged=header) for header in headers]
+    return CollectedGroup(id_, 0, prompt or Prompt(id_, "?"), [*samples]).counted()

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from slipstream.rollout.control.admission import AdmissionPolicy, Slots, VolumeGate
 from slipstream.rollout.control.consumption import ConsumptionPolicy, Fifo, OnStale, ReadyFirst, Windowed
-from slipstream.rollout.control.core import REQUEUES, Expired, RolloutControl, Taken, Ticket
+from slipstream.rollout.control.core import REQUEUES, RolloutControl, Ticket
 from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.control.live import TurnEnd, TurnState
 from slipstream.rollout.control.slots import State
@@ -351,28 +351,28 @@ class Schedule(RuleBasedStateMachine):
             return
         self.is_training = True
         self.take_turns()
-        taken = [self.groups[t.id] for t in batch]
+        taken = [self.groups[id_] for id_ in batch]
         assert taken == ready[: self.batch_size], "the oldest ready groups, oldest first"
         if isinstance(self.core.consumption, Fifo):
             assert taken == due, "admission order"
         assert len(taken) == self.batch_size
-        for group, part in zip(taken, batch, strict=True):
-            self.check_taken(group, part)
+        for group, stale in zip(taken, batch.values(), strict=True):
+            self.check_taken(group, stale)
             del self.ready[group.id]
         self.training = taken
         self.totals["batches"] += 1
 
-    def check_taken(self, group: Episodes, taken: Taken) -> None:
+    def check_taken(self, group: Episodes, stale: frozenset[int]) -> None:
         assert group.loss is None and not self.is_trained(group, self.version), "trained twice"
         versions = group.carrying_loss
-        assert taken.stale <= versions
+        assert stale <= versions
         beyond = {version for version in versions if self.lag(version) > self.eta}
-        assert beyond <= taken.stale, f"trained beyond the bound: {beyond - taken.stale}"
-        assert taken.stale <= beyond, f"fresh tokens are masked: {taken.stale - beyond}"
-        assert not taken.stale or self.is_masked()
-        assert versions > taken.stale or not versions, "nothing is left of the group"
+        assert beyond <= stale, f"trained beyond the bound: {beyond - stale}"
+        assert stale <= beyond, f"fresh tokens are masked: {stale - beyond}"
+        assert not stale or self.is_masked()
+        assert versions > stale or not versions, "nothing is left of the group"
         self.totals["groups trained"] += 1
-        self.totals["groups trained in part"] += bool(taken.stale)
+        self.totals["groups trained in part"] += bool(stale)
         self.totals["groups trained with tokens of another branch"] += any(
             not self.updates.behind(version) <= self.updates.behind(self.version) for version in versions
         )
@@ -385,17 +385,17 @@ class Schedule(RuleBasedStateMachine):
             assert old.lag == min(map(self.lag, turn.versions)) > self.eta, "expired without need"
             turn.end = TurnEnd.EXPIRED
             self.totals["turns expired"] += 1
-        for expired in self.core.take_expired():
-            group = self.groups[expired.id]
-            self.check_expired(group, expired)
-            group.loss = expired.loss
-            self.expired_in_this_life.add(expired.id)
-            self.totals["prompts requeued"] += expired.loss is Loss.REQUEUED
-            self.ready.pop(expired.id, None)
-            self.generating.pop(expired.id, None)
-            self.withheld.discard(expired.id)
+        for id_, loss in self.core.take_expired().items():
+            group = self.groups[id_]
+            self.check_expired(group, loss)
+            group.loss = loss
+            self.expired_in_this_life.add(id_)
+            self.totals["prompts requeued"] += loss is Loss.REQUEUED
+            self.ready.pop(id_, None)
+            self.generating.pop(id_, None)
+            self.withheld.discard(id_)
 
-    def check_expired(self, group: Episodes, expired: Expired) -> None:
+    def check_expired(self, group: Episodes, loss: Loss) -> None:
         """Nothing is given up unless it has to be."""
         assert group.loss is None, "a group ends once"
         on_stale, versions = self.core.consumption.on_stale, group.carrying_loss
@@ -403,12 +403,12 @@ class Schedule(RuleBasedStateMachine):
             assert self.largest_lag({group.ticket.version, *versions}) > self.eta
             assert self.over_sampling > 1 or self.is_disturbed, "given up without need"
             losses = {Loss.STALE, Loss.SURPLUS} if self.over_sampling > 1 else {Loss.STALE}
-            assert expired.loss in losses
+            assert loss in losses
         else:
             assert group.id in self.ready
             assert self.largest_lag(versions) > self.eta
             may_requeue = on_stale is OnStale.REQUEUE and self.requeues(group.id) < REQUEUES
-            assert (expired.loss is Loss.REQUEUED) == may_requeue, "requeued as often as allowed"
+            assert (loss is Loss.REQUEUED) == may_requeue, "requeued as often as allowed"
         if self.is_masked():
             assert all(self.lag(version) > self.eta for version in versions)
             is_promised = group.was_fresh and self.over_sampling == 1

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
+from slipstream.rollout.collection.driver.collected_group import CollectedGroup
 from slipstream.rollout.collection.driver.gate import LEAST_FAILURES, AdmissionGate, StalledRun
-from slipstream.rollout.collection.driver.intake import Assignment, Intake
-from slipstream.rollout.collection.driver.journal import NoJournal
-from slipstream.rollout.collection.driver.ready_groups import ReadyGroup, StoredTrajectory
+from slipstream.rollout.collection.driver.group_ledger import NoLedger
+from slipstream.rollout.collection.driver.intake import Intake
 from slipstream.rollout.control.consumption import OnStale, ReadyFirst
 from slipstream.rollout.control.core import ControlError, RolloutControl, Ticket
 from slipstream.rollout.control.ends import GroupCounts, Loss
@@ -22,6 +22,7 @@ from slipstream.rollout.ledger.writing.transaction import Training
 from slipstream.rollout.prompts import PromptSet, PromptStream
 from slipstream.rollout.system.changes import Changes
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
+from tests.unit.collecting import ready_group
 from tests.unit.doubles import Listener
 
 
@@ -31,8 +32,8 @@ def header(*versions: int, reward: float = 1.0) -> TrajectoryHeader:
     return TrajectoryHeader(tuple(runs), Finish.STOP, reward=reward)
 
 
-def group(ticket: Ticket, *versions: int) -> ReadyGroup:
-    return ReadyGroup(ticket.id, (StoredTrajectory(header(*(versions or (ticket.version,))), b"refs"),))
+def group(ticket: Ticket, *versions: int) -> CollectedGroup:
+    return ready_group(ticket.id, header(*(versions or (ticket.version,))))
 
 
 def make(batch_size=1, eta=0, **more: Any) -> tuple[RolloutControl, AdmissionGate]:
@@ -42,10 +43,10 @@ def make(batch_size=1, eta=0, **more: Any) -> tuple[RolloutControl, AdmissionGat
 
 def gate_of(core: RolloutControl, journal=None, listener=None, **more: Any) -> AdmissionGate:
     stream = PromptStream(PromptSet.of([Prompt(i, f"prompt {i}") for i in range(5)]), shuffle=False, seed=0)
-    return AdmissionGate(core, Intake(stream), journal or NoJournal(), listener or Listener(), **more)
+    return AdmissionGate(core, Intake(stream), journal or NoLedger(), listener or Listener(), **more)
 
 
-async def admitted(gate: AdmissionGate) -> Assignment:
+async def admitted(gate: AdmissionGate) -> tuple[Ticket, Prompt]:
     """Wait for a slot, as the collection loop does."""
     while not gate.may_admit():
         await gate.changed()
@@ -53,7 +54,7 @@ async def admitted(gate: AdmissionGate) -> Assignment:
 
 
 async def slot(gate: AdmissionGate) -> Ticket:
-    return (await admitted(gate)).ticket
+    return (await admitted(gate))[0]
 
 
 async def published(gate: AdmissionGate) -> None:
@@ -81,9 +82,7 @@ def test_a_group_without_a_token_that_carries_loss_makes_no_step():
 
     async def run() -> None:
         ticket = await slot(gate)
-        gate.finished(
-            [ReadyGroup(ticket.id, (StoredTrajectory(header(0).without(frozenset({0})), b"refs"),))]
-        )
+        gate.finished([ready_group(ticket.id, header(0).without(frozenset({0})))])
         assert core.counts.filtered == 1
         assert [loss for loss, _ in listener.losses] == [Loss.FILTERED]
         other = await slot(gate)
@@ -368,7 +367,7 @@ def test_an_ended_gate_gives_no_batch_to_those_who_wait_or_come():
 # ---- what the ledger hears
 
 
-class Written(NoJournal):
+class Written(NoLedger):
     """A journal that notes its events; ``flushed`` waits until it is let go."""
 
     def __init__(self) -> None:
@@ -512,16 +511,16 @@ def test_a_requeued_prompt_is_assigned_again():
         core = RolloutControl(1, 0, consumption=ReadyFirst(OnStale.REQUEUE), over_sampling=2)
         gate = gate_of(core)
         first, slow = await admitted(gate), await admitted(gate)
-        gate.finished([group(first.ticket)])
+        gate.finished([group(first[0])])
         await gate.batch(1)
         await published(gate)
-        gate.finished([group(slow.ticket)])
+        gate.finished([group(slow[0])])
         waiting = asyncio.create_task(gate.batch(1))
         await settle()
         again, fresh = await admitted(gate), await admitted(gate)
-        assert again.ticket == Ticket(2, 1, requeued_from=slow.ticket.id)
-        assert again.prompt == slow.prompt
-        assert fresh.prompt.id == 2
+        assert again[0] == Ticket(2, 1, requeued_from=slow[0].id)
+        assert again[1] == slow[1]
+        assert fresh[1].id == 2
         assert gate.position == 3
         await cancelled(waiting)
 
@@ -538,9 +537,9 @@ def test_groups_of_before_a_restart_are_assigned_first_at_their_own_prompts():
         )
         core = RolloutControl(1, 2, counts=GroupCounts(6, 4))
         core.restore_unstarted(5)
-        gate = AdmissionGate(core, Intake(stream, [(4, 1), (5, 2)]), NoJournal(), Listener())
+        gate = AdmissionGate(core, Intake(stream, [(4, 1), (5, 2)]), NoLedger(), Listener())
         taken = [await admitted(gate) for _ in range(2)]
-        assert [(each.ticket, each.prompt.id) for each in taken] == [(Ticket(5, 0), 2), (Ticket(6, 0), 3)]
+        assert [(ticket, prompt.id) for ticket, prompt in taken] == [(Ticket(5, 0), 2), (Ticket(6, 0), 3)]
         assert gate.states[State.GENERATING] == 2
 
     asyncio.run(main())

@@ -1,5 +1,5 @@
 """Groups that are never trained on their way into the episode log: nothing waits, and what is left out is
-said. What they hold, whatever happens, is checked by ``test_collect_leases``.
+said. What they hold, whatever happens, is checked by ``test_collect_assignments``.
 """
 
 import asyncio
@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from slipstream.backend.simulate import clock
+from slipstream.rollout.collection.driver.assignments import Assignments
 from slipstream.rollout.collection.driver.gate import AdmissionGate
+from slipstream.rollout.collection.driver.group_ledger import NoLedger
 from slipstream.rollout.collection.driver.intake import Intake
-from slipstream.rollout.collection.driver.journal import NoJournal
-from slipstream.rollout.collection.driver.leases import Leases
 from slipstream.rollout.collection.driver.lost_groups import (
     FLUSH_TIMEOUT_S,
     MOST_READ,
@@ -19,7 +19,6 @@ from slipstream.rollout.collection.driver.lost_groups import (
     LostGroups,
 )
 from slipstream.rollout.collection.driver.questions import EvaluationTasks
-from slipstream.rollout.collection.driver.ready_groups import ReadyGroup, StoredTrajectory
 from slipstream.rollout.collection.driver.server import LOST_BYTES, Connection
 from slipstream.rollout.collection.messages import LostGroup, Question
 from slipstream.rollout.control.consumption import OnStale, ReadyFirst
@@ -28,12 +27,13 @@ from slipstream.rollout.ledger.episode_log.rows import is_chosen
 from slipstream.rollout.prompts import PromptSet, PromptStream
 from slipstream.rollout.tokens.record import REF
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
+from tests.unit.collecting import ready_group
 from tests.unit.doubles import Listener
 
 REFS = REF.pack(1, 0, 4, 0)
 
 
-class Journal(NoJournal):
+class LostReads(NoLedger):
     """A ledger that has read what it is asked for at once."""
 
     def read_lost(self, refs, then) -> None:
@@ -59,21 +59,21 @@ class World:
     def __init__(self, share: float = 1.0, **core) -> None:
         self.core = RolloutControl(1, 1, **core)
         stream = PromptStream(PromptSet.of([Prompt(i, "?") for i in range(5)]), shuffle=False, seed=0)
-        listener, journal = Listener(), Journal()
+        listener, journal = Listener(), LostReads()
         self.gate = AdmissionGate(self.core, Intake(stream), journal, listener)
-        leases = Leases(self.gate, journal, listener, lambda _: 100, 1)
+        assignments = Assignments(self.gate, journal, listener, lambda _: 100, 1)
         self.notes: list[str] = []
-        self.lost = LostGroups(self.gate, leases, journal, share, 1, self.notes.append)
+        self.lost = LostGroups(self.gate, assignments, journal, share, 1, self.notes.append)
 
     def finish(self, version: int = 0) -> int:
         """Admit a group and make it ready. Return its number."""
-        id_ = self.gate.admit().ticket.id
+        id_ = self.gate.admit()[0].id
         header = TrajectoryHeader(((UNSAMPLED, False, 1), (version, True, 3)), Finish.STOP, reward=1.0)
-        self.gate.finished([ReadyGroup(id_, (StoredTrajectory(header, REFS),))])
+        self.gate.finished([ready_group(id_, header, refs=REFS)])
         return id_
 
     def filter(self) -> int:
-        id_ = self.gate.admit().ticket.id
+        id_ = self.gate.admit()[0].id
         self.gate.filtered(id_, [])
         return id_
 
@@ -100,7 +100,7 @@ def test_a_group_that_a_slow_collector_does_not_take_is_left_out_and_said():
 
 
 def test_the_ledger_is_never_asked_for_more_than_training_can_wait_for():
-    class Slow(NoJournal):
+    class Slow(NoLedger):
         def __init__(self) -> None:
             self.asked: list[tuple] = []
 
@@ -108,14 +108,14 @@ def test_the_ledger_is_never_asked_for_more_than_training_can_wait_for():
             self.asked.append((refs, then))
 
     world, slow, collector = World(consumption=ReadyFirst(OnStale.DROP)), Slow(), Collector()
-    world.lost._journal = slow
+    world.lost._ledger = slow
     world.lost.joined("a", collector)
     large = REF.pack(1, 0, MOST_READ // 2, 0)
 
     def lose() -> None:
-        id_ = world.gate.admit().ticket.id
+        id_ = world.gate.admit()[0].id
         header = TrajectoryHeader(((UNSAMPLED, False, 3),), Finish.STOP, reward=1.0)  # nothing to train
-        world.gate.finished([ReadyGroup(id_, (StoredTrajectory(header, large),))])
+        world.gate.finished([ready_group(id_, header, refs=large)])
 
     for _ in range(3):
         lose()
@@ -141,16 +141,16 @@ def test_a_group_that_has_expired_says_of_which_lags_its_tokens_were():
         first, second = world.gate.admit(), world.gate.admit()
         for _ in range(2):
             header = TrajectoryHeader(((UNSAMPLED, False, 1), (0, True, 3)), Finish.STOP, reward=1.0)
-            world.gate.finished([ReadyGroup(first.ticket.id, (StoredTrajectory(header, REFS),))])
+            world.gate.finished([ready_group(first[0].id, header, refs=REFS)])
             await world.train()
             first = world.gate.admit()
         header = TrajectoryHeader(((UNSAMPLED, False, 1), (0, True, 3)), Finish.STOP, reward=1.0)
-        world.gate.finished([ReadyGroup(second.ticket.id, (StoredTrajectory(header, REFS),))])
+        world.gate.finished([ready_group(second[0].id, header, refs=REFS)])
         with suppress(TimeoutError):
             async with asyncio.timeout(0.1):
                 await world.gate.batch(1)
         [group] = collector.groups
-        assert (group.group, group.loss, group.step, group.version) == (second.ticket.id, "stale", 3, 2)
+        assert (group.group, group.loss, group.step, group.version) == (second[0].id, "stale", 3, 2)
         assert group.lags == [(0, 2)]
         [sample] = group.recorded
         assert (sample.sample, [size for size, _ in sample.pieces]) == (0, [4])

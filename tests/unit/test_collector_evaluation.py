@@ -20,7 +20,7 @@ from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.reward.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.system.time_limit import TimeLimit
-from slipstream.rollout.tokens.trajectory import Prompt, Trajectory, TrajectoryBuilder, prompt_fields
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory, TrajectoryBuilder
 from slipstream.rollout.workflow import WorkflowContext
 from slipstream.rollout.workflow.multi_turn import OnLimit, limited
 from tests.unit.collecting import SAMPLING, HoldingDriver, PureEngines, ideal
@@ -92,7 +92,7 @@ class World:
         async def main() -> None:
             before = asyncio.all_tasks()
             async with self.driver.hearing(self.outbox):
-                self.evaluations.start(Question(4, prompt_fields(PROMPT)))
+                self.evaluations.start(Question(4, PROMPT))
                 await asyncio.sleep(0.5)
                 during()
                 await asyncio.sleep(1000)
@@ -189,7 +189,7 @@ def test_closing_gives_up_everything_and_waits_no_longer_than_it_says():
     async def main() -> None:
         world = World(stays)
         async with world.driver.hearing(world.outbox):
-            world.evaluations.start(Question(4, prompt_fields(PROMPT)))
+            world.evaluations.start(Question(4, PROMPT))
             await asyncio.sleep(1)
             began = asyncio.get_running_loop().time()
             await world.evaluations.close()

@@ -1,4 +1,4 @@
-"""One leased group: its episodes, their rewards, its filter, its verdict, and every way in which it ends."""
+"""One assigned group: its episodes, their rewards, its filter, its verdict, and every way to end."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ from slipstream.rollout.collection.messages import (
     JUDGED,
     PIECE,
     TRAIN,
-    Lease,
+    Assignment,
     PriorSample,
 )
 from slipstream.rollout.engine.pool import NoEngine
@@ -40,7 +40,7 @@ from slipstream.rollout.reward.judge.errors import JudgeStartFailed, JudgingFail
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.teacher import NOTHING_NEEDED, TeacherNeeds, TeacherScores
-from slipstream.rollout.tokens.trajectory import Group, Prompt, Trajectory, TrajectoryBuilder, prompt_fields
+from slipstream.rollout.tokens.trajectory import Group, Prompt, Trajectory, TrajectoryBuilder
 from slipstream.rollout.workflow import GroupRejected, WorkflowContext
 from slipstream.rollout.workflow.multi_turn import limited
 from tests.unit.collecting import SAMPLING, HeldSample, HoldingDriver, PureEngines, ideal
@@ -112,9 +112,9 @@ class World:
             needs=self.needs,
         )
 
-    def _record(self, group: int, lease: int, sample: int, attempt: int) -> Recording:
+    def _record(self, group: int, assignment: int, sample: int, attempt: int) -> Recording:
         clock = asyncio.get_running_loop().time
-        return Recording(self.engines, self.outbox, group, lease, sample, clock=clock)
+        return Recording(self.engines, self.outbox, group, assignment, sample, clock=clock)
 
     async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Judgement:
         assert prompt == PROMPT
@@ -134,8 +134,8 @@ class World:
             raise outcome
         return outcome
 
-    def lease(self, group: int = 0, number: int = 1, *held: HeldSample | None) -> None:
-        """Lease a group, of whose samples exists what is ``held``."""
+    def assign(self, group: int = 0, number: int = 1, *held: HeldSample | None) -> None:
+        """Assign a group, of whose samples exists what is ``held``."""
         prior: list[PriorSample] = []
         chunks = b""
         for sample, state in enumerate(held):
@@ -143,8 +143,8 @@ class World:
                 each, data = state.prior(sample)
                 prior.append(each)
                 chunks += data
-        self.driver.leases[group] = number
-        self.groups.start(Lease(group, number, 3, prompt_fields(PROMPT), prior), memoryview(chunks))
+        self.driver.assignments[group] = number
+        self.groups.start(Assignment(group, number, 3, PROMPT, prior), memoryview(chunks))
 
     @asynccontextmanager
     async def heard(self):
@@ -167,7 +167,7 @@ class World:
 
         async def main() -> None:
             async with self.heard():
-                self.lease(0, 1, *held)
+                self.assign(0, 1, *held)
 
         clock.run(main())
 
@@ -191,7 +191,7 @@ def test_a_group_that_has_ended_leaves_nothing_to_the_search_for_garbage(samples
 
     async def main() -> None:
         async with world.heard():
-            world.lease()
+            world.assign()
             [group] = [weakref.ref(running) for running, _ in world.groups._running.values()]
             assert group() is not None
             await world.ended()
@@ -219,7 +219,7 @@ def test_a_trajectory_is_recorded_before_it_is_judged():
         world = World(1)
         world.judged = lambda trajectory: seen.append(world.held(0).kind) or 0.5
         async with world.heard():
-            world.lease()
+            world.assign()
         assert (seen, world.held(0).kind) == ([ANSWERED], JUDGED)
 
     seen: list[int] = []
@@ -387,7 +387,7 @@ def test_a_trajectory_that_is_judged_is_taken_as_it_is():
 def test_an_unfinished_episode_goes_on_from_its_pieces():
     async def first(world: World) -> None:
         async with world.heard():
-            world.lease()
+            world.assign()
             await asyncio.sleep(3.5)
             world.groups.cancel(0, 1)
 
@@ -656,7 +656,7 @@ def test_a_group_that_is_given_up_anywhere_says_nothing_more_and_gives_everythin
         if slow_judge:
             world.judged = lambda trajectory: 1.0
         async with world.heard():
-            world.lease()
+            world.assign()
             await asyncio.sleep(after_s)
             was_there = bool(len(world.groups))
             for _ in range(times):
@@ -673,7 +673,7 @@ def test_a_group_that_is_cancelled_before_it_has_begun_gives_everything_back():
     async def main() -> None:
         world = World(3)
         async with world.heard():
-            world.lease()
+            world.assign()
             world.groups.cancel(0, 1)
         assert (world.driver.released, world.driver.verdicts, world.flow.starts) == (3, [], 0)
 
@@ -692,7 +692,7 @@ def test_a_group_ends_behind_all_of_its_episodes_although_it_is_cancelled_meanwh
     async def main() -> None:
         world = World(2, Flow({0: ValueError("at 1 s"), 1: tidies}))
         async with world.heard():
-            world.lease()
+            world.assign()
             await asyncio.sleep(3)
             world.groups.cancel(0, 1)
             await asyncio.sleep(1)
@@ -702,11 +702,11 @@ def test_a_group_ends_behind_all_of_its_episodes_although_it_is_cancelled_meanwh
     clock.run(main())
 
 
-def test_only_the_lease_that_is_named_is_cancelled():
+def test_only_the_assignment_that_is_named_is_cancelled():
     async def main() -> None:
         world = World(1)
         async with world.heard():
-            world.lease(0, 2)
+            world.assign(0, 2)
             world.groups.cancel(0, 1)
         assert world.verdict[0] == TRAIN
 
@@ -727,7 +727,7 @@ def test_closing_waits_for_user_code_no_longer_than_it_says(caplog):
     async def main() -> None:
         world = World(2, Flow({0: stays}))
         async with world.driver.hearing(world.outbox):
-            world.lease(4)
+            world.assign(4)
             await asyncio.sleep(1)
             began = asyncio.get_running_loop().time()
             with caplog.at_level(logging.WARNING):
@@ -748,7 +748,7 @@ def test_no_episode_starts_while_too_much_waits_for_the_connection():
     async def main() -> None:
         world = World(1)
         world.outbox.answered(9, 9, 9, 0, answered_header(), bytes(UNSENT_BYTES + 1))
-        world.lease()
+        world.assign()
         await asyncio.sleep(100)
         assert not world.flow.starts
         async with world.driver.hearing(world.outbox):
@@ -772,7 +772,7 @@ def test_no_episode_starts_while_too_much_waits_for_the_connection():
 def test_every_group_that_is_not_cancelled_has_one_verdict_and_every_episode_is_given_back(
     samples, groups, failing, unjudged
 ):
-    """``groups``: when each is leased, and after how long it is cancelled."""
+    """``groups``: when each is assigned, and after how long it is cancelled."""
 
     async def main() -> None:
         world = World(samples, Flow({number: ValueError("no") for number in failing}), attempts=2)
@@ -781,7 +781,7 @@ def test_every_group_that_is_not_cancelled_has_one_verdict_and_every_episode_is_
 
         async def one(number: int, at_s: float, for_s: float | None) -> None:
             await asyncio.sleep(at_s)
-            world.lease(number, number + 1)
+            world.assign(number, number + 1)
             if for_s is not None:
                 await asyncio.sleep(for_s)
                 if (number, number + 1) in world.groups._running:
@@ -809,7 +809,7 @@ def test_ends_of_completions_are_written_while_their_episodes_go_on():
 
         world = World(1, Flow({0: slow}))
         async with world.heard():
-            world.lease()
+            world.assign()
             await asyncio.sleep(500)
             world.groups.write_ends(2.0)
             await asyncio.sleep(1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slipstream.backend.simulate import clock
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.collection.collector.outbox import PIECES_S, Outbox
-from slipstream.rollout.collection.collector.recording import CLIENTS, JOURNAL_EVERY_S, Recording
+from slipstream.rollout.collection.collector.recording import CLIENTS, RECORD_EVERY_S, Recording
 from slipstream.rollout.collection.messages import ANSWERED, NOTHING, PIECE, PriorSample
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.sampling import LiveSampling
@@ -35,8 +35,8 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def recording(engines, outbox: Outbox, lease: int = 1) -> Recording:
-    return Recording(engines, outbox, 5, lease, 0, clock=now)
+def recording(engines, outbox: Outbox, assignment: int = 1) -> Recording:
+    return Recording(engines, outbox, 5, assignment, 0, clock=now)
 
 
 # ---- workflows, as programs of turns
@@ -279,18 +279,18 @@ def test_a_long_completion_is_sent_in_pieces_whose_bytes_are_linear():
 
     driver = clock.run(main())
     n_pieces = len(driver.sent)
-    assert n_pieces == pytest.approx(30 / JOURNAL_EVERY_S, abs=2)
+    assert n_pieces == pytest.approx(30 / RECORD_EVERY_S, abs=2)
     assert driver.payload <= 4 * 3 + 8 * 3000 + 8 * n_pieces
     assert driver.samples[5, 0].trajectory().tokens_T.tolist() == PROMPT + [7] * 3000
 
 
 def test_a_part_is_written_after_two_seconds_and_at_each_version_change_behind_the_first():
     class Updated:
-        """Adds a token every half of ``JOURNAL_EVERY_S``; the versions of which are given."""
+        """Adds a token every half of ``RECORD_EVERY_S``; the versions of which are given."""
 
         async def generate(self, input_ids, sampling, completion, *, greedy=False, grown=None) -> None:
             for version in (0, 0, 0, 1, 1, 1, 1):
-                await asyncio.sleep(JOURNAL_EVERY_S / 2)
+                await asyncio.sleep(RECORD_EVERY_S / 2)
                 completion.add(version, [7], [-0.5])
                 grown()
             completion.ended()
@@ -311,11 +311,11 @@ def test_an_ended_completion_is_written_with_the_next_request_or_when_it_is_old_
         async with driver.hearing(outbox):
             record = recording(PureEngines(), outbox)
             await record.generate([1], SamplingConfig(max_new_tokens=2))
-            record.write_ends(JOURNAL_EVERY_S)
+            record.write_ends(RECORD_EVERY_S)
             await asyncio.sleep(0.1)
             assert not driver.sent
-            await asyncio.sleep(JOURNAL_EVERY_S)
-            record.write_ends(JOURNAL_EVERY_S)
+            await asyncio.sleep(RECORD_EVERY_S)
+            record.write_ends(RECORD_EVERY_S)
             await asyncio.sleep(0.1)
             assert driver.samples[5, 0].complete_calls == {0}
             await record.generate([2], SAMPLING)
@@ -369,7 +369,7 @@ def test_a_piece_never_says_that_a_completion_has_ended_whose_tokens_it_does_not
             engines.engine.grow(whole(5, 6, finish=Finish.PARTIAL))
             (request,) = engines.engine.requests
             request.becomes(whole(5, 6, 7))  # ended, but the recording has not been told of the last token
-            await asyncio.sleep(JOURNAL_EVERY_S)
+            await asyncio.sleep(RECORD_EVERY_S)
             record._write(next(iter(record._running.values())), now())
             await asyncio.sleep(0.1)
             held = driver.samples[5, 0]
@@ -638,7 +638,7 @@ def test_tokens_in_doubt_never_leave():
             request = engine.requests[number]
             request.becomes(mixed(0, 0, finish=Finish.PARTIAL))
             request.grown()
-        times[0] += JOURNAL_EVERY_S
+        times[0] += RECORD_EVERY_S
         serving.doubt(1)
         for number in range(2):
             engine.requests[number].becomes(mixed(0, 0, 1, finish=Finish.PARTIAL))

@@ -22,7 +22,7 @@ from slipstream.rollout.ledger.episode_log.files import EpisodeFiles, episode_fi
 from slipstream.rollout.ledger.episode_log.rows import is_chosen
 from slipstream.rollout.ledger.episode_log.thread import LogThread
 from slipstream.rollout.tokens.record import PieceHeader, encode, encode_chunk, encode_trajectory
-from slipstream.rollout.tokens.trajectory import Finish, Prompt, Trajectory, joined, prompt_fields
+from slipstream.rollout.tokens.trajectory import Finish, Prompt, Trajectory, joined
 from tests.unit.test_trainer_episode_log import decode, trajectory
 
 PROMPT = Prompt(3, "2+2=")
@@ -71,7 +71,7 @@ def lost(*recorded: tuple[PriorSample, bytes], loss="filtered", reason="", sampl
         step,
         4,
         [(3, 1), (4, 0)],
-        prompt_fields(PROMPT),
+        PROMPT,
         len(recorded) if samples is None else samples,
         [sample for sample, _ in recorded],
     )
@@ -131,7 +131,7 @@ def test_a_damaged_record_leaves_the_other_episodes_in_the_log(tmp_path):
 
 def ask(log: UntrainedLog, step: int, version: int, prompt: int, text: str | None) -> None:
     each = None if text is None else trajectory("2+2=", text, version)
-    question = Question(0, prompt_fields(Prompt(prompt, "2+2=")), version, step)
+    question = Question(0, Prompt(prompt, "2+2="), version, step)
     log.evaluated(question, Prompt(prompt, "2+2="), each, None if text else "it has failed")
 
 

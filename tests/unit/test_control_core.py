@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.rollout.control.admission import VolumeGate
 from slipstream.rollout.control.consumption import Fifo, OnStale, ReadyFirst, Windowed
-from slipstream.rollout.control.core import REQUEUES, Expired, RolloutControl, Taken, Ticket
+from slipstream.rollout.control.core import REQUEUES, RolloutControl, Ticket
 from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.control.errors import ControlError, UnknownVersion
 from slipstream.rollout.control.filters import MixedRewards
@@ -36,7 +36,7 @@ def train(core: RolloutControl) -> list[int] | None:
     if batch is None:
         return None
     core.published(core.begin_step())
-    return [taken.id for taken in batch]
+    return list(batch)
 
 
 # ---- the bound
@@ -50,7 +50,7 @@ def test_the_volume_gate_with_the_oldest_ready_first_breaks_the_bound():
         ready(core)
         assert train(core) is not None
     finish(core, slow)
-    assert core.take_batch() == [Taken(slow.id)]
+    assert core.take_batch() == {slow.id: frozenset()}
     assert (core.lag(slow.version), core.bound) == (5, 1)
 
 
@@ -75,7 +75,7 @@ def test_a_slow_group_holds_up_its_batch_and_is_not_overtaken():
     finish(core, *others)
     assert core.take_batch() is None
     finish(core, slow)
-    assert core.take_batch() == [Taken(0), Taken(1)]
+    assert core.take_batch() == {0: frozenset(), 1: frozenset()}
 
 
 def test_in_a_window_a_slow_group_is_overtaken_until_its_deadline():
@@ -115,12 +115,12 @@ def test_a_group_outside_the_bound(on_stale):
     core.finished(slow.id, [0, 1, 2, 3])
     batch = core.take_batch()
     if on_stale is OnStale.MASK:
-        assert batch == [Taken(slow.id, frozenset({0, 1}))]
-        assert core.take_expired() == []
+        assert batch == {slow.id: frozenset({0, 1})}
+        assert core.take_expired() == {}
         return
     assert batch is None
     requeued = on_stale is OnStale.REQUEUE
-    assert core.take_expired() == [Expired(slow.id, Loss.REQUEUED if requeued else Loss.STALE)]
+    assert core.take_expired() == {slow.id: Loss.REQUEUED if requeued else Loss.STALE}
     assert core.admit().requeued_from == (slow.id if requeued else None)
 
 
@@ -131,7 +131,7 @@ def test_a_group_without_a_token_inside_the_bound_has_nothing_to_mask():
     train(core)
     finish(core, late)
     assert core.take_batch() is None
-    assert core.take_expired() == [Expired(late.id, Loss.STALE)]
+    assert core.take_expired() == {late.id: Loss.STALE}
 
 
 def test_a_group_whose_tokens_carry_no_loss_is_never_too_old():
@@ -140,7 +140,7 @@ def test_a_group_whose_tokens_carry_no_loss_is_never_too_old():
     ready(core)
     train(core)
     core.finished(late.id, ())
-    assert core.take_batch() == [Taken(late.id)]
+    assert core.take_batch() == {late.id: frozenset()}
 
 
 def test_a_prompt_is_requeued_a_few_times_only():
@@ -153,7 +153,7 @@ def test_a_prompt_is_requeued_a_few_times_only():
         train(core)
         finish(core, slow)
         core.take_batch()
-        losses += [expired.loss for expired in core.take_expired()]
+        losses += core.take_expired().values()
     assert losses == [Loss.REQUEUED] * REQUEUES + [Loss.STALE]
 
 
@@ -166,7 +166,7 @@ def test_restarts_neither_forget_a_requeued_prompt_nor_how_often_it_was_requeued
         train(core)
         finish(core, slow)
         assert core.take_batch() is None
-        losses += [expired.loss for expired in core.take_expired()]
+        losses += core.take_expired().values()
         again = RolloutControl(
             1,
             0,
@@ -201,7 +201,7 @@ def test_a_restored_group_keeps_the_number_of_times_that_its_prompt_was_requeued
     else:
         core.finished(7, {0})
     assert core.take_batch() is None
-    assert core.take_expired() == [Expired(7, Loss.STALE)]
+    assert core.take_expired() == {7: Loss.STALE}
 
 
 @pytest.mark.parametrize("policy", [Fifo(), Windowed(0.0)])
@@ -215,9 +215,9 @@ def test_surplus_groups_are_given_up_when_their_deadline_has_passed(policy):
         tickets.append(core.admit())
     finish(core, *(tickets[:2] if isinstance(policy, Fifo) else tickets[1:]))
     assert train(core) is not None
-    [expired] = core.take_expired()
-    assert expired.loss is Loss.SURPLUS
-    assert not core.is_open(expired.id)
+    [(id_, loss)] = core.take_expired().items()
+    assert loss is Loss.SURPLUS
+    assert not core.is_open(id_)
     assert core.counts.in_flight == 0
 
 
@@ -230,9 +230,9 @@ def test_a_group_with_a_token_older_than_its_ticket_is_not_trained_beyond_the_bo
         train(core)
     bad, good = core.admit(), core.admit()
     core.finished(bad.id, {0, 2})
-    assert core.take_expired() == [Expired(bad.id, Loss.STALE)]
+    assert core.take_expired() == {bad.id: Loss.STALE}
     core.finished(good.id, {1, 2})
-    assert core.take_batch() == [Taken(good.id)]
+    assert core.take_batch() == {good.id: frozenset()}
 
 
 # ---- slots and states
@@ -337,7 +337,7 @@ def test_restored_groups_are_as_old_as_their_oldest_token_on_whichever_branch():
     assert core.restore_open(8, {1, 2}) == Ticket(8, 1)
     assert core.restore_open(9, ()) == Ticket(9, 2), "no token is left"
     core.finished(7, {2, 4})
-    assert core.take_batch() == [Taken(7)]
+    assert core.take_batch() == {7: frozenset()}
 
 
 @pytest.mark.parametrize(("versions", "restored"), [({0}, False), ({4, 2}, False), ({3}, True), ({2}, True)])
@@ -356,7 +356,7 @@ def test_no_more_groups_are_restored_than_the_steps_until_their_deadline_train()
     core.restore_unstarted(2)
     assert not core.may_admit()
     assert [train(core), train(core)] == [[0, 1], [3, 4]]
-    assert core.take_expired() == []
+    assert core.take_expired() == {}
     assert core.admit() == Ticket(2, core.version)
 
 
@@ -377,13 +377,13 @@ def test_a_batch_that_is_given_back_is_taken_again_in_its_old_order():
     assert core.begin_step() == 1
     core.give_back()
     assert (core.version, core.ready, core.accepted) == (0, 3, 3)
-    assert core.take_batch() == batch == [Taken(first), Taken(second)]
+    assert core.take_batch() == batch == {first: frozenset(), second: frozenset()}
     assert core.begin_step() == 2, "version 1 was begun, and engines may have had it"
     core.published(2)
     assert (core.version, core.step, core.versions.parent(2)) == (2, 1, 0)
     assert core.counts.trained == 2
     ready(core)
-    assert core.take_batch()[0].id == third
+    assert next(iter(core.take_batch())) == third
 
 
 @pytest.mark.parametrize("policy", [Fifo(), Windowed(0.0)])
@@ -405,11 +405,11 @@ def test_tokens_of_a_version_that_was_given_back_lie_on_a_branch(policy, is_with
     core.quarantine(batch.id)
     assert core.lag(lost) == 1
     if bound == 0:
-        assert core.take_expired() == [Expired(other.id, Loss.STALE if is_withheld else Loss.SURPLUS)]
+        assert core.take_expired() == {other.id: Loss.STALE if is_withheld else Loss.SURPLUS}
         return
-    assert core.take_expired() == []
+    assert core.take_expired() == {}
     core.withhold(())
-    assert core.take_batch() == [Taken(other.id)]
+    assert core.take_batch() == {other.id: frozenset()}
 
 
 def left_behind(
@@ -452,7 +452,7 @@ def test_no_more_groups_begin_with_an_older_version_than_can_be_trained_in_time(
         while core.counts.in_flight < 2:
             ready(core)
         assert train(core)
-    assert core.take_expired() == []
+    assert core.take_expired() == {}
 
 
 def test_restored_weights_are_published_under_a_new_number():
@@ -483,7 +483,7 @@ def test_a_batch_is_whole_also_if_less_is_left_of_it(policy, bound):
             ready(core)
         assert train(core)
     assert core.counts.trained == core.step * 2
-    assert core.take_expired() == []
+    assert core.take_expired() == {}
 
 
 def test_turns_of_live_users_go_on_when_the_engines_serve_the_restored_weights():
@@ -495,11 +495,11 @@ def test_turns_of_live_users_go_on_when_the_engines_serve_the_restored_weights()
     core.live.arrived(-3, {4})
     core.published(4)
     core.live.ready(-2)
-    assert core.take_batch() == []
+    assert core.take_batch() == {}
     assert core.live.training == [(TakenTurn(-2, frozenset({3})),)]
     core.published(core.begin_step())
     core.live.ready(-3)
-    assert core.take_batch() == [] and core.lag(4) == 1
+    assert core.take_batch() == {} and core.lag(4) == 1
     assert core.live.training == [(TakenTurn(-3),)]
 
 
@@ -510,7 +510,7 @@ def test_a_group_that_goes_on_after_the_restored_weights_were_published_has_fres
     assert core.restore_open(0, {0}) == Ticket(0, 0)
     core.published(core.begin_copy())
     core.finished(0, {0, 4})
-    assert core.take_batch() == [Taken(0)]
+    assert core.take_batch() == {0: frozenset()}
 
 
 def test_no_batch_is_taken_before_the_engines_serve_the_restored_weights():
@@ -527,7 +527,7 @@ def test_no_batch_is_taken_before_the_engines_serve_the_restored_weights():
     core.published(4)
     with pytest.raises(ControlError, match="the engines serve version 4 already"):
         core.begin_copy()
-    assert core.take_batch() == [Taken(0)]
+    assert core.take_batch() == {0: frozenset()}
 
 
 def test_tokens_of_the_version_in_the_making_are_fresh_once_it_is_published():
@@ -539,7 +539,7 @@ def test_tokens_of_the_version_in_the_making_are_fresh_once_it_is_published():
     core.finished(second.id, {version})
     core.published(version)
     assert core.lag(version) == 0
-    assert core.take_batch() == [Taken(second.id)]
+    assert core.take_batch() == {second.id: frozenset()}
 
 
 def test_a_quarantined_group_is_never_trained_and_its_slot_is_free():
@@ -550,7 +550,7 @@ def test_a_quarantined_group_is_never_trained_and_its_slot_is_free():
     core.quarantine(culprit)
     assert (core.counts.failed, core.losses) == (1, {Loss.QUARANTINED: 1})
     assert Loss.QUARANTINED.end is State.FAILED
-    assert core.take_expired() == [], "the caller knows it already"
+    assert core.take_expired() == {}, "the caller knows it already"
     assert core.ready == 1
     [other] = ready(core)
     assert train(core) == [good, other]
@@ -568,7 +568,7 @@ def test_withheld_groups_are_left_out_until_they_are_released(policy):
     core.withhold(())
     [sixth] = ready(core)
     assert train(core) == [third, sixth]
-    assert core.take_expired() == []
+    assert core.take_expired() == {}
 
 
 @pytest.mark.parametrize("policy", [Fifo(), Windowed(0.0), ReadyFirst(OnStale.DROP)])
@@ -589,7 +589,7 @@ def test_a_synchronous_run_can_leave_out_half_of_a_batch(policy, admission):
             ready(core)
         batches.append(train(core))
     assert [3, 4] in batches
-    assert core.take_expired() == [Expired(suspect, Loss.STALE)], "its only step has passed"
+    assert core.take_expired() == {suspect: Loss.STALE}, "its only step has passed"
 
 
 def test_a_slow_group_does_not_hold_up_a_batch_of_groups_that_return_in_front_of_it():
@@ -599,7 +599,7 @@ def test_a_slow_group_does_not_hold_up_a_batch_of_groups_that_return_in_front_of
     core.withhold({first})
     assert core.take_batch() is None
     core.withhold(())
-    assert core.take_batch() == [Taken(first)]
+    assert core.take_batch() == {first: frozenset()}
 
 
 def test_a_window_is_not_held_up_for_ever_by_groups_that_return():
@@ -609,7 +609,7 @@ def test_a_window_is_not_held_up_for_ever_by_groups_that_return():
     ready(core, 2)
     core.withhold(())
     assert [train(core), train(core)] == [[0], [1]]
-    assert core.take_expired() == [Expired(2, Loss.STALE), Expired(3, Loss.STALE)]
+    assert core.take_expired() == {2: Loss.STALE, 3: Loss.STALE}
 
 
 def test_groups_that_have_ended_are_ignored_when_others_are_withheld():

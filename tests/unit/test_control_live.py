@@ -52,7 +52,7 @@ def test_a_batch_waits_for_turns_until_it_is_told_not_to():
     assert core.take_batch() is None
     assert core.lacks_turns
     core.turns_wait_is_over()
-    assert [taken.id for taken in core.take_batch()] == [0]
+    assert list(core.take_batch()) == [0]
     assert core.live.training == [(TakenTurn(-1),)]
 
 

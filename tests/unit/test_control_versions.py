@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.rollout.control.consumption import OnStale, ReadyFirst
-from slipstream.rollout.control.core import RolloutControl, Taken
+from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.errors import ControlError, UnknownVersion
 from slipstream.rollout.control.versions import VersionTree
 
@@ -34,7 +34,7 @@ def test_a_token_that_is_too_old_is_not_trained_after_two_restarts_from_one_chec
     control = restarted_twice(OnStale.MASK)
     assert control.lag(7) == 3
     assert control.restore_ready(0, {7, 6, 4})
-    assert control.take_batch() == [Taken(0, frozenset({7}))]
+    assert control.take_batch() == {0: frozenset({7})}
 
     control = restarted_twice(OnStale.DROP)
     assert not control.restore_ready(0, {7})
@@ -45,7 +45,7 @@ def test_a_fresh_token_is_trained_after_two_restarts_from_one_checkpoint():
     control = restarted_twice(OnStale.MASK)
     assert control.lag(4) == 0
     assert control.restore_ready(0, {4, 9})
-    assert control.take_batch() == [Taken(0)]
+    assert control.take_batch() == {0: frozenset()}
 
 
 def test_the_next_version_after_two_restarts_was_never_begun_before():

@@ -123,7 +123,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_what_the_ledger_kept(config: Run
         assert [group.id for group in state.groups.ready] == [1]
         [continued] = state.groups.continued
         # Version 2 is a child of version 1: its tokens lag by one update.
-        assert (continued.ticket.id, continued.ticket.version, continued.prompt) == (2, 2, PROMPTS[2])
+        assert (continued.id, continued.version, continued.prompt) == (2, 2, PROMPTS[2])
         assert state.control.lag(2) == 1
         [(ref, header)] = continued.samples[0].pieces
         assert decode_piece(header).spans == ((2, 2),)
@@ -150,10 +150,11 @@ def test_a_prompt_that_was_requeued_and_not_admitted_again_is_not_forgotten(conf
     ledger.close()
     state = start(config)
     try:
-        again, fresh = (state.intake.assign(state.control.admit()) for _ in range(2))
-        assert again.ticket == Ticket(3, 0, requeued_from=1)
-        assert (again.prompt, again.position) == (PROMPTS[0], 0)
-        assert (fresh.ticket, fresh.prompt) == (Ticket(4, 0), PROMPTS[2])
+        again, fresh = state.control.admit(), state.control.admit()
+        assert again == Ticket(3, 0, requeued_from=1)
+        assert (state.intake.position_of(again), state.intake.prompt_of(3)) == (0, PROMPTS[0])
+        state.intake.position_of(fresh)
+        assert (fresh, state.intake.prompt_of(4)) == (Ticket(4, 0), PROMPTS[2])
     finally:
         state.ledger.close()
 

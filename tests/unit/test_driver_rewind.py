@@ -12,9 +12,9 @@ import pytest
 from slipstream.backend.driver.start.resume import RunState, begin
 from slipstream.backend.driver.weights.rewind import Rewind
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout.collection.driver.assignments import Assignments
 from slipstream.rollout.collection.driver.gate import AdmissionGate
-from slipstream.rollout.collection.driver.leases import Leases
-from slipstream.rollout.collection.messages import JUDGED, TRAIN, Event, GroupVerdict, Lease, Up
+from slipstream.rollout.collection.messages import JUDGED, TRAIN, Assignment, Event, GroupVerdict, Up
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.ledger.audit.account import audit_ledger
 from slipstream.rollout.ledger.rows.turns import RecoveredTurns
@@ -37,36 +37,36 @@ class Notes(Listener):
 
 
 class Collector:
-    """Finishes each lease with tokens of the version that is served, when it is told to."""
+    """Finishes each assignment with tokens of the version that is served, when it is told to."""
 
     def __init__(self, world: "World") -> None:
         self.world = world
-        self.leases: list[Lease] = []
+        self.assignments: list[Assignment] = []
         self.cancelled: list[int] = []
 
-    def lease(self, lease: Lease, chunks: Any) -> None:
-        self.leases.append(lease)
+    def assign(self, assignment: Assignment, chunks: Any) -> None:
+        self.assignments.append(assignment)
 
-    def cancel(self, group: int, lease: int) -> None:
+    def cancel(self, group: int, assignment: int) -> None:
         self.cancelled.append(group)
-        taken = [each for each in self.leases if (each.group, each.lease) == (group, lease)]
-        self.leases = [each for each in self.leases if each not in taken]
+        taken = [each for each in self.assignments if (each.group, each.number) == (group, assignment)]
+        self.assignments = [each for each in self.assignments if each not in taken]
         asyncio.get_running_loop().call_soon(
-            self.world.leases.received, "collector", Up(released=len(taken)), memoryview(b"")
+            self.world.assignments.received, "collector", Up(released=len(taken)), memoryview(b"")
         )
 
     def finish(self, most: int = 1000) -> None:
-        """Finish what is leased, the oldest first."""
-        leases, self.leases = self.leases[:most], self.leases[most:]
-        for lease in leases:
+        """Finish what is assigned, the oldest first."""
+        assignments, self.assignments = self.assignments[:most], self.assignments[most:]
+        for assignment in assignments:
             chunk = encode_chunk((1,), (2, 3), [-0.5, -0.5])
             version = self.world.gate.served
             header = TrajectoryHeader(((UNSAMPLED, False, 1), (version, True, 3)), Finish.STOP, 0, 1.0)
             raw = msgspec.Raw(encode(header))
-            event = Event(lease.group, lease.lease, 0, JUDGED, raw, 0, len(chunk), checksum(chunk))
-            verdict = GroupVerdict(lease.group, lease.lease, TRAIN)
+            event = Event(assignment.group, assignment.number, 0, JUDGED, raw, 0, len(chunk), checksum(chunk))
+            verdict = GroupVerdict(assignment.group, assignment.number, TRAIN)
             up = Up(events=[event], verdicts=[verdict], released=1)
-            self.world.leases.received("collector", up, memoryview(chunk))
+            self.world.assignments.received("collector", up, memoryview(chunk))
 
 
 class World:
@@ -77,18 +77,18 @@ class World:
         listener: Any = self.listener
         self.ledger = state.ledger
         self.gate = AdmissionGate(state.control, state.intake, state.ledger, listener)
-        self.leases = Leases(self.gate, state.ledger, listener, lambda _: 100, samples=1)
+        self.assignments = Assignments(self.gate, state.ledger, listener, lambda _: 100, samples=1)
         self.collector = Collector(self)
         inputs: Any = SimpleNamespace(prompts=PromptSet.of(PROMPTS))
         self.rewind = Rewind(
-            config, inputs, state.ledger, self.gate, self.leases, state.feedback, listener.note
+            config, inputs, state.ledger, self.gate, self.assignments, state.feedback, listener.note
         )
-        self.leases.joined("collector", self.collector)
-        self.leases.open()
+        self.assignments.joined("collector", self.collector)
+        self.assignments.open()
 
     async def step(self, most: int = 1000) -> int:
         """Collect ``most`` groups and train one batch. Return its version."""
-        self.leases.grant()
+        self.assignments.grant()
         self.collector.finish(most)
         await self.ledger.flushed()
         batch = await self.gate.batch(5)
@@ -119,9 +119,9 @@ def run(tmp_path: Path, main: Callable[[World], Awaitable[None]], **rollout: obj
     config.run.folder.mkdir()
 
     async def life() -> None:
-        lease: Any = SimpleNamespace(check=lambda: None)
+        assignment: Any = SimpleNamespace(check=lambda: None)
         inputs: Any = SimpleNamespace(prompts=PromptSet.of(PROMPTS))
-        state = begin(config, inputs, None, lease)
+        state = begin(config, inputs, None, assignment)
         try:
             async with asyncio.timeout(20):
                 await main(World(config, state))
@@ -149,7 +149,7 @@ def test_the_run_goes_on_from_any_distance_with_the_next_number(tmp_path: Path, 
         assert copy == (7 if lost else None)
         if copy is not None:
             if lost > BOUND:
-                assert not world.collector.leases, "what an engine samples now could never be trained"
+                assert not world.collector.assignments, "what an engine samples now could never be trained"
             assert (world.gate.version, world.gate.served) == (6 - lost, 6), "until every engine has it"
             world.gate.published(copy)
         first = 7 if copy is None else 8
@@ -177,13 +177,13 @@ def test_within_the_bound_work_goes_on_with_what_was_recorded(tmp_path: Path):
     async def main(world: World) -> None:
         for _ in range(2):
             await world.step(most=B)
-        world.leases.grant()
-        running = {lease.group for lease in world.collector.leases}
+        world.assignments.grant()
+        running = {assignment.group for assignment in world.collector.assignments}
         assert running
         await world.rewind.to(1)
         assert set(world.collector.cancelled) == running
-        assert world.collector.leases, "the engines' version lags by one update: it can be trained"
-        assert {lease.version for lease in world.collector.leases} == {2}
+        assert world.collector.assignments, "the engines' version lags by one update: it can be trained"
+        assert {assignment.version for assignment in world.collector.assignments} == {2}
 
     run(tmp_path, main)
 
@@ -191,13 +191,13 @@ def test_within_the_bound_work_goes_on_with_what_was_recorded(tmp_path: Path):
 def test_a_late_event_of_before_counts_for_nothing(tmp_path: Path):
     async def main(world: World) -> None:
         await world.step()
-        world.leases.grant()
-        before = list(world.collector.leases)
+        world.assignments.grant()
+        before = list(world.collector.assignments)
         await world.rewind.to(0)
-        world.collector.leases = before
-        void = world.leases.void_events
+        world.collector.assignments = before
+        void = world.assignments.void_events
         world.collector.finish()
-        assert world.leases.void_events == void + len(before)
+        assert world.assignments.void_events == void + len(before)
 
     run(tmp_path, main)
 
@@ -206,14 +206,14 @@ def test_a_step_that_killed_the_trainer_twice_is_bisected(tmp_path: Path):
     async def main(world: World) -> None:
         await world.step()
         for _ in range(2):
-            world.leases.grant()
+            world.assignments.grant()
             world.collector.finish()
             await world.ledger.flushed()
             batch = await world.gate.batch(5)
             await world.gate.step_begins()
             await world.gate.step_failed("rank 0 was killed")
             await world.rewind.to(1)
-        world.leases.grant()
+        world.assignments.grant()
         world.collector.finish()
         await world.ledger.flushed()
         third = await world.gate.batch(5)
@@ -234,8 +234,8 @@ def test_a_run_of_which_nothing_is_left_to_train_collects_from_the_restored_weig
         copy = await world.rewind.copy_begins()
         assert copy is not None
         world.gate.published(copy)
-        world.leases.grant()
-        assert {lease.version for lease in world.collector.leases} == {copy}
+        world.assignments.grant()
+        assert {assignment.version for assignment in world.collector.assignments} == {copy}
         assert await world.step() == 8
 
     run(tmp_path, main)
@@ -264,9 +264,9 @@ def test_a_trainer_that_dies_while_its_restored_weights_are_published_goes_back_
 
 def test_a_run_that_is_not_collecting_yet_does_not_begin_to(tmp_path: Path):
     async def main(world: World) -> None:
-        await world.leases.close()
+        await world.assignments.close()
         await world.rewind.to(0)
-        assert not world.leases.is_open and not world.collector.leases
+        assert not world.assignments.is_open and not world.collector.assignments
 
     run(tmp_path, main)
 

@@ -14,7 +14,8 @@ from slipstream.backend.driver.weights.served_weights import ServedWeights
 from slipstream.backend.driver.weights.skipped import SkippedUpdateLimit, TooManySkippedUpdates
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.run import RunSection
-from slipstream.rollout.collection.driver.ready_groups import ReadyGroup
+from slipstream.rollout.collection.driver.collected_group import CollectedGroup
+from slipstream.rollout.tokens.trajectory import Prompt
 from tests.unit.doubles import Policy
 
 
@@ -92,8 +93,8 @@ class Gate(Policy):
     def next_version(self) -> int:
         return self.version + 1
 
-    async def batch(self, timeout_s: float) -> list[ReadyGroup]:
-        return [ReadyGroup(self.version, ())]
+    async def batch(self, timeout_s: float) -> list[CollectedGroup]:
+        return [CollectedGroup(self.version, 0, Prompt(0, "?"), [])]
 
     async def step_begins(self) -> None: ...
 

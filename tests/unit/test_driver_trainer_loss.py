@@ -15,9 +15,10 @@ from slipstream.backend.driver.weights.interrupted import Stock
 from slipstream.backend.driver.weights.served_weights import ServedWeights
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.run import RunSection
-from slipstream.rollout.collection.driver.ready_groups import ReadyGroup
+from slipstream.rollout.collection.driver.collected_group import CollectedGroup
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.engine.roster import EngineRoster
+from slipstream.rollout.tokens.trajectory import Prompt
 from tests.unit.doubles import Collector, advance
 
 
@@ -73,9 +74,9 @@ class Gate:
     def step(self) -> int:
         return self.version
 
-    async def batch(self, timeout_s: float) -> list[ReadyGroup]:
+    async def batch(self, timeout_s: float) -> list[CollectedGroup]:
         await self.batches.wait()
-        return [] if self.is_ended else [ReadyGroup(1, ())]
+        return [] if self.is_ended else [CollectedGroup(1, 0, Prompt(0, "?"), [])]
 
     async def step_begins(self) -> None:
         self.begun += 1

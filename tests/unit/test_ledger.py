@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from slipstream.rollout.control.core import Ticket
 from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.ledger.recovery import LEDGER, Recovered, open_ledger
-from slipstream.rollout.ledger.rows.samples import OpenSample
+from slipstream.rollout.ledger.rows.samples import ANSWERED, GROWING, JUDGED, OpenSample
 from slipstream.rollout.ledger.storage.database import LedgerBusy, LedgerError, open_for_reading
 from slipstream.rollout.ledger.storage.segments import FOLDER
 from slipstream.rollout.ledger.writing.writer import COMMIT_DELAY_S, SAMPLES, Ledger, Training
@@ -226,9 +226,9 @@ def test_every_kind_of_group_is_found_again(tmp_path):
     assert begun.samples[0] == OpenSample(
         pieces=[(refs["first"], piece_header((0, 3))), (refs["second"], piece_header((0, 2)))]
     )
-    assert (begun.samples[1].state, begun.samples[1].refs) == ("answered", refs["whole"])
+    assert (begun.samples[1].state, begun.samples[1].refs) == (ANSWERED, refs["whole"])
     assert decode_header(begun.samples[1].header).reward is None
-    assert (half.samples[0].state, half.is_ready) == ("judged", False)
+    assert (half.samples[0].state, half.is_ready) == (JUDGED, False)
     assert query(tmp_path, "SELECT note FROM groups WHERE id = 4") == [("the workflow raised KeyError",)]
 
 
@@ -280,7 +280,7 @@ def test_a_whole_trajectory_replaces_its_pieces_and_a_reward_keeps_its_chunks(tm
 
     in_ledger(tmp_path, act)
     samples = [group.samples[0] for group in in_ledger(tmp_path, nothing).open]
-    assert [sample.state for sample in samples] == ["growing", "answered", "judged", "judged"]
+    assert [sample.state for sample in samples] == [GROWING, ANSWERED, JUDGED, JUDGED]
     assert [sample.refs for sample in samples] == [b"", refs[1], refs[2], refs[3] * 2]
     assert [len(sample.pieces) for sample in samples] == [1, 0, 0, 0]
     assert decode_header(samples[2].header).reward == 1.0
@@ -294,7 +294,7 @@ def test_a_sample_that_is_given_up_begins_anew(tmp_path):
 
     in_ledger(tmp_path, act)
     [group] = in_ledger(tmp_path, nothing).open
-    assert (group.samples[0].state, group.samples[1].state) == ("judged", "growing")
+    assert (group.samples[0].state, group.samples[1].state) == (JUDGED, GROWING)
     assert decode_piece(group.samples[1].pieces[0][1]).spans == ((5, 2),)
 
 

@@ -14,7 +14,6 @@ from slipstream.backend.driver.loops.training import encoded
 from slipstream.configs.schema.live import NoBaseline, RunningBaseline
 from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.collection.driver.intake import Intake
-from slipstream.rollout.collection.driver.ready_groups import ReadyGroup, StoredTrajectory
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.live import TurnEnd, TurnState
 from slipstream.rollout.control.versions import VersionTree
@@ -40,6 +39,7 @@ from slipstream.rollout.tokens.turns import (
     TurnType,
     UserReward,
 )
+from tests.unit.collecting import ready_group
 from tests.unit.doubles import Listener
 
 VOCAB = 1000
@@ -182,7 +182,7 @@ class Run:
 
     async def ready_group(self, reward: float = 1.0) -> None:
         """Admit a group, and make it ready with one trajectory of three tokens."""
-        ticket = self.gate.admit().ticket
+        ticket = self.gate.admit()[0]
         builder = TrajectoryBuilder([1, 2])
         builder.add_completion(Completion((3, 4, 5), (-1.0,) * 3, (Span(ticket.version, 0, 3),), Finish.STOP))
         trajectory = builder.build().judged(reward)
@@ -191,7 +191,7 @@ class Run:
         self.ledger.judged(ticket.id * SAMPLES, ref, encode(trajectory.header))
         self.ledger.ready(ticket.id, 3)
         await self.ledger.flushed()
-        self.gate.finished([ReadyGroup(ticket.id, (StoredTrajectory(trajectory.header, ref),))])
+        self.gate.finished([ready_group(ticket.id, trajectory.header, refs=ref)])
 
     async def batch(self):
         """Take a batch, and return its trajectories as ranks decode them."""

@@ -13,12 +13,12 @@ from slipstream.rollout.collection.messages import (
     JUDGED,
     PIECE,
     UP,
+    Assignment,
     Down,
     Evaluated,
     Event,
     FailedAttempt,
     GroupVerdict,
-    Lease,
     PriorSample,
     Question,
     Status,
@@ -29,7 +29,7 @@ from slipstream.rollout.engine.routing import LostEngine, PoolStatus, Routing, S
 from slipstream.rollout.system.frames import LONGEST_NOTE, MalformedFrame, as_note, pack, split
 from slipstream.rollout.system.key import Key
 from slipstream.rollout.tokens.record import PieceHeader, encode
-from slipstream.rollout.tokens.trajectory import Prompt, prompt_fields
+from slipstream.rollout.tokens.trajectory import Prompt
 
 NUMBERS = st.integers(0, 2**40)
 TEXTS = st.text(max_size=9)
@@ -59,7 +59,7 @@ UPS = st.builds(
     status=st.none() | st.builds(Status, POOLS, NUMBERS, st.floats(0, 1e9)),
     fatal=TEXTS,
 )
-PROMPTS = st.builds(Prompt, NUMBERS, TEXTS, JSON, st.dictionaries(TEXTS, JSON, max_size=2)).map(prompt_fields)
+PROMPTS = st.builds(Prompt, NUMBERS, TEXTS, JSON, st.dictionaries(TEXTS, JSON, max_size=2))
 PRIOR = st.builds(
     PriorSample, NUMBERS, st.integers(PIECE, JUDGED), RAW, st.lists(st.tuples(U32, RAW), max_size=3)
 )
@@ -76,8 +76,8 @@ ROUTINGS = st.builds(
 )
 DOWNS = st.builds(
     Down,
-    leases=st.lists(
-        st.builds(Lease, NUMBERS, NUMBERS, NUMBERS, PROMPTS, st.lists(PRIOR, max_size=2)), max_size=2
+    assignments=st.lists(
+        st.builds(Assignment, NUMBERS, NUMBERS, NUMBERS, PROMPTS, st.lists(PRIOR, max_size=2)), max_size=2
     ),
     cancelled=st.lists(st.tuples(NUMBERS, NUMBERS), max_size=2),
     questions=st.lists(st.builds(Question, NUMBERS, PROMPTS), max_size=2),

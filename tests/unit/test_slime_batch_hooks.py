@@ -12,12 +12,13 @@ from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.backend.driver.loops.hooked_batches import HookedBatches, records_of, with_training_data
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.collection.driver.ready_groups import ReadyGroup, StoredTrajectory
+from slipstream.rollout.collection.driver.collected_group import CollectedGroup
 from slipstream.rollout.system.linux import children_of
 from slipstream.rollout.system.programs.hook_process import HookProcessFailed
 from slipstream.rollout.tokens.evaluated_set import EvaluatedSet
 from slipstream.rollout.tokens.record import encode_trajectory
-from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory, joined, prompt_fields
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory, joined
+from tests.unit.collecting import ready_group
 
 HOOKS = "tests.unit.slime_batch_hooks"
 
@@ -68,11 +69,14 @@ EPISODES = (
 """Of two groups; the third has two trajectories."""
 
 
-def made() -> tuple[EncodedBatch, list[ReadyGroup], SimpleNamespace]:
+def made() -> tuple[EncodedBatch, list[CollectedGroup], SimpleNamespace]:
     """Return a batch, its groups, and what the hooks ask the gate."""
     chunks = [encode_trajectory(episode) for episode in EPISODES]
-    stored = [StoredTrajectory(episode.header, b"") for episode in EPISODES]
-    groups = [ReadyGroup(7, tuple(stored[:2])), ReadyGroup(9, tuple(stored[2:]))]
+    headers = [episode.header for episode in EPISODES]
+    groups = [
+        ready_group(id_, *own, prompt=Prompt(id_, f"what is {id_}?", label=str(id_)))
+        for id_, own in ((7, headers[:2]), (9, headers[2:]))
+    ]
     batch = EncodedBatch(
         2,
         tuple(episode.header for episode in EPISODES),
@@ -81,8 +85,7 @@ def made() -> tuple[EncodedBatch, list[ReadyGroup], SimpleNamespace]:
         np.array([7, 7, 9, 9]),
         None,
     )
-    gate = SimpleNamespace(step=5, prompt_of=lambda id_: Prompt(id_, f"what is {id_}?", label=str(id_)))
-    return batch, groups, gate
+    return batch, groups, SimpleNamespace(step=5)
 
 
 def run(model: Path, tmp_path: Path, hooks: dict[str, str], use, timeout_s: float = 60):
@@ -147,7 +150,7 @@ def test_a_hook_that_logs_says_whether_ours_is_needed(model, tmp_path):
 
 def test_an_evaluation_can_be_logged_by_a_hook(model, tmp_path):
     async def evaluated(hooked, *_):
-        prompts = [prompt_fields(Prompt(0, "a", label="b")), prompt_fields(Prompt(1, "c"))]
+        prompts = [Prompt(0, "a", label="b"), Prompt(1, "c")]
         held_out = EvaluatedSet("held_out", [1.0, 0.0], [3, 8], [False, True], prompts)
         return await hooked.has_logged_evaluation(4, [held_out], {"eval/reward": 0.5})
 
@@ -199,7 +202,8 @@ def test_what_is_no_training_data_is_an_error_by_the_name_of_the_hook(model, tmp
     async def all_refused(hooked, batch, groups, gate):
         errors = []
         for name in names:  # the process outlives an error
-            gate.prompt_of = lambda id_, name=name: Prompt(id_, "?", label=name)
+            for group in groups:
+                group.prompt = Prompt(group.id, "?", label=name)
             errors.append(await refused(hooked, batch, groups, gate))
         return errors
 

@@ -9,8 +9,8 @@ import pytest
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collection.driver.gate import AdmissionGate
+from slipstream.rollout.collection.driver.group_ledger import NoLedger
 from slipstream.rollout.collection.driver.intake import Intake
-from slipstream.rollout.collection.driver.journal import NoJournal
 from slipstream.rollout.compat.slime import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.data_source_process import slime_drawing
@@ -153,7 +153,7 @@ def test_a_position_that_the_ledger_knows_and_the_file_does_not_is_an_error(tmp_
 
 def test_no_group_is_admitted_before_its_prompt_is_there(tmp_path):
     prompts = DrawnPrompts(tmp_path / FILE)
-    gate = AdmissionGate(RolloutControl(1, 1), Intake(prompts), NoJournal(), Listener())
+    gate = AdmissionGate(RolloutControl(1, 1), Intake(prompts), NoLedger(), Listener())
     prompts.when_ready(gate.prompts_came)
 
     async def check() -> None:
@@ -164,7 +164,7 @@ def test_no_group_is_admitted_before_its_prompt_is_there(tmp_path):
         async with asyncio.timeout(10):
             await waiting
         assert gate.may_admit()
-        assert gate.admit().prompt == Prompt(0, "a", None, {})
+        assert gate.admit()[1] == Prompt(0, "a", None, {})
         assert not gate.may_admit()
 
     asyncio.run(check())

@@ -21,14 +21,14 @@ from slipstream.rollout.collection.collector.groups import GroupCollector, Named
 from slipstream.rollout.collection.collector.judging import Judging, WorkflowReward
 from slipstream.rollout.collection.collector.outbox import Outbox
 from slipstream.rollout.collection.collector.recording import Recording
-from slipstream.rollout.collection.messages import FAILED, Lease
+from slipstream.rollout.collection.messages import FAILED, Assignment
 from slipstream.rollout.prompts import read_prompts
 from slipstream.rollout.reward.judge.errors import JudgeStartFailed
 from slipstream.rollout.reward.judge.pool import JudgePool
 from slipstream.rollout.system import plugins
 from slipstream.rollout.system.linux import children_of
 from slipstream.rollout.system.time_limit import TimeLimit
-from slipstream.rollout.tokens.trajectory import Prompt, prompt_fields
+from slipstream.rollout.tokens.trajectory import Prompt
 from slipstream.rollout.workflow import WorkflowContext
 from tests.unit.collecting import HoldingDriver, PureEngines
 from tests.wrong_inputs.failing_episodes import FailingEpisode
@@ -96,8 +96,8 @@ async def _collected(case: FailingEpisode, rollout: RolloutConfig, prompt: Promp
     checking = partial(check, vocab_size=VOCABULARY, workflow=case.workflow)
     groups = GroupCollector(
         outbox=outbox,
-        record=lambda group, lease, sample, attempt: Recording(
-            engines, outbox, group, lease, sample, clock=asyncio.get_running_loop().time
+        record=lambda group, assignment, sample, attempt: Recording(
+            engines, outbox, group, assignment, sample, clock=asyncio.get_running_loop().time
         ),
         context=lambda record: WorkflowContext(
             record, tokenizer, WorkflowReward(judges, limit, record), SAMPLING, EndpointOfNobody()
@@ -110,8 +110,8 @@ async def _collected(case: FailingEpisode, rollout: RolloutConfig, prompt: Promp
         else None,
     )
     async with driver.hearing(outbox):
-        driver.leases[0] = 1
-        groups.start(Lease(0, 1, 1, prompt_fields(prompt), []), memoryview(b""))
+        driver.assignments[0] = 1
+        groups.start(Assignment(0, 1, 1, prompt, []), memoryview(b""))
         while len(groups):
             await asyncio.sleep(0.02)
         await groups.close()

@@ -1,6 +1,6 @@
 """Collection: slots in, groups out.
 
-    collectors connect ──► leases ──► events on disk ──► gate: ready | filtered | failed
+    collectors connect ──► assignments ──► events on disk ──► gate: ready | filtered | failed
                              ▲                                │
                              └─── a slot is free again ◄──────┘  at once when lost, else when trained
 
@@ -12,8 +12,8 @@ collectors' processes: nothing of a user's code stands in the way of this loop.
 import asyncio
 
 from slipstream.backend.driver.processes.collectors import Collectors
+from slipstream.rollout.collection.driver.assignments import Assignments
 from slipstream.rollout.collection.driver.gate import AdmissionGate
-from slipstream.rollout.collection.driver.leases import Leases
 from slipstream.rollout.collection.driver.server import CollectorServer
 
 
@@ -24,9 +24,9 @@ async def keep_collecting(server: CollectorServer, collectors: Collectors, host:
         tasks.create_task(server.failed(), name="messages of collectors")
 
 
-async def collection_loop(gate: AdmissionGate, leases: Leases) -> None:
-    """Lease a group whenever a slot is free, and take back what has expired. Ends by cancellation only."""
-    leases.open()
+async def collection_loop(gate: AdmissionGate, assignments: Assignments) -> None:
+    """Assign a group whenever a slot is free, and take back what has expired. Ends by cancellation only."""
+    assignments.open()
     while True:
-        leases.give_up(await gate.changed())
-        leases.grant()
+        assignments.give_up(await gate.changed())
+        assignments.grant()

@@ -13,7 +13,7 @@ from slipstream.configs.schema import EvalConfig
 from slipstream.rollout.collection.driver.questions import EvaluationTasks
 from slipstream.rollout.tokens.evaluated_set import HELD_OUT, EvaluatedSet
 from slipstream.rollout.tokens.named_numbers import means_by_name
-from slipstream.rollout.tokens.trajectory import Prompt, prompt_fields
+from slipstream.rollout.tokens.trajectory import Prompt
 
 
 class Evaluation:
@@ -94,7 +94,7 @@ class Evaluation:
                 [rewards[place] for place in places],
                 [results[place].response_length for place in places],
                 [results[place].is_truncated for place in places],
-                [prompt_fields(asked[place]) for place in places],
+                [asked[place] for place in places],
             )
             for name, places in by_set.items()
         ]

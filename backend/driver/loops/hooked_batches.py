@@ -17,8 +17,8 @@ import numpy as np
 
 from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout.collection.driver.collected_group import CollectedGroup
 from slipstream.rollout.collection.driver.gate import AdmissionGate
-from slipstream.rollout.collection.driver.ready_groups import ReadyGroup
 from slipstream.rollout.compat.hooks import (
     SERVE_BATCHES,
     BatchQuestion,
@@ -29,7 +29,6 @@ from slipstream.rollout.compat.hooks import (
 from slipstream.rollout.system.programs.hook_process import LOG, HookProcess, HookProcessFailed
 from slipstream.rollout.tokens.evaluated_set import EvaluatedSet
 from slipstream.rollout.tokens.named_numbers import means_by_name
-from slipstream.rollout.tokens.trajectory import prompt_fields
 
 BESIDE_DRIVER = (
     "custom_reward_post_process",
@@ -56,14 +55,14 @@ class HookedBatches:
         self._logging: asyncio.Task[bool] | None = None
 
     async def begin(
-        self, batch: EncodedBatch, groups: Sequence[ReadyGroup], gate: AdmissionGate, waited_s: float
+        self, batch: EncodedBatch, groups: Sequence[CollectedGroup], gate: AdmissionGate, waited_s: float
     ) -> EncodedBatch:
         """Return the batch as the hooks make it, and begin to log it. Live trajectories stay as they are.
 
         Raises HookProcessFailed.
         """
         await self._give_up()
-        episodes = records_of(batch, groups, gate)
+        episodes = records_of(batch, groups)
         data = await self._training_data(gate.step, episodes)
         if "custom_rollout_log_function" in self._paths:
             metrics = means_by_name(episode.header.metrics for episode in episodes)
@@ -138,15 +137,12 @@ def hooked_batches(config: RunConfig, logs: Path, note: Callable[[str], None]) -
     return HookedBatches(config, logs, note)
 
 
-def records_of(
-    batch: EncodedBatch, groups: Sequence[ReadyGroup], gate: AdmissionGate
-) -> list[RecordedEpisode]:
+def records_of(batch: EncodedBatch, groups: Sequence[CollectedGroup]) -> list[RecordedEpisode]:
     """Return the episodes of ``groups``, which come first in ``batch``."""
-    owners = [group.id for group in groups for _ in group.trajectories]
-    prompts = {group.id: prompt_fields(gate.prompt_of(group.id)) for group in groups}
+    owners = [group for group in groups for _ in group.judged]
     ends = np.cumsum([0, *batch.sizes]).tolist()
     return [
-        RecordedEpisode(group, prompts[group], batch.headers[place], batch.chunks[start:end].tobytes())
+        RecordedEpisode(group.id, group.prompt, batch.headers[place], batch.chunks[start:end].tobytes())
         for place, (group, (start, end)) in enumerate(zip(owners, pairwise(ends), strict=False))
     ]
 

@@ -1,7 +1,7 @@
 """Training: ready groups in, policy versions out.
 
     gate.batch ──► step_begins ──► weights: train ──► publish ──► listener.step ──► checkpoint, if due
-        ▲          (journal on disk)                     │                          evaluation, if due
+        ▲          (ledger on disk)                      │                          evaluation, if due
         └────────────── slots are free ◄─────────────────┘
 
 ``training_steps`` yields what becomes of each step. ``training_loop`` takes them all; an own loop
@@ -31,8 +31,8 @@ from slipstream.backend.driver.weights.skipped import SkippedUpdateLimit
 from slipstream.backend.driver.weights.trainer_life import TrainerLife
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.configs.schema.run import RunSection
+from slipstream.rollout.collection.driver.collected_group import CollectedGroup
 from slipstream.rollout.collection.driver.gate import AdmissionGate
-from slipstream.rollout.collection.driver.ready_groups import ReadyGroup
 from slipstream.rollout.live.batches import LiveTrajectory
 
 Read = Callable[[list[bytes]], Awaitable[list[bytes]]]
@@ -118,7 +118,7 @@ async def training_steps(
             waited_s = clock() - began
             await gate.step_begins()
             batch = await encoded(groups, gate, read)
-            sources = _sources(groups, gate)
+            sources = _sources(groups)
             if hooks is not None:
                 batch = await _hooked(hooks.begin(batch, groups, gate, waited_s), weights.life)
             batch = feedback.prepared(batch)
@@ -149,9 +149,9 @@ async def training_steps(
             yield StepLost(error)
 
 
-def _sources(groups: Sequence[ReadyGroup], gate: AdmissionGate) -> list[str]:
+def _sources(groups: Sequence[CollectedGroup]) -> list[str]:
     """Return the name of the source of each trajectory's prompt; nothing where there is one source."""
-    names = [gate.prompt_of(group.id).source for group in groups for _ in group.trajectories]
+    names = [group.prompt.source for group in groups for _ in group.samples]
     return names if any(names) else []
 
 
@@ -164,7 +164,7 @@ async def _is_trainer_there(life: TrainerLife, gate: AdmissionGate) -> bool:
     return life.is_alive
 
 
-async def _batch(run: RunSection, gate: AdmissionGate, life: TrainerLife) -> list[ReadyGroup]:
+async def _batch(run: RunSection, gate: AdmissionGate, life: TrainerLife) -> list[CollectedGroup]:
     """Wait for the next batch. It is empty once the gate was ended. Raises TrainerFailed."""
     async with first_of(gate.batch(run.batch_timeout_s), life.lost()) as (batch, lost):
         if lost.done():
@@ -180,23 +180,23 @@ async def _hooked(begin: Coroutine[None, None, EncodedBatch], life: TrainerLife)
         return made.result()
 
 
-async def encoded(groups: Sequence[ReadyGroup], gate: AdmissionGate, read: Read) -> EncodedBatch:
+async def encoded(groups: Sequence[CollectedGroup], gate: AdmissionGate, read: Read) -> EncodedBatch:
     """Return the trajectories of ``groups``, in their order, and behind them the live ones of the batch, for
     a step from the present version.
     """
     live = gate.live_batch
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    chunks = await read([trajectory.refs for trajectory in (*trajectories, *live)])
-    chunks[len(trajectories) :] = map(LiveTrajectory.payload, live, chunks[len(trajectories) :])
+    samples = [sample for group in groups for sample in group.judged]
+    chunks = await read([each.refs for each in (*samples, *live)])
+    chunks[len(samples) :] = map(LiveTrajectory.payload, live, chunks[len(samples) :])
     versions = {version for item in (*groups, *live) for version in item.trained_tokens}
     # A live trajectory is a group of its own.
-    group_ids = [group.id for group in groups for _ in group.trajectories] + [each.ids[0] for each in live]
+    group_ids = [group.id for group in groups for _ in group.judged] + [each.ids[0] for each in live]
     return EncodedBatch(
         gate.version,
-        tuple(trajectory.header for trajectory in (*trajectories, *live)),
+        (*(header for group in groups for header in group.headers), *(each.header for each in live)),
         np.frombuffer(b"".join(chunks), np.uint8),
         tuple(map(len, chunks)),
         np.array(group_ids, np.int64),
         {version: gate.lag(version) for version in versions},
-        {number: each.advantages for number, each in enumerate(live, len(trajectories))},
+        {number: each.advantages for number, each in enumerate(live, len(samples))},
     )

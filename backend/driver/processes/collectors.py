@@ -1,8 +1,8 @@
 """The collectors of a run: started, watched, and started again under another name when one is gone.
 
-    start ──► connected, gets leases ──process or connection ends──► start again    (one task each)
+    start ──► connected, gets assignments ──process or connection ends──► start again    (one task each)
 
-A collector that is gone holds nobody up: its groups are leased to others at once.
+A collector that is gone holds nobody up: its groups are assigned to others at once.
 """
 
 import asyncio

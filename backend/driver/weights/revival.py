@@ -4,7 +4,7 @@
                   │                                                            ▲         under a new number
                   └► checkpoint under way settled ──► newest sound checkpoint ─┤
                                                               │                │
-                     episodes called off ──► ledger, control core, leases go back
+                     episodes called off ──► ledger, control core, assignments go back
 
 docs/recovery.md has the states of this and what holds in each.
 """

@@ -1,8 +1,8 @@
 """Takes a running run back to an older version, as a resume does, without ending anything but the trainer.
 
-    leases closed: collectors send what they have ──► ledger: trainings undone ──► control core, prompts
+    assignments closed: collectors send what they have ──► ledger: trainings undone ──► control core, prompts
                                                                                         │
-    leases open again: what is recorded goes on  ◄──────────────────────────────────────┘
+    assignments open again: what is recorded goes on  ◄──────────────────────────────────────┘
 
 The engines go on with the version that they serve, which is now one of a line that is left: the control core
 knows the lag of its tokens (``rollout/control/core.py``). Then they get the restored weights, under a number
@@ -16,8 +16,8 @@ from slipstream.backend.driver.start.feedback import Feedback
 from slipstream.backend.driver.start.inputs import Inputs
 from slipstream.backend.driver.start.resume import restore_collection
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout.collection.driver.assignments import Assignments
 from slipstream.rollout.collection.driver.gate import AdmissionGate
-from slipstream.rollout.collection.driver.leases import Leases
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.ledger.rows.turns import RecoveredTurns
 from slipstream.rollout.ledger.writing.writer import Ledger
@@ -45,7 +45,7 @@ class Rewind:
         inputs: Inputs,
         ledger: Ledger,
         gate: AdmissionGate,
-        leases: Leases,
+        assignments: Assignments,
         feedback: Feedback,
         note: Callable[[str], None],
         turns: Turns | None = None,
@@ -59,7 +59,7 @@ class Rewind:
         self._inputs = inputs
         self._ledger = ledger
         self._gate = gate
-        self._leases = leases
+        self._assignments = assignments
         self._feedback = feedback
         self._note = note
         self._turns = turns
@@ -84,9 +84,9 @@ class Rewind:
 
     async def to(self, version: int) -> None:
         """Go back to ``version``. Raises LedgerError and CorruptRecord."""
-        was_open = self._leases.is_open
+        was_open = self._assignments.is_open
         if was_open:
-            await self._leases.close()
+            await self._assignments.close()
         if self._turns is not None:
             self._turns.hold()
         rollout = self._config.rollout
@@ -103,7 +103,7 @@ class Rewind:
             drawn=self._drawn,
         )
         self._gate.restored(collected.control, collected.intake, collected.groups.ready, recovered.failures)
-        self._leases.restored(collected.groups.continued)
+        self._assignments.restored(collected.groups.continued)
         if self._turns is not None:
             self._turns.restored(collected.control, recovered.live)
         self._when_done()
@@ -114,4 +114,4 @@ class Rewind:
             f"{self._gate.served} until version {collected.control.versions.next}"
         )
         if was_open:
-            self._leases.open()
+            self._assignments.open()

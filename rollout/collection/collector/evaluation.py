@@ -115,7 +115,7 @@ class Evaluations:
         if question.prompt is None:
             await self._evaluate_sets(question)
             return
-        prompt = Prompt(*question.prompt)
+        prompt = question.prompt
         trajectory: Trajectory | None = None
         try:
             trajectory = await self._episodes.run(prompt, episode)
@@ -162,9 +162,9 @@ class Evaluations:
         """Return what failed: the function that evaluates whole sets, or the workflow and its prompt."""
         if question.prompt is None:
             return "the function that evaluates (rollout.hooks)"
-        return f"{Prompt(*question.prompt).reference}: {self._episodes.name}"
+        return f"{question.prompt.reference}: {self._episodes.name}"
 
     def _failed(self, question: Question, note: str, trajectory: Trajectory | None = None) -> None:
         if question.prompt is not None and self._log is not None:
-            self._log.evaluated(question, Prompt(*question.prompt), trajectory, note)
+            self._log.evaluated(question, question.prompt, trajectory, note)
         self._outbox.evaluation_failed(question.task, note)

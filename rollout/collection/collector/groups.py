@@ -1,6 +1,6 @@
-"""One leased group, from its lease to its verdict.
+"""One assigned group, from its assignment to its verdict.
 
-lease ──► n episodes side by side ──► judging ──► filter ──► verdict: train | filtered | failed
+assignment ──► n episodes side by side ──► judging ──► filter ──► verdict: train | filtered | failed
                │  ▲                      │  ▲
                ▼  └── recorded before    ▼  └── answered before: only judged
             outbox: pieces            outbox: trajectories, rewards
@@ -26,7 +26,7 @@ from slipstream.rollout.collection.messages import (
     FILTERED,
     JUDGED,
     TRAIN,
-    Lease,
+    Assignment,
     PriorSample,
 )
 from slipstream.rollout.control.filters import GroupChoice, GroupFilter
@@ -92,8 +92,8 @@ class NamedFilter:
 class _Running(Generic[RecordT]):
     """A group that is being collected here."""
 
-    def __init__(self, lease: Lease, samples: int) -> None:
-        self.lease = lease
+    def __init__(self, assignment: Assignment, samples: int) -> None:
+        self.assignment = assignment
         self.episodes: list[_Episode[RecordT]] = []
         self.is_wanted = True
         """The driver has not cancelled it."""
@@ -141,7 +141,7 @@ class _Episode(Generic[RecordT]):
 
 
 class GroupCollector(Generic[RecordT]):
-    """Collects leased groups. Single event loop; any number of groups at once."""
+    """Collects assigned groups. Single event loop; any number of groups at once."""
 
     def __init__(
         self,
@@ -155,9 +155,9 @@ class GroupCollector(Generic[RecordT]):
         group_filter: NamedFilter | None,
         needs: TeacherNeeds = NOTHING_NEEDED,
     ) -> None:
-        """``record``: makes the record of an attempt at an episode, given its group, lease and sample, and
-        the number of the attempt. ``context``: returns what a workflow may use in that attempt. ``samples``:
-        episodes of a group. ``needs``: what the recipe needs of a teacher.
+        """``record``: makes the record of an attempt at an episode, given its group, assignment and sample,
+        and the number of the attempt. ``context``: returns what a workflow may use in that attempt.
+        ``samples``: episodes of a group. ``needs``: what the recipe needs of a teacher.
         """
         self._outbox = outbox
         self._record = record
@@ -173,23 +173,23 @@ class GroupCollector(Generic[RecordT]):
         """Return the number of groups that have not ended."""
         return len(self._running)
 
-    def start(self, lease: Lease, chunks: memoryview) -> None:
-        """Start a group. ``chunks``: those of the lease's prior samples."""
-        group = _Running[RecordT](lease, self._samples)
+    def start(self, assignment: Assignment, chunks: memoryview) -> None:
+        """Start a group. ``chunks``: those of the assignment's prior samples."""
+        group = _Running[RecordT](assignment, self._samples)
         for sample in range(self._samples):
-            make = partial(self._record, lease.group, lease.lease, sample)
-            place = EpisodePlace(lease.group, sample, lease.version)
+            make = partial(self._record, assignment.group, assignment.number, sample)
+            place = EpisodePlace(assignment.group, sample, assignment.version)
             group.episodes.append(_Episode(group, make, self._context, place))
-        task = asyncio.create_task(self._collect(group, chunks), name=task_name(lease.group))
-        self._running[lease.group, lease.lease] = (group, task)
+        task = asyncio.create_task(self._collect(group, chunks), name=task_name(assignment.group))
+        self._running[assignment.group, assignment.number] = (group, task)
         task.add_done_callback(lambda task: self._ended(group, task))
 
-    def cancel(self, group: int, lease: int) -> None:
+    def cancel(self, group: int, assignment: int) -> None:
         """Give up a group that the driver needs no more here. What exists of it is recorded: the run may end,
         and another one go on with it.
         """
-        if (group, lease) in self._running:
-            running, task = self._running[group, lease]
+        if (group, assignment) in self._running:
+            running, task = self._running[group, assignment]
             for episode in running.episodes:
                 episode.record.write_ends()
             running.is_wanted, running.is_over = False, True
@@ -209,35 +209,37 @@ class GroupCollector(Generic[RecordT]):
                 episode.record.write_ends(older_than_s)
 
     def _ended(self, group: _Running[RecordT], task: asyncio.Task[None]) -> None:
-        lease = group.lease
-        del self._running[lease.group, lease.lease]
+        assignment = group.assignment
+        del self._running[assignment.group, assignment.number]
         group.episodes.clear()  # they refer to their group: only a search for garbage would free them
         if group.on_engines:
             self._outbox.released(group.on_engines)
         if not group.is_wanted:
             return
         if task.cancelled():
-            self._failed(lease, f"{_prompt_of(lease)}: {self._episodes.name} has cancelled itself")
+            self._failed(
+                assignment, f"{assignment.prompt.reference}: {self._episodes.name} has cancelled itself"
+            )
         elif isinstance(error := task.exception(), NoEngine | JudgeStartFailed):
             self._outbox.cannot_go_on(str(error))
         elif error is not None:
             trace = "".join(traceback.format_exception(error))
-            self._failed(lease, f"{_prompt_of(lease)}: {self._episodes.name}: {trace}")
+            self._failed(assignment, f"{assignment.prompt.reference}: {self._episodes.name}: {trace}")
 
     def _released(self, group: _Running[RecordT]) -> None:
         """The engines are done with an episode of the group."""
         group.on_engines -= 1
         self._outbox.released()
 
-    def _failed(self, lease: Lease, reason: str) -> None:
-        self._outbox.ended(lease.group, lease.lease, FAILED, reason)
+    def _failed(self, assignment: Assignment, reason: str) -> None:
+        self._outbox.ended(assignment.group, assignment.number, FAILED, reason)
 
     # ---- one group
 
     async def _collect(self, group: _Running[RecordT], chunks: memoryview) -> None:
         await self._outbox.room()
-        lease = group.lease
-        prompt, prior = Prompt(*lease.prompt), dict(_slices(lease.prior, chunks))
+        assignment = group.assignment
+        prompt, prior = assignment.prompt, dict(_slices(assignment.prior, chunks))
         try:
             if self._samples == 1:
                 trajectories = [await self._sample(group, prompt, 0, prior.get(0))]
@@ -249,17 +251,17 @@ class GroupCollector(Generic[RecordT]):
                 self._check_teacher(prompt, trajectory)
             verdict = self._verdict(group, prompt, trajectories)
         except EpisodeFailed as error:
-            self._failed(lease, str(error))
+            self._failed(assignment, str(error))
         except GroupRejected:
-            self._outbox.ended(lease.group, lease.lease, FILTERED)
+            self._outbox.ended(assignment.group, assignment.number, FILTERED)
         else:
-            self._outbox.ended(lease.group, lease.lease, verdict)
+            self._outbox.ended(assignment.group, assignment.number, verdict)
 
     async def _all(
         self, group: _Running[RecordT], prompt: Prompt, prior: dict[int, _Prior]
     ) -> list[Trajectory]:
         """Run all episodes of a group side by side. Raises what the first failed episode has raised."""
-        name = task_name(group.lease.group)
+        name = task_name(group.assignment.group)
         tasks = [
             asyncio.create_task(self._sample(group, prompt, number, prior.get(number)), name=name)
             for number in range(self._samples)
@@ -286,8 +288,8 @@ class GroupCollector(Generic[RecordT]):
     def _verdict(self, running: _Running[RecordT], prompt: Prompt, trajectories: list[Trajectory]) -> int:
         if self._filter is None:
             return TRAIN
-        lease = running.lease
-        group = Group(lease.group, prompt, lease.version, tuple(trajectories))
+        assignment = running.assignment
+        group = Group(assignment.group, prompt, assignment.version, tuple(trajectories))
         trained = self._filter.choose(group)
         if trained is None:
             return FILTERED
@@ -411,10 +413,6 @@ async def _cancelled(tasks: Collection[asyncio.Task[Trajectory]]) -> None:
             cancelled = error
     if cancelled is not None:
         raise cancelled
-
-
-def _prompt_of(lease: Lease) -> str:
-    return Prompt(*lease.prompt).reference
 
 
 def task_name(group: int) -> str:

@@ -104,39 +104,42 @@ class Outbox:
     # ---- events of episodes
 
     def piece(
-        self, group: int, lease: int, sample: int, base: int, header: PieceHeader, chunk: bytes
+        self, group: int, assignment: int, sample: int, base: int, header: PieceHeader, chunk: bytes
     ) -> None:
         """A part of an unfinished episode, behind its first ``base`` pieces."""
-        self._add(Event(group, lease, sample, PIECE, _raw(header), base, len(chunk), checksum(chunk)), chunk)
+        self._add(
+            Event(group, assignment, sample, PIECE, _raw(header), base, len(chunk), checksum(chunk)), chunk
+        )
         if self._pieces_due is None:
             self._pieces_due = asyncio.get_running_loop().call_later(PIECES_S, self._due.set)
 
     def answered(
-        self, group: int, lease: int, sample: int, base: int, header: TrajectoryHeader, chunks: bytes
+        self, group: int, assignment: int, sample: int, base: int, header: TrajectoryHeader, chunks: bytes
     ) -> None:
         """A whole trajectory without its reward: the first ``base`` pieces of its record, and ``chunks``."""
-        self._answered[group, lease, sample] = len(self._next.events)
+        self._answered[group, assignment, sample] = len(self._next.events)
         self._add(
-            Event(group, lease, sample, ANSWERED, _raw(header), base, len(chunks), checksum(chunks)), chunks
+            Event(group, assignment, sample, ANSWERED, _raw(header), base, len(chunks), checksum(chunks)),
+            chunks,
         )
         self._due.set()
 
     def judged(
-        self, group: int, lease: int, sample: int, header: TrajectoryHeader, scores: bytes = b""
+        self, group: int, assignment: int, sample: int, header: TrajectoryHeader, scores: bytes = b""
     ) -> None:
         """The reward of a trajectory that was ``answered``, and the chunk with a teacher's scores, if any."""
-        waiting = self._answered.pop((group, lease, sample), None)
+        waiting = self._answered.pop((group, assignment, sample), None)
         if waiting is None or scores:
             crc = checksum(scores) if scores else 0
-            self._add(Event(group, lease, sample, JUDGED, _raw(header), 0, len(scores), crc), scores)
+            self._add(Event(group, assignment, sample, JUDGED, _raw(header), 0, len(scores), crc), scores)
         else:
             event = self._next.events[waiting]
             event.kind, event.header = JUDGED, _raw(header)
         self._due.set()
 
-    def ended(self, group: int, lease: int, verdict: int, note: str = "") -> None:
+    def ended(self, group: int, assignment: int, verdict: int, note: str = "") -> None:
         """The end of a group, behind all of its events."""
-        self._next.verdicts.append(GroupVerdict(group, lease, verdict, as_note(note)))
+        self._next.verdicts.append(GroupVerdict(group, assignment, verdict, as_note(note)))
         self._due.set()
 
     # ---- the rest

@@ -1,9 +1,9 @@
 """One life of a collector: from its plug-ins to the end of its connection.
 
-    the parts of episodes ──► connect ──► leases in, events out ──► end of the connection
+    the parts of episodes ──► connect ──► assignments in, events out ──► end of the connection
 
-When the connection ends, nothing that is left here counts any more: the driver has leased it to others, or is
-gone. A further life begins anew, under another name.
+When the connection ends, nothing that is left here counts any more: the driver has assigned it to others, or
+is gone. A further life begins anew, under another name.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from slipstream.rollout.collection.collector.parts import (
     episode_parts,
     surroundings_of,
 )
-from slipstream.rollout.collection.collector.recording import JOURNAL_EVERY_S, Recording
+from slipstream.rollout.collection.collector.recording import RECORD_EVERY_S, Recording
 from slipstream.rollout.collection.collector.seeded import seeded_engines
 from slipstream.rollout.collection.collector.spec import CollectorSpec
 from slipstream.rollout.collection.collector.untrained_log import UntrainedLog, open_untrained_log
@@ -89,11 +89,11 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
         episodes = Episodes(parts.workflow, rollout, parts.check, limit, outbox, parts.name)
         groups = GroupCollector(
             outbox=outbox,
-            record=lambda group, lease, sample, attempt: Recording(
+            record=lambda group, assignment, sample, attempt: Recording(
                 seeded_engines(pool, rollout.sampling.seed, group, sample, attempt),
                 outbox,
                 group,
-                lease,
+                assignment,
                 sample,
                 surroundings.clock,
             ),
@@ -137,8 +137,8 @@ async def _live(connection: "_Connection", outbox: Outbox, groups: GroupCollecto
 
 async def _write_ends(groups: GroupCollector[Recording]) -> None:
     while True:
-        await asyncio.sleep(JOURNAL_EVERY_S / 2)
-        groups.write_ends(JOURNAL_EVERY_S)
+        await asyncio.sleep(RECORD_EVERY_S / 2)
+        groups.write_ends(RECORD_EVERY_S)
 
 
 class _Connection:
@@ -189,9 +189,9 @@ class _Connection:
             self._engines.follow(message.routing)
             expect_objects(OF_COLLECTED_EPISODE * message.routing.limit)
         start = 0
-        for lease in message.leases:
-            end = start + sum(size for sample in lease.prior for size, _ in sample.pieces)
-            self._groups.start(lease, chunks[start:end])
+        for assignment in message.assignments:
+            end = start + sum(size for sample in assignment.prior for size, _ in sample.pieces)
+            self._groups.start(assignment, chunks[start:end])
             start = end
         self._take_log(message, chunks[start:])
         for group, number in message.cancelled:

@@ -1,6 +1,6 @@
 """One episode's way to the engines: its completions, and the record of them that survives this process.
 
-    workflow ──generate──► completion grows ──► pieces of the record, every JOURNAL_EVERY_S
+    workflow ──generate──► completion grows ──► pieces of the record, every RECORD_EVERY_S
              ──returns───► trajectory       ──► the rest of the record, and a header
 
 A workflow that runs again, in another process, sends the same requests in the same order. A request that was
@@ -49,7 +49,7 @@ from slipstream.rollout.tokens.record import (
 )
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Completion, Finish, Trajectory
 
-JOURNAL_EVERY_S = 2.0
+RECORD_EVERY_S = 2.0
 """Longest time that tokens which an engine has handed out are kept in this process only."""
 
 
@@ -132,13 +132,13 @@ class Recording:
         engines: GrowingGenerator,
         outbox: Outbox,
         group: int,
-        lease: int,
+        assignment: int,
         sample: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engines = engines
         self._outbox = outbox
-        self._key = (group, lease, sample)
+        self._key = (group, assignment, sample)
         self._clock = clock
         self._calls = 0
         self._client_calls = CLIENTS
@@ -267,7 +267,7 @@ class Recording:
 
         def note_growth() -> None:
             now, request.known = self._clock(), len(completion.tokens)
-            if now - request.written_s >= JOURNAL_EVERY_S or len(completion.runs) > request.runs > 0:
+            if now - request.written_s >= RECORD_EVERY_S or len(completion.runs) > request.runs > 0:
                 self._write(request, now)
             if grown is not None:
                 grown()

@@ -92,7 +92,7 @@ class UntrainedLog:
         self._files.append(step, rows())
 
     def _lost_rows(self, group: LostGroup, chunks: memoryview) -> Rows:
-        prompt, reason, rows = Prompt(*group.prompt), group.reason or None, Rows()
+        prompt, reason, rows = group.prompt, group.reason or None, Rows()
         trajectories = dict(_trajectories(group.recorded, chunks))
         for number in range(group.samples):
             if number not in trajectories:

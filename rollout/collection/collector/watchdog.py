@@ -2,7 +2,7 @@
 
 Workflows share the collector's loop. One that sleeps or computes without awaiting holds up all others, and no
 time limit of asyncio can end it. A thread notices when the loop stands still, reports the group whose code
-runs with its traceback, and ends the process: the driver leases its groups to others. Code that does not even
+runs with its traceback, and ends the process: the driver gives its groups to others. Code that does not even
 let threads run is ended by a timer in C, which writes the traceback to the log.
 """
 

@@ -2,10 +2,10 @@
 
 gate          waits for slots and batches on top of the control core, and writes every event down
 intake        which prompt a ticket stands for
-leases        which collector works on which group, and what its events mean
+assignments   which collector works on which group, and what its events mean
 server        the connections with collectors
-journal       the port through which events reach the ledger
-ready_groups  complete groups, as batches take them
+group_ledger  the port through which events reach the ledger
+collected_group  a group with what is recorded of it, until its batch
 restored      what a restart goes on with
 lost_groups   what the episode log is told of groups that ended untrained
 questions     evaluations

@@ -1,6 +1,6 @@
 """The control core with everything about its groups: prompts, trajectories, and the ledger behind each event.
 
-leases   ──admit()──► ticket ──► judged, ended ──► core ──batch()──► training
+assignments ──admit()──► ticket ──► judged, ended ──► core ──batch()──► training
             while a slot is free          on disk first     waits for a ready batch
 training ──step_begins(), published()──► core frees the slots; whoever waits on ``changed`` goes on
 """
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from slipstream.rollout.collection.driver.intake import Assignment, Intake
-from slipstream.rollout.collection.driver.journal import Journal
+from slipstream.rollout.collection.driver.collected_group import CollectedGroup
+from slipstream.rollout.collection.driver.group_ledger import GroupLedger
+from slipstream.rollout.collection.driver.intake import Intake
 from slipstream.rollout.collection.driver.listener import CollectionListener
-from slipstream.rollout.collection.driver.ready_groups import ReadyGroup, masked
-from slipstream.rollout.control.core import RolloutControl
+from slipstream.rollout.control.core import RolloutControl, Ticket
 from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.control.errors import UnknownVersion
 from slipstream.rollout.control.quarantine import Quarantine
@@ -28,7 +28,9 @@ from slipstream.rollout.tokens.trajectory import Prompt, TrajectoryHeader, count
 class LossListener(Protocol):
     """Hears of a group that has ended untrained, before the ledger does."""
 
-    def __call__(self, id_: int, prompt: Prompt, loss: Loss, note: str, ready: ReadyGroup | None, /) -> None:
+    def __call__(
+        self, id_: int, prompt: Prompt, loss: Loss, note: str, ready: CollectedGroup | None, /
+    ) -> None:
         """``ready``: the group, if it was complete and waited for a batch."""
         ...
 
@@ -67,7 +69,7 @@ class LiveBatches(Protocol):
 
 @dataclass(slots=True)
 class _Batch:
-    groups: list[ReadyGroup] = field(default_factory=list[ReadyGroup])
+    groups: list[CollectedGroup] = field(default_factory=list[CollectedGroup])
     live: list[LiveTrajectory] = field(default_factory=list[LiveTrajectory])
     version: int | None = None
     """Number of the version that is trained on it."""
@@ -87,9 +89,9 @@ class AdmissionGate:
         self,
         core: RolloutControl,
         intake: Intake,
-        journal: Journal,
+        ledger: GroupLedger,
         listener: CollectionListener,
-        ready: Iterable[ReadyGroup] = (),
+        ready: Iterable[CollectedGroup] = (),
         failures: Iterable[Sequence[int]] = (),
         live: LiveBatches | None = None,
         live_wait_s: float = 0.0,
@@ -105,7 +107,7 @@ class AdmissionGate:
         """No turn has become ready since a batch has waited for turns in vain."""
         self._core = core
         self._intake = intake
-        self._journal = journal
+        self._ledger = ledger
         self._listener = listener
         self._changes = Changes()
         self._ready = {group.id: group for group in ready}
@@ -209,24 +211,19 @@ class AdmissionGate:
         """Let groups start that have waited for prompts."""
         self._notify()
 
-    def admit(self) -> Assignment:
+    def admit(self) -> tuple[Ticket, Prompt]:
         """Give a slot to the next group. Raises ControlError when ``may_admit`` is False."""
         ticket = self._core.admit()
-        assignment = self._intake.assign(ticket)
-        self._journal.admitted(ticket, assignment.position)
+        self._ledger.admitted(ticket, self._intake.position_of(ticket))
         self._core.generating(ticket.id)
-        return assignment
-
-    def prompt_of(self, id_: int) -> Prompt:
-        """Return the prompt of a group that has not ended. Raises KeyError."""
-        return self._intake.prompt_of(id_)
+        return ticket, self._intake.prompt_of(ticket.id)
 
     def judging(self, id_: int) -> None:
         """Note that the group waits for nothing but rewards."""
         if self._core.is_open(id_):
             self._core.judging(id_)
 
-    def finished(self, groups: Sequence[ReadyGroup]) -> None:
+    def finished(self, groups: Sequence[CollectedGroup]) -> None:
         """Take complete and judged groups, which are on disk. Those without a token of loss are filtered."""
         for group in groups:
             if not self._core.is_open(group.id):
@@ -261,7 +258,7 @@ class AdmissionGate:
         self._is_ended = True
         self._changes.notify()
 
-    async def batch(self, timeout_s: float) -> list[ReadyGroup]:
+    async def batch(self, timeout_s: float) -> list[CollectedGroup]:
         """Wait for the groups of the next batch, whose turns ``live_batch`` holds. Both are empty once the
         gate was ended.
 
@@ -291,14 +288,14 @@ class AdmissionGate:
     async def step_begins(self) -> None:
         """Write down that the batch is about to be trained: the number of the next version is taken now."""
         version = self._batch.version = self._core.begin_step()
-        self._journal.step_begins(version, self._core.version, self._batch.ids)
-        await self._journal.flushed()
+        self._ledger.step_begins(version, self._core.version, self._batch.ids)
+        await self._ledger.flushed()
 
     async def step_failed(self, reason: str) -> None:
         """Write down that the trainer has ended in the step under way."""
         self._quarantine.failed(self._batch.ids)
-        self._journal.step_failed(self.next_version, reason)
-        await self._journal.flushed()
+        self._ledger.step_failed(self.next_version, reason)
+        await self._ledger.flushed()
 
     @property
     def is_stepping(self) -> bool:
@@ -321,8 +318,8 @@ class AdmissionGate:
         ``published`` follows: then the engines serve again what the trainer holds.
         """
         version = self._core.begin_copy()
-        self._journal.copy_begins(version, self._core.version)
-        await self._journal.flushed()
+        self._ledger.copy_begins(version, self._core.version)
+        await self._ledger.flushed()
         return version
 
     def published(self, version: int) -> None:
@@ -332,7 +329,7 @@ class AdmissionGate:
             lags = {version: self._core.lag(version) for version in each.trained_tokens}
             trainings += each.trainings(lags)
         self._core.published(version)
-        self._journal.published(version, trainings)
+        self._ledger.published(version, trainings)
         for group in self._batch.groups:
             self._intake.ended(group.id)
         self._quarantine.trained(self._batch.ids)
@@ -346,7 +343,7 @@ class AdmissionGate:
         self,
         core: RolloutControl,
         intake: Intake,
-        ready: Iterable[ReadyGroup],
+        ready: Iterable[CollectedGroup],
         failures: Iterable[Sequence[int]],
     ) -> None:
         """Go on with another control core: the trainer was restored from an older version.
@@ -377,7 +374,7 @@ class AdmissionGate:
         self._time_the_wait_for_turns()
         if batch is None:
             return None
-        groups = [masked(self._ready.pop(taken.id), taken.stale) for taken in batch]
+        groups = [self._ready.pop(id_).masked(stale) for id_, stale in batch.items()]
         return _Batch(groups, [] if self._live is None else self._live.trajectories())
 
     def _time_the_wait_for_turns(self) -> None:
@@ -434,7 +431,7 @@ class AdmissionGate:
         self._lost(id_, Loss.QUARANTINED, group.headers, note, group)
         self._listener.note(f"group {id_} is quarantined: {note}")
 
-    def _training(self, group: ReadyGroup) -> Training:
+    def _training(self, group: CollectedGroup) -> Training:
         """Return the account of a group that is trained by a step from the present version."""
         tokens, sampled = group.trained_tokens, group.sampled_length
         head_lag = max(map(self._core.lag, tokens), default=-1)
@@ -443,18 +440,18 @@ class AdmissionGate:
 
     def _settle_expired(self) -> bool:
         """Write down the groups that have expired. Return True if there were any."""
-        expired_groups = self._core.take_expired()
-        for expired in expired_groups:
-            group = self._ready.pop(expired.id, None)
+        expired = self._core.take_expired()
+        for id_, loss in expired.items():
+            group = self._ready.pop(id_, None)
             headers = group.headers if group else []
-            self._given_up.append(expired.id)
-            self._tell(expired.id, expired.loss, "", group)
-            self._journal.lost(expired.id, expired.loss, _sampled(headers))
-            if expired.loss is not Loss.REQUEUED:
-                self._intake.ended(expired.id)
-            self._listener.lost(expired.loss, headers)
+            self._given_up.append(id_)
+            self._tell(id_, loss, "", group)
+            self._ledger.lost(id_, loss, _sampled(headers))
+            if loss is not Loss.REQUEUED:
+                self._intake.ended(id_)
+            self._listener.lost(loss, headers)
         live_expired = self._live is not None and self._live.settle()
-        return bool(expired_groups) or live_expired
+        return bool(expired) or live_expired
 
     def _lost(
         self,
@@ -462,15 +459,15 @@ class AdmissionGate:
         loss: Loss,
         trajectories: Sequence[TrajectoryHeader],
         note: str = "",
-        ready: ReadyGroup | None = None,
+        ready: CollectedGroup | None = None,
     ) -> None:
         self._tell(id_, loss, note, ready)
-        self._journal.lost(id_, loss, _sampled(trajectories), note)
+        self._ledger.lost(id_, loss, _sampled(trajectories), note)
         self._intake.ended(id_)
         self._listener.lost(loss, trajectories, note)
         self._notify()
 
-    def _tell(self, id_: int, loss: Loss, note: str, ready: ReadyGroup | None) -> None:
+    def _tell(self, id_: int, loss: Loss, note: str, ready: CollectedGroup | None) -> None:
         if self._when_lost:
             prompt = self._intake.prompt_of(id_)
             for then in self._when_lost:

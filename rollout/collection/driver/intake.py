@@ -1,7 +1,6 @@
 """The prompt that a ticket stands for: a fresh one, or that of a group from before."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.rollout.control.core import Ticket
@@ -28,16 +27,6 @@ class PromptSource(Protocol):
     def at(self, position: int) -> Prompt: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """One group to generate."""
-
-    ticket: Ticket
-    prompt: Prompt
-    position: int
-    """Position of the prompt in the stream."""
-
-
 class Intake:
     """Finds the prompt of a ticket. Remembers the positions of the groups that have not ended."""
 
@@ -58,8 +47,8 @@ class Intake:
         """True if there is a prompt for the next ticket."""
         return self._stream.is_ready
 
-    def assign(self, ticket: Ticket) -> Assignment:
-        """Return the work that a ticket stands for."""
+    def position_of(self, ticket: Ticket) -> int:
+        """Return the position of the prompt that a ticket stands for, in the stream."""
         if ticket.id in self._positions:
             position = self._positions[ticket.id]
         elif ticket.requeued_from is not None:
@@ -67,7 +56,7 @@ class Intake:
         else:
             position = self._stream.draw()
         self._positions[ticket.id] = position
-        return Assignment(ticket, self._stream.at(position), position)
+        return position
 
     def prompt_of(self, id_: int) -> Prompt:
         """Return the prompt of a group that has not ended. Raises KeyError."""

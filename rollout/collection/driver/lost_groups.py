@@ -2,31 +2,30 @@
 
     gate: a group is lost ──► ledger: reads what is recorded of it, then forgets it ──on disk──► a collector
 
-The driver looks at no token: it passes the bytes on, as it does when it leases a group again. Collectors
+The driver looks at no token: it passes the bytes on, as it does when it assignments a group again. Collectors
 have a tokenizer. A group is logged only when its end is on disk, so that a restart cannot give it another
 one. What does not go out in time is left out, and said.
 """
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
-import msgspec
-
+from slipstream.rollout.collection.driver.assignments import Assignments, recorded
+from slipstream.rollout.collection.driver.collected_group import CollectedGroup
 from slipstream.rollout.collection.driver.gate import AdmissionGate
-from slipstream.rollout.collection.driver.journal import Journal
-from slipstream.rollout.collection.driver.leases import Leases, SampleState
-from slipstream.rollout.collection.driver.ready_groups import ReadyGroup
-from slipstream.rollout.collection.messages import JUDGED, PIECE, LostGroup, PriorSample
+from slipstream.rollout.collection.driver.group_ledger import GroupLedger
+from slipstream.rollout.collection.messages import LostGroup, PriorSample
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.errors import UnknownVersion
 from slipstream.rollout.ledger.episode_log.rows import is_chosen
+from slipstream.rollout.ledger.rows.samples import OpenSample
 from slipstream.rollout.system.changes import Changes
 from slipstream.rollout.system.frames import as_note
-from slipstream.rollout.tokens.record import REF, CorruptRecord, decode_header, decode_piece, encode
-from slipstream.rollout.tokens.trajectory import UNSAMPLED, Prompt, prompt_fields
+from slipstream.rollout.tokens.record import REF, CorruptRecord, decode_header, decode_piece
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Prompt
 
 FLUSH_TIMEOUT_S = 60.0
 """Longest wait for collectors to write what they have got."""
@@ -51,16 +50,16 @@ class LostGroups:
     def __init__(
         self,
         gate: AdmissionGate,
-        leases: Leases,
-        journal: Journal,
+        assignments: Assignments,
+        ledger: GroupLedger,
         share: float,
         samples: int,
         note: Callable[[str], None],
     ) -> None:
         """``share``: of the groups that are logged. ``samples``: episodes of a group."""
         self._gate = gate
-        self._leases = leases
-        self._journal = journal
+        self._assignments = assignments
+        self._ledger = ledger
         self._share = share
         self._samples = samples
         self._note = note
@@ -91,7 +90,7 @@ class LostGroups:
 
     async def flush(self) -> None:
         """Wait until all groups that were lost so far are written, FLUSH_TIMEOUT_S at most."""
-        await self._journal.flushed()
+        await self._ledger.flushed()
         self._flushes += 1
         for collector in self._collectors.values():
             collector.flush(self._flushes)
@@ -109,49 +108,39 @@ class LostGroups:
     def _is_behind(self) -> bool:
         return any(self._flushed.get(name, 0) < self._flushes for name in self._collectors)
 
-    def _lost(self, id_: int, prompt: Prompt, loss: Loss, note: str, ready: ReadyGroup | None) -> None:
+    def _lost(self, id_: int, prompt: Prompt, loss: Loss, note: str, ready: CollectedGroup | None) -> None:
         if not is_chosen(id_, self._share):
             return
-        recorded = list(self._ready(ready) if ready is not None else self._unfinished(id_))
+        all_samples = self._assignments.samples_of(id_) if ready is None else ready.samples
+        samples = {n: sample for n, sample in enumerate(all_samples) if sample and not sample.is_empty}
         group = LostGroup(
             id_,
             loss.value,
             as_note(note),
             self._gate.step + 1,
             self._gate.version,
-            self._lags(recorded),
-            prompt_fields(prompt),
+            self._lags(samples.values()),
+            prompt,
             self._samples,
-            [PriorSample(number, kind, header, []) for number, kind, header, _ in recorded],
+            [_described(number, sample) for number, sample in samples.items()],
         )
-        refs = [b"".join(ref for ref, _ in pieces) for *_, pieces in recorded]
+        refs = [sample.all_refs for sample in samples.values()]
         size = sum(size for each in refs for _, _, size, _ in REF.iter_unpack(each))
         if self._reading + size > MOST_READ:
             self._leave_out()
             return
         self._reading += size
-        self._journal.read_lost(refs, partial(self._read, group, recorded, size))
+        self._ledger.read_lost(refs, partial(self._read, group, size))
 
-    def _ready(self, group: ReadyGroup) -> Iterator["_Recorded"]:
-        for number, (header, refs) in enumerate(group.trajectories):
-            sample = SampleState()
-            sample.kind, sample.header, sample.refs = JUDGED, encode(header), refs
-            yield (number, sample.kind, *sample.recorded())
-
-    def _unfinished(self, id_: int) -> Iterator["_Recorded"]:
-        for number, sample in enumerate(self._leases.samples_of(id_)):
-            if sample is not None and (sample.pieces or sample.header):
-                yield (number, sample.kind, *sample.recorded())
-
-    def _lags(self, recorded: Sequence["_Recorded"]) -> list[tuple[int, int]]:
+    def _lags(self, samples: Iterable[OpenSample]) -> list[tuple[int, int]]:
         """Return the lags of the versions of all tokens. A record that cannot be read has none."""
         versions: set[int] = set()
-        for _, kind, header, pieces in recorded:
+        for sample in samples:
             try:
-                if kind == PIECE:
-                    versions.update(v for _, piece in pieces for v, _ in decode_piece(piece).spans)
+                if sample.header is None:
+                    versions.update(v for _, piece in sample.pieces for v, _ in decode_piece(piece).spans)
                 else:
-                    versions.update(version for version, _, _ in decode_header(header).runs)
+                    versions.update(version for version, _, _ in decode_header(sample.header).runs)
             except CorruptRecord:
                 continue
         lags: list[tuple[int, int]] = []
@@ -162,21 +151,12 @@ class LostGroups:
                 continue
         return lags
 
-    def _read(
-        self, group: LostGroup, recorded: Sequence["_Recorded"], size: int, chunks: Sequence[bytes | None]
-    ) -> None:
+    def _read(self, group: LostGroup, size: int, chunks: Sequence[bytes | None]) -> None:
         """Send a group with what the ledger has read of it: ``size`` bytes at the most."""
         self._reading -= size
-        payload: list[bytes] = []
-        samples: list[PriorSample] = []
-        for sample, (*_, pieces), data in zip(group.recorded, recorded, chunks, strict=True):
-            if data is None:
-                continue
-            sample.pieces = [(REF.unpack(ref)[2], piece) for ref, piece in pieces]
-            samples.append(sample)
-            payload.append(data)
-        group.recorded = samples
-        self._send(group, payload)
+        read = list(zip(group.recorded, chunks, strict=True))
+        group.recorded = [sample for sample, data in read if data is not None]
+        self._send(group, [data for _, data in read if data is not None])
 
     def _send(self, group: LostGroup, chunks: list[bytes]) -> None:
         names = list(self._collectors)
@@ -195,5 +175,7 @@ class LostGroups:
             )
 
 
-_Recorded = tuple[int, int, msgspec.Raw, list[tuple[bytes, msgspec.Raw]]]
-"""Number, kind and header of an episode, and ``record.REF`` of each of its pieces with the piece's header."""
+def _described(number: int, sample: OpenSample) -> PriorSample:
+    """Return what is recorded of an episode as messages have it."""
+    header, pieces = recorded(sample)
+    return PriorSample(number, sample.state, header, [(REF.unpack(ref)[2], piece) for ref, piece in pieces])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from slipstream.rollout.collection.messages import Evaluated, Question
-from slipstream.rollout.tokens.trajectory import Prompt, prompt_fields
+from slipstream.rollout.tokens.trajectory import Prompt
 
 
 class Asking(Protocol):
@@ -58,7 +58,7 @@ class EvaluationTasks:
         self._begins(step)
         return await self._ask(
             [
-                Question(next(self._numbers), prompt_fields(prompt), version, step, sample)
+                Question(next(self._numbers), prompt, version, step, sample)
                 for prompt in prompts
                 for sample in range(samples)
             ]

@@ -9,17 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from slipstream.rollout.collection.driver.collected_group import CollectedGroup
 from slipstream.rollout.collection.driver.intake import PromptSource
-from slipstream.rollout.collection.driver.leases import LeasedGroup, SampleState
-from slipstream.rollout.collection.driver.ready_groups import ReadyGroup, StoredTrajectory
-from slipstream.rollout.collection.messages import ANSWERED, JUDGED
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.ledger import recovery
+from slipstream.rollout.ledger.reading.contents import sampled_tokens
+from slipstream.rollout.ledger.rows.samples import JUDGED
 from slipstream.rollout.tokens.record import decode_header, decode_piece
 from slipstream.rollout.tokens.trajectory import UNSAMPLED
-
-KINDS = {"answered": ANSWERED, "judged": JUDGED}
-"""Kinds of whole trajectories by their state in the ledger."""
 
 
 class Discarding(Protocol):
@@ -32,20 +29,10 @@ class Discarding(Protocol):
 class RestoredGroups:
     """The groups that hold slots again."""
 
-    ready: list[ReadyGroup] = field(default_factory=list[ReadyGroup])
-    continued: list[LeasedGroup] = field(default_factory=list[LeasedGroup])
+    ready: list[CollectedGroup] = field(default_factory=list[CollectedGroup])
+    continued: list[CollectedGroup] = field(default_factory=list[CollectedGroup])
     restarted: int = 0
     """Number of groups that are generated again."""
-
-
-@dataclass(frozen=True)
-class _Found:
-    group: recovery.OpenGroup
-    samples: list[SampleState | None]
-    versions: frozenset[int]
-    """Policy versions of the tokens that carry loss or may do so."""
-    tokens: int
-    """Sampled tokens."""
 
 
 def take_up(
@@ -62,27 +49,30 @@ def take_up(
     changed, so that groups which are not complete begin again. Raises CorruptRecord.
     """
     restored = RestoredGroups()
-    begun: list[_Found] = []
+    begun: list[tuple[recovery.OpenGroup, frozenset[int]]] = []
+    """Groups with the policy versions of the tokens that carry loss or may do so."""
     restarted: dict[int, int] = {}
     """Groups that are generated again, with the number of times that the prompt of each was requeued."""
     for group in groups:
-        found = _read(group, samples)
-        if found.versions or group.is_ready:
-            begun.append(found)
+        versions = _versions(group)
+        if group.is_ready:
+            begun.append((group, versions))
+        elif versions:
+            begun.append((group, control.may_have(versions)))
         else:
             restarted[group.id] = group.requeues
-    for found in sorted(begun, key=lambda found: (-_head_lag(found, control), found.group.id)):
-        id_, requeues, versions = found.group.id, found.group.requeues, _versions(found, control)
-        if found.group.is_ready:
+    begun.sort(key=lambda each: (-max(map(control.lag, each[1]), default=0), each[0].id))
+    for group, versions in begun:
+        id_, requeues = group.id, group.requeues
+        if group.is_ready:
             if control.restore_ready(id_, versions, requeues):
-                restored.ready.append(_ready(found))
+                restored.ready.append(_collected(group, group.version, prompts, samples).counted())
                 continue
         elif not other_prompts and (ticket := control.restore_open(id_, versions, requeues)):
-            prompt = prompts.at(found.group.position)
-            restored.continued.append(LeasedGroup(ticket, prompt, found.samples))
+            restored.continued.append(_collected(group, ticket.version, prompts, samples))
             control.generating(id_)
             continue
-        ledger.discarded(id_, found.tokens)
+        ledger.discarded(id_, sum(map(sampled_tokens, group.samples.values())))
         restarted[id_] = requeues
     for id_, requeues in sorted(restarted.items()):
         control.restore_unstarted(id_, requeues)
@@ -90,39 +80,24 @@ def take_up(
     return restored
 
 
-def _read(group: recovery.OpenGroup, n: int) -> _Found:
-    samples: list[SampleState | None] = [None] * n
+def _versions(group: recovery.OpenGroup) -> frozenset[int]:
+    """Return the versions of the group's tokens that carry loss or may do so. Raises CorruptRecord."""
     versions: set[int] = set()
-    tokens = 0
-    for number, stored in group.samples.items():
-        sample = samples[number] = SampleState()
-        if stored.state in KINDS and stored.header is not None:
-            header = decode_header(stored.header)
-            sample.kind, sample.refs, sample.header = KINDS[stored.state], stored.refs, stored.header
-            sample.trajectory = header if sample.kind == JUDGED else None
-            versions.update(header.trained_tokens)
-            tokens += header.sampled_length
+    for sample in group.samples.values():
+        if sample.header is not None:
+            versions.update(decode_header(sample.header).trained_tokens)
             continue
-        sample.pieces = list(stored.pieces)
-        spans = [span for _, piece in stored.pieces for span in decode_piece(piece).spans]
+        spans = [span for _, piece in sample.pieces for span in decode_piece(piece).spans]
         versions.update(version for version, _ in spans if version != UNSAMPLED)
-        tokens += sum(length for _, length in spans)
-    return _Found(group, samples, frozenset(versions), tokens)
+    return frozenset(versions)
 
 
-def _versions(found: _Found, control: RolloutControl) -> frozenset[int]:
-    """Return the versions of all tokens that the group has or can have before the next version."""
-    return found.versions if found.group.is_ready else control.may_have(found.versions)
-
-
-def _head_lag(found: _Found, control: RolloutControl) -> int:
-    return max(map(control.lag, _versions(found, control)), default=0)
-
-
-def _ready(found: _Found) -> ReadyGroup:
-    trajectories: list[StoredTrajectory] = []
-    for sample in found.samples:
-        assert sample is not None
-        assert sample.trajectory is not None
-        trajectories.append(StoredTrajectory(sample.trajectory, sample.refs))
-    return ReadyGroup(found.group.id, tuple(trajectories))
+def _collected(
+    group: recovery.OpenGroup, version: int, prompts: PromptSource, samples: int
+) -> CollectedGroup:
+    """Return a group with what exists of it, as its new assignment needs it, or its batch."""
+    for sample in group.samples.values():
+        if sample.state == JUDGED and sample.header is not None:
+            sample.judged = decode_header(sample.header)
+    recorded = [group.samples.get(number) for number in range(samples)]
+    return CollectedGroup(group.id, version, prompts.at(group.position), recorded)

@@ -21,16 +21,16 @@ from typing import cast
 import msgspec
 from aiohttp import WSMsgType, web
 
-from slipstream.rollout.collection.driver.journal import Journal
-from slipstream.rollout.collection.driver.leases import Leases
+from slipstream.rollout.collection.driver.assignments import Assignments
+from slipstream.rollout.collection.driver.group_ledger import GroupLedger
 from slipstream.rollout.collection.driver.lost_groups import LostGroups
 from slipstream.rollout.collection.driver.questions import EvaluationTasks
 from slipstream.rollout.collection.messages import (
     BLOCKED,
     FRAME_BYTES,
     UP,
+    Assignment,
     Down,
-    Lease,
     LostGroup,
     Question,
     Up,
@@ -91,16 +91,16 @@ class Connection:
         self._due = asyncio.Event()
         self._given_up = asyncio.Event()
 
-    def lease(self, lease: Lease, chunks: Sequence[bytes]) -> None:
-        self._next.leases.append(lease)
+    def assign(self, assignment: Assignment, chunks: Sequence[bytes]) -> None:
+        self._next.assignments.append(assignment)
         self._payload += chunks
         self._payload_bytes += sum(map(len, chunks))
         if self._payload_bytes >= FRAME_BYTES:
             self._begin_message()
         self._due.set()
 
-    def cancel(self, group: int, lease: int) -> None:
-        self._next.cancelled.append((group, lease))
+    def cancel(self, group: int, assignment: int) -> None:
+        self._next.cancelled.append((group, assignment))
         self._due.set()
 
     def ask(self, question: Question) -> None:
@@ -181,10 +181,10 @@ class CollectorServer:
     def __init__(
         self,
         key: Key,
-        leases: Leases,
+        assignments: Assignments,
         questions: EvaluationTasks,
         roster: EngineRoster,
-        journal: Journal,
+        ledger: GroupLedger,
         silence_s: float = SILENCE_S,
         lost: LostGroups | None = None,
     ) -> None:
@@ -193,10 +193,10 @@ class CollectorServer:
         recipe asks for no log.
         """
         self._authorization = key.header.encode()
-        self._leases = leases
+        self._assignments = assignments
         self._questions = questions
         self._roster = roster
-        self._journal = journal
+        self._ledger = ledger
         self._silence_s = silence_s
         self._lost = lost
         self._connections: dict[str, Connection] = {}
@@ -268,7 +268,7 @@ class CollectorServer:
             report = BLOCKED.decode(data)
         except msgspec.MsgspecError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
-        self._leases.blocked(name, report.group, report.traceback)
+        self._assignments.blocked(name, report.group, report.traceback)
         return web.Response()
 
     async def _connected(self, request: web.Request) -> web.WebSocketResponse:
@@ -281,7 +281,7 @@ class CollectorServer:
             await socket.prepare(request)
             self._roster.joined(name)
             connection.routing_changed()
-            self._leases.joined(name, connection)
+            self._assignments.joined(name, connection)
             self._questions.joined(name, connection)
             if self._lost is not None:
                 self._lost.joined(name, connection)
@@ -325,7 +325,7 @@ class CollectorServer:
             del self._connections[name]
             connection.give_up()
             self._roster.left(name)
-            self._leases.left(name)
+            self._assignments.left(name)
             self._questions.left(name)
             if self._lost is not None:
                 self._lost.left(name)
@@ -338,10 +338,10 @@ class CollectorServer:
             if message.type is not WSMsgType.BINARY:
                 raise MalformedFrame(f"a frame of type {message.type}")
             self._take(connection.name, *split(cast(bytes, message.data), UP))
-            if self._journal.backlog > BACKLOG_BYTES:
+            if self._ledger.backlog > BACKLOG_BYTES:
                 connection.is_held = True
-                while self._journal.backlog > BACKLOG_BYTES:
-                    await self._journal.flushed()
+                while self._ledger.backlog > BACKLOG_BYTES:
+                    await self._ledger.flushed()
                 connection.is_held, connection.heard_s = False, clock()
 
     def _take(self, name: str, message: Up, payload: memoryview) -> None:
@@ -350,7 +350,7 @@ class CollectorServer:
             raise CollectionFailed(f"{name}: {message.fatal}")
         if message.status is not None:
             self._roster.reported(name, message.status.pool)
-        self._leases.received(name, message, payload)
+        self._assignments.received(name, message, payload)
         for result in message.evaluated:
             self._questions.answered(name, result)
         if message.flushed is not None and self._lost is not None:

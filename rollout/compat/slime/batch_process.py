@@ -22,7 +22,7 @@ from slipstream.rollout.system.programs.hook_process import WrongAnswer, serve_a
 from slipstream.rollout.tokens.evaluated_set import EvaluatedSet
 from slipstream.rollout.tokens.record import decode_trajectory
 from slipstream.rollout.tokens.tokenizer import load_tokenizer
-from slipstream.rollout.tokens.trajectory import Group, Prompt
+from slipstream.rollout.tokens.trajectory import Group
 
 
 class BatchHooksProcess:
@@ -59,7 +59,7 @@ class BatchHooksProcess:
         for number, records in itertools.groupby(episodes, key=lambda episode: episode.group):
             members = list(records)
             trajectories = tuple(decode_trajectory(each.chunks, each.header) for each in members)
-            group = Group(number, Prompt(*members[0].prompt), 0, trajectories)
+            group = Group(number, members[0].prompt, 0, trajectories)
             samples += itertools.chain.from_iterable(self._rebuilder.of_group(group))
         return samples
 

@@ -82,7 +82,7 @@ class SampleRebuilder:
         statuses = cast("Any", self._sample).Status
         samples: list[Any] = []
         for number, reward in enumerate(evaluated.rewards):
-            prompt = Prompt(*evaluated.prompts[number]) if evaluated.prompts else None
+            prompt = evaluated.prompts[number] if evaluated.prompts else None
             index = number if prompt is None else prompt.id
             samples.append(
                 self._sample(

@@ -12,7 +12,6 @@ from slipstream.rollout.ledger.audit.training import tokens_by_version
 from slipstream.rollout.ledger.lineage import INITIAL, BrokenTree
 from slipstream.rollout.ledger.rows.samples import (
     JUDGED,
-    NAMES,
     SAMPLES,
     Fold,
     OpenSample,
@@ -111,7 +110,7 @@ class _Stored:
             self.mislabelled.append(f"{group.id} (versions {few(sorted(unknown))} were never begun)")
         if group.state == "admitted":
             return
-        judged = [sample for sample in group.samples.values() if sample.state == NAMES[JUDGED]]
+        judged = [sample for sample in group.samples.values() if sample.state == JUDGED]
         if len(judged) != self._samples or len(judged) != len(group.samples):
             self.incomplete.append(group.id)
         elif len(headers) == len(judged):

@@ -11,7 +11,6 @@ from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.ledger.rows.holds import Eras, Holds
 from slipstream.rollout.ledger.rows.samples import (
     JUDGED,
-    NAMES,
     SAMPLES,
     VOID,
     Fold,
@@ -235,7 +234,7 @@ class _Reader:
     def check_ready_groups(self, n_samples: int) -> None:
         """Have groups go on that were ready and are not complete any more."""
         for group in self.contents.open:
-            judged = sum(sample.state == NAMES[JUDGED] for sample in group.samples.values())
+            judged = sum(sample.state == JUDGED for sample in group.samples.values())
             if not group.is_ready or judged == n_samples:
                 continue
             group.is_ready = False

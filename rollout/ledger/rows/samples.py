@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 
 from slipstream.rollout.ledger.storage.database import BrokenSeal, unsealed
 from slipstream.rollout.tokens.record import REF
+from slipstream.rollout.tokens.trajectory import TrajectoryHeader
 
 SAMPLES = 1 << 16
 """Largest number of samples of a group. Keys of samples are group id * SAMPLES + sample."""
 
 GROWING, ANSWERED, JUDGED, VOID = range(4)
-NAMES = ("growing", "answered", "judged")
 WHOLE = -1
 """``base`` of a row that is no piece."""
 
@@ -44,18 +44,25 @@ def stored(id_: int, row: SampleRow) -> StoredRow:
     return id_, key, state, base, refs, header + crc.to_bytes(4, "little")
 
 
-@dataclass
+@dataclass(slots=True)
 class OpenSample:
-    """What exists of one sample of a group."""
+    """What exists of one sample of a group that has not ended: in the ledger, and with the driver."""
 
-    state: str = NAMES[GROWING]
-    """growing, answered or judged"""
+    state: int = GROWING
+    """GROWING, ANSWERED or JUDGED."""
     refs: bytes = b""
     """``record.REF`` of each chunk of a whole trajectory, one behind the other; empty while it grows."""
     header: bytes | None = None
     """Encoded ``TrajectoryHeader`` of a whole trajectory."""
     pieces: list[tuple[bytes, bytes]] = field(default_factory=list[tuple[bytes, bytes]])
     """Packed ``record.REF`` and encoded ``PieceHeader`` of each piece, while it grows."""
+    judged: TrajectoryHeader | None = field(default=None, compare=False)
+    """The decoded header of a judged one, where the driver holds it."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the whole trajectory is there, judged or not."""
+        return self.header is not None
 
     @property
     def is_empty(self) -> bool:
@@ -68,7 +75,7 @@ class OpenSample:
 
     def cut(self, pieces: int) -> None:
         """Forget the whole trajectory, and all but the first ``pieces`` pieces."""
-        self.state, self.refs, self.header = NAMES[GROWING], b"", None
+        self.state, self.refs, self.header, self.judged = GROWING, b"", None, None
         del self.pieces[pieces:]
 
     def add(self, state: int, base: int, refs: bytes | None, header: bytes) -> str | None:
@@ -84,7 +91,7 @@ class OpenSample:
             if refs is None and self.is_empty:
                 return "the reward of a trajectory that is not there"
             self.refs = self.all_refs if refs is None else refs
-            self.state, self.header, self.pieces = NAMES[state], header, []
+            self.state, self.header, self.pieces = state, header, []
         else:
             return f"a row has the state {state}"
         return None
@@ -92,7 +99,7 @@ class OpenSample:
     def rows(self, key: int) -> list[SampleRow]:
         """Return rows that make this state from any other one."""
         if self.header is not None:
-            return [(key, NAMES.index(self.state), WHOLE, self.refs, self.header)]
+            return [(key, self.state, WHOLE, self.refs, self.header)]
         pieces: list[SampleRow] = [
             (key, GROWING, number, ref, header) for number, (ref, header) in enumerate(self.pieces)
         ]

@@ -26,10 +26,8 @@ from slipstream.rollout.tokens.trajectory import (
     Finish,
     Messages,
     Prompt,
-    PromptFields,
     RewardParts,
     Trajectory,
-    prompt_fields,
 )
 
 LONGEST_REPLY = 1 << 24
@@ -119,28 +117,28 @@ class EpisodeQuestion(msgspec.Struct, array_like=True, tag="q", gc=False):
     """A finished episode whose reward is asked for."""
 
     number: int
-    prompt: PromptFields
+    prompt: Prompt
     episode: FinishedEpisode
     engines: bytes = b""
     """The engines that serve now (``engine.serving.encoded``), if the judge asks any."""
 
     def arguments(self) -> tuple[Prompt, str, Trajectory]:
         """Return the arguments of ``Reward.score``."""
-        return Prompt(*self.prompt), self.episode.response, self.episode.trajectory()
+        return self.prompt, self.episode.response, self.episode.trajectory()
 
 
 class GroupQuestion(msgspec.Struct, array_like=True, tag="g", gc=False):
     """The finished episodes of a group, whose rewards are asked for at once."""
 
     number: int
-    prompt: PromptFields
+    prompt: Prompt
     episodes: list[FinishedEpisode]
     engines: bytes = b""
 
     def arguments(self) -> tuple[Prompt, list[str], list[Trajectory]]:
         """Return the arguments of ``GroupReward.score_group``."""
         responses = [episode.response for episode in self.episodes]
-        return Prompt(*self.prompt), responses, [episode.trajectory() for episode in self.episodes]
+        return self.prompt, responses, [episode.trajectory() for episode in self.episodes]
 
 
 class TurnQuestion(msgspec.Struct, array_like=True, tag="t", gc=False):
@@ -264,7 +262,7 @@ def framed_question(
 ) -> bytes:
     """Return the frame of a question. Raises what ``framed`` raises."""
     episode = _finished(response, trajectory)
-    return framed(EpisodeQuestion(number, prompt_fields(prompt), episode, engines()))
+    return framed(EpisodeQuestion(number, prompt, episode, engines()))
 
 
 def framed_group(
@@ -276,7 +274,7 @@ def framed_group(
 ) -> bytes:
     """Return the frame of a question about a whole group. Raises what ``framed`` raises."""
     episodes = [_finished(*each) for each in zip(responses, trajectories, strict=True)]
-    return framed(GroupQuestion(number, prompt_fields(prompt), episodes, engines()))
+    return framed(GroupQuestion(number, prompt, episodes, engines()))
 
 
 def _finished(response: str, trajectory: Trajectory) -> FinishedEpisode:

@@ -1,4 +1,4 @@
-"""Leases: every group ends once, whoever works on it, and whatever becomes of whoever works on it."""
+"""Assignments: every group ends once, whoever works on it, and whatever becomes of whoever works on it."""
 
 import asyncio
 import random
@@ -12,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from slipstream.rollout.collection.driver.assignments import Assignments
 from slipstream.rollout.collection.driver.gate import AdmissionGate
+from slipstream.rollout.collection.driver.group_ledger import NoLedger
 from slipstream.rollout.collection.driver.intake import Intake
-from slipstream.rollout.collection.driver.journal import NoJournal
-from slipstream.rollout.collection.driver.leases import Leases
 from slipstream.rollout.collection.driver.lost_groups import LostGroups
 from slipstream.rollout.collection.messages import (
     ANSWERED,
@@ -26,9 +26,9 @@ from slipstream.rollout.collection.messages import (
     PIECE,
     TRAIN,
     UP,
+    Assignment,
     Event,
     GroupVerdict,
-    Lease,
     LostGroup,
     Up,
 )
@@ -46,7 +46,7 @@ def header(version: int, reward: float | None = None, tokens: int = 2) -> Trajec
     return TrajectoryHeader(((UNSAMPLED, False, 1), (version, True, 1 + tokens)), Finish.STOP, reward=reward)
 
 
-class Held(NoJournal):
+class Held(NoLedger):
     """A ledger whose commits the test controls. It keeps payload, and what is on disk of each sample."""
 
     def __init__(self) -> None:
@@ -126,9 +126,9 @@ ENDS = {"filtered", "failed", "expired"}
 
 @dataclass
 class Working:
-    """One leased group, as its collector knows it."""
+    """One assigned group, as its collector knows it."""
 
-    lease: Lease
+    assignment: Assignment
     pieces: list[list[bytes]]
     """Chunks of each unfinished sample."""
     kinds: list[int]
@@ -144,22 +144,22 @@ class FakeCollector:
     samples: int
     working: dict[int, Working] = field(default_factory=dict)
     heard: list[tuple[str, tuple]] = field(default_factory=list)
-    """Leases and cancellations that have not arrived."""
+    """Assignments and cancellations that have not arrived."""
     outbox: Up = field(default_factory=Up)
     payload: list[bytes] = field(default_factory=list)
     owed: int = 0
-    """Episodes that are leased here and not given back, by the driver's account."""
-    all_leases: list[tuple[Lease, list[bytes]]] = field(default_factory=list)
+    """Episodes that are assigned here and not given back, by the driver's account."""
+    all_leases: list[tuple[Assignment, list[bytes]]] = field(default_factory=list)
 
-    # -- leases.Outgoing
+    # -- assignments.Outgoing
 
-    def lease(self, lease: Lease, chunks: Sequence[bytes]) -> None:
-        self.all_leases.append((lease, list(chunks)))
-        self.heard.append(("lease", (lease, list(chunks))))
+    def assign(self, assignment: Assignment, chunks: Sequence[bytes]) -> None:
+        self.all_leases.append((assignment, list(chunks)))
+        self.heard.append(("assignment", (assignment, list(chunks))))
         self.owed += self.samples
 
-    def cancel(self, group: int, lease: int) -> None:
-        self.heard.append(("cancel", (group, lease)))
+    def cancel(self, group: int, assignment: int) -> None:
+        self.heard.append(("cancel", (group, assignment)))
 
     # -- its process
 
@@ -167,14 +167,17 @@ class FakeCollector:
         """Let everything arrive that the driver has said."""
         heard, self.heard = self.heard, []
         for kind, what in heard:
-            if kind == "lease":
-                lease, chunks = what
-                assert lease.lease not in self.working
+            if kind == "assignment":
+                assignment, chunks = what
+                assert assignment.number not in self.working
                 working = Working(
-                    lease, [[] for _ in range(self.samples)], [PIECE] * self.samples, [False] * self.samples
+                    assignment,
+                    [[] for _ in range(self.samples)],
+                    [PIECE] * self.samples,
+                    [False] * self.samples,
                 )
-                self.working[lease.lease] = working
-                for prior in lease.prior:
+                self.working[assignment.number] = working
+                for prior in assignment.prior:
                     sizes = [size for size, _ in prior.pieces]
                     own, chunks = chunks[: len(sizes)], chunks[len(sizes) :]
                     assert [len(chunk) for chunk in own] == sizes
@@ -204,13 +207,15 @@ class FakeCollector:
         pieces = working.pieces[sample]
         base = len(pieces) if base is None else min(base, len(pieces))
         piece = msgspec.Raw(encode(PieceHeader(0, b"", ((0, len(chunk)),))))
-        self.say(Event(working.lease.group, working.lease.lease, sample, PIECE, piece, base), chunk)
+        self.say(
+            Event(working.assignment.group, working.assignment.number, sample, PIECE, piece, base), chunk
+        )
         pieces[base:] = [chunk]
 
     def answer(self, working: Working, sample: int, chunk: bytes, kind: int, version: int) -> None:
         raw = msgspec.Raw(encode(header(version, None if kind == ANSWERED else 0.5)))
         base = len(working.pieces[sample])
-        self.say(Event(working.lease.group, working.lease.lease, sample, kind, raw, base), chunk)
+        self.say(Event(working.assignment.group, working.assignment.number, sample, kind, raw, base), chunk)
         working.pieces[sample].append(chunk)
         working.kinds[sample] = kind
         self.give_back(working, sample)
@@ -218,12 +223,14 @@ class FakeCollector:
     def judge(self, working: Working, sample: int, version: int, chunk: bytes) -> None:
         """Send a reward, and a chunk with a teacher's scores unless it is empty."""
         raw = msgspec.Raw(encode(header(version, 0.5)))
-        self.say(Event(working.lease.group, working.lease.lease, sample, JUDGED, raw), chunk)
+        self.say(Event(working.assignment.group, working.assignment.number, sample, JUDGED, raw), chunk)
         working.kinds[sample] = JUDGED
 
     def decide(self, working: Working, verdict: int) -> None:
-        self.outbox.verdicts.append(GroupVerdict(working.lease.group, working.lease.lease, verdict, "note"))
-        del self.working[working.lease.lease]
+        self.outbox.verdicts.append(
+            GroupVerdict(working.assignment.group, working.assignment.number, verdict, "note")
+        )
+        del self.working[working.assignment.number]
         self.give_back(working, *range(self.samples))
 
     def take_outbox(self) -> tuple[Up, memoryview]:
@@ -284,19 +291,21 @@ class Schedule(RuleBasedStateMachine):
         self.journal, self.listener = Held(), Listener()
         stream = PromptStream(PromptSet.of([Prompt(i, "?") for i in range(5)]), shuffle=False, seed=0)
         self.gate = AdmissionGate(self.core, Intake(stream), self.journal, self.listener)
-        self.leases = Leases(self.gate, self.journal, self.listener, lambda name: self.share, samples)
+        self.assignments = Assignments(
+            self.gate, self.journal, self.listener, lambda name: self.share, samples
+        )
         self.log = FakeLog(self)
-        lost = LostGroups(self.gate, self.leases, self.journal, 1.0, samples, print)
+        lost = LostGroups(self.gate, self.assignments, self.journal, 1.0, samples, print)
         lost.joined("log", self.log)
         self.collectors: dict[str, FakeCollector] = {}
         self.numbers = 0
         self.rounds = 0
         self.held: dict[tuple[int, int], tuple[int, list[bytes]]] = {}
         """Kind and chunks of each sample, by what has been delivered."""
-        self.leases.open()
+        self.assignments.open()
 
     def teardown(self):
-        if hasattr(self, "leases"):
+        if hasattr(self, "assignments"):
             self.finish()
         self.loop.close()
 
@@ -309,7 +318,7 @@ class Schedule(RuleBasedStateMachine):
             collector = self.collectors[f"collector-{self.numbers}"] = FakeCollector(
                 f"collector-{self.numbers}", self.samples
             )
-            self.leases.joined(collector.name, collector)
+            self.assignments.joined(collector.name, collector)
 
     @precondition(lambda self: self.collectors)
     @rule(data=st.data(), seed=st.integers(0, 2**16), hears=st.booleans())
@@ -374,9 +383,9 @@ class Schedule(RuleBasedStateMachine):
             return None
         collector = self.any_collector(data)
         message, payload = collector.take_outbox()
-        decided = {(verdict.group, verdict.lease) for verdict in message.verdicts}
+        decided = {(verdict.group, verdict.assignment) for verdict in message.verdicts}
         working = [each for each in collector.working.values() if not self.is_void(each)]
-        ids = (working[0].lease.group, working[0].lease.lease) if working else (0, 0)
+        ids = (working[0].assignment.group, working[0].assignment.number) if working else (0, 0)
         broken, unjudged = msgspec.Raw(b"\x91\xc0"), msgspec.Raw(encode(header(0)))
         kind = working[0].kinds[0] if working else PIECE
         bad = [
@@ -402,7 +411,7 @@ class Schedule(RuleBasedStateMachine):
         if isinstance(bad, Event):
             assert {id_ for id_, states in self.journal.states.items() if states[-1] == "ready"} == ready
         else:
-            assert not decided & {(id_, group.lease) for id_, group in self.leases._groups.items()}
+            assert not decided & {(id_, group.assignment) for id_, group in self.assignments._groups.items()}
         return self.die(collector)
 
     @precondition(lambda self: self.collectors)
@@ -413,9 +422,9 @@ class Schedule(RuleBasedStateMachine):
         collector = self.any_collector(data)
         if collector.working:
             working = data.draw(st.sampled_from(list(collector.working.values())))
-            self.leases.blocked(collector.name, working.lease.group, "traceback")
+            self.assignments.blocked(collector.name, working.assignment.group, "traceback")
         else:
-            self.leases.blocked(collector.name, 10**6, "traceback")
+            self.assignments.blocked(collector.name, 10**6, "traceback")
         self.die(collector)
 
     @rule(publishes=st.booleans(), commits=st.booleans())
@@ -450,9 +459,9 @@ class Schedule(RuleBasedStateMachine):
 
     @invariant()
     def slots_are_those_of_open_groups(self):
-        if not hasattr(self, "leases"):
+        if not hasattr(self, "assignments"):
             return
-        open_ids = set(self.leases._groups)
+        open_ids = set(self.assignments._groups)
         is_ended = ("ready", "filtered", "expired", "failed", "trained")
         for id_, states in self.journal.states.items():
             ends = [state for state in states if state in is_ended]
@@ -467,26 +476,28 @@ class Schedule(RuleBasedStateMachine):
             assert "trained" not in ends or ends[0] == "ready"
 
     @invariant()
-    def each_collector_owes_what_it_was_leased_and_has_not_given_back(self):
+    def each_collector_owes_what_it_was_assigned_and_has_not_given_back(self):
         for name, collector in getattr(self, "collectors", {}).items():
-            assert self.leases._collectors[name].generating == collector.owed >= 0
+            assert self.assignments._collectors[name].generating == collector.owed >= 0
 
     @invariant()
-    def a_group_has_one_lease_and_its_collector_lives(self):
-        if not hasattr(self, "leases"):
+    def a_group_has_one_assignment_and_its_collector_lives(self):
+        if not hasattr(self, "assignments"):
             return
-        waiting = [group.ticket.id for group in self.leases._waiting]
+        waiting = [group.id for group in self.assignments._waiting]
         assert len(set(waiting)) == len(waiting)
-        for id_, group in self.leases._groups.items():
-            assert (group.lease == 0) == (id_ in waiting)
-            if group.lease:
-                assert id_ in self.leases._collectors[group.collector].groups
-        for name, collector in self.leases._collectors.items():
-            assert {id_ for id_, g in self.leases._groups.items() if g.collector == name} >= collector.groups
+        for id_, group in self.assignments._groups.items():
+            assert (group.assignment == 0) == (id_ in waiting)
+            if group.assignment:
+                assert id_ in self.assignments._collectors[group.collector].groups
+        for name, collector in self.assignments._collectors.items():
+            assert {
+                id_ for id_, g in self.assignments._groups.items() if g.collector == name
+            } >= collector.groups
 
     @invariant()
     def nothing_is_ready_before_it_is_on_disk(self):
-        if hasattr(self, "leases"):
+        if hasattr(self, "assignments"):
             durable = {g.id for g in self.gate._ready.values()}
             pending = {g.id for then in self.journal.then for g in then.args[0]}
             assert not durable & pending
@@ -497,8 +508,8 @@ class Schedule(RuleBasedStateMachine):
         return self.collectors[data.draw(st.sampled_from(sorted(self.collectors)))]
 
     def is_void(self, working: Working) -> bool:
-        group = self.leases._groups.get(working.lease.group)
-        return group is None or group.lease != working.lease.lease
+        group = self.assignments._groups.get(working.assignment.group)
+        return group is None or group.assignment != working.assignment.number
 
     def note_held(self, message: Up, payload: memoryview) -> None:
         """Keep an account of what the driver holds, apart from the product's."""
@@ -506,8 +517,8 @@ class Schedule(RuleBasedStateMachine):
         for event in message.events:
             chunk = bytes(payload[start : start + event.size])
             start += event.size
-            group = self.leases._groups.get(event.group)
-            if group is None or group.lease != event.lease or event.sample >= self.samples:
+            group = self.assignments._groups.get(event.group)
+            if group is None or group.assignment != event.assignment or event.sample >= self.samples:
                 continue
             kind, chunks = self.held.get((event.group, event.sample), (PIECE, []))
             if event.base > len(chunks) or (event.kind == PIECE and not chunk):
@@ -521,7 +532,7 @@ class Schedule(RuleBasedStateMachine):
                 self.held[event.group, event.sample] = event.kind, chunks + [chunk] * bool(chunk)
 
     def take(self, collector: FakeCollector, message: Up, payload: memoryview) -> None:
-        self.leases.received(collector.name, message, payload)
+        self.assignments.received(collector.name, message, payload)
 
     def deliver(self, collector: FakeCollector) -> None:
         message, payload = collector.take_outbox()
@@ -530,34 +541,36 @@ class Schedule(RuleBasedStateMachine):
 
     def die(self, collector: FakeCollector) -> None:
         before = {id_: list(each) for id_, each in self.held.items()}
-        lost = set(self.leases._collectors[collector.name].groups)
+        lost = set(self.assignments._collectors[collector.name].groups)
         fresh = set(self.journal.states)
         del self.collectors[collector.name]
         counts = {name: len(other.all_leases) for name, other in self.collectors.items()}
-        self.leases.left(collector.name)
+        self.assignments.left(collector.name)
         handed = [
-            (lease, chunks)
+            (assignment, chunks)
             for name, other in self.collectors.items()
-            for lease, chunks in other.all_leases[counts[name] :]
+            for assignment, chunks in other.all_leases[counts[name] :]
         ]
-        admitted = [lease.group for lease, _ in handed if lease.group not in fresh]
-        again = [lease.group for lease, _ in handed if lease.group in fresh]
+        admitted = [assignment.group for assignment, _ in handed if assignment.group not in fresh]
+        again = [assignment.group for assignment, _ in handed if assignment.group in fresh]
         assert set(again) <= lost | set(fresh)
         if admitted:
-            assert not self.leases._waiting, "whoever has lost its collector goes first"
-        for lease, chunks in handed:
-            for prior in lease.prior:
-                kind, held = before[lease.group, prior.sample]
+            assert not self.assignments._waiting, "whoever has lost its collector goes first"
+        for assignment, chunks in handed:
+            for prior in assignment.prior:
+                kind, held = before[assignment.group, prior.sample]
                 own, chunks = chunks[: len(prior.pieces)], chunks[len(prior.pieces) :]
                 assert (prior.kind, own) == (kind, held)
             assert not chunks
-            numbers = [prior.sample for prior in lease.prior]
-            assert numbers == [n for n in range(self.samples) if before.get((lease.group, n), (0, []))[1]]
+            numbers = [prior.sample for prior in assignment.prior]
+            assert numbers == [
+                n for n in range(self.samples) if before.get((assignment.group, n), (0, []))[1]
+            ]
 
     def collect(self) -> None:
         given_up, self.gate._given_up, self.gate._has_changed = self.gate._given_up, [], False
-        self.leases.give_up(given_up)
-        self.leases.grant()
+        self.assignments.give_up(given_up)
+        self.assignments.grant()
 
     def complete(self, collector: FakeCollector) -> None:
         """Let a collector finish everything that it works on."""
@@ -574,7 +587,7 @@ class Schedule(RuleBasedStateMachine):
     def finish(self) -> None:
         """Let everything end that is open: then every slot is free again, and nobody owes anything."""
         self.the_trainer_publishes()
-        self.leases._is_open = True
+        self.assignments._is_open = True
         self.share = 10**6
         if not self.collectors:
             self.a_collector_joins()
@@ -584,13 +597,13 @@ class Schedule(RuleBasedStateMachine):
             for collector in self.collectors.values():
                 self.complete(collector)
             self.journal.commit()
-            if not self.leases._groups:
+            if not self.assignments._groups:
                 break
-        assert not self.leases._groups
-        assert not self.leases._waiting
+        assert not self.assignments._groups
+        assert not self.assignments._waiting
         for collector in self.collectors.values():
-            assert self.leases._collectors[collector.name].generating == 0
-            assert not self.leases._collectors[collector.name].groups
+            assert self.assignments._collectors[collector.name].generating == 0
+            assert not self.assignments._collectors[collector.name].groups
         assert self.core.open == 0
         assert self.core.counts.in_flight == self.core.ready
         ended = {id_ for id_, states in self.journal.states.items() if states[-1] in ENDS}

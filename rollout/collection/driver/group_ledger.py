@@ -8,7 +8,7 @@ from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.ledger.writing.transaction import Training
 
 
-class Journal(Protocol):
+class GroupLedger(Protocol):
     """Takes events. ``ledger.writing.writer.Ledger`` says what each one means. Only ``flushed`` waits.
 
     ``key``: number of an episode, ``group * SAMPLES + sample``.
@@ -33,7 +33,7 @@ class Journal(Protocol):
     async def flushed(self) -> None: ...
 
 
-class NoJournal:
+class NoLedger:
     """Forgets everything: for simulations and tests of pure logic."""
 
     backlog = 0
