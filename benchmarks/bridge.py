@@ -212,17 +212,17 @@ class Carried:
     seconds: float = 0.0
 
 
-def serve_replica(folder: str, port: int) -> None:
+def serve_replica(folder: str, model: str, port: int) -> None:
     """Serve the part of an engine that the delta transport talks to: the replica's HTTP routes."""
     import uvicorn
     from fastapi import FastAPI
 
     app = FastAPI()
-    mount(app, folder)
+    mount(app, folder, model)
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="error")
 
 
-def changes(plan: ExportPlan) -> tuple[Carried, Carried]:
+def changes(plan: ExportPlan, model: Path) -> tuple[Carried, Carried]:
     """Send a whole version, then the changes of the next one. Each bucket goes by itself, to save memory."""
     generator = torch.Generator().manual_seed(0)
     whole, changed = Carried(), Carried()
@@ -230,14 +230,14 @@ def changes(plan: ExportPlan) -> tuple[Carried, Carried]:
     port = port_of(holder)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         server = multiprocessing.get_context("spawn").Process(
-            target=serve_replica, args=(folder, port), daemon=True
+            target=serve_replica, args=(folder, str(model), port), daemon=True
         )
         server.start()
         try:
             for bucket in plan.buckets:
                 master = torch.randn(bucket.numel, generator=generator).mul_(0.02).requires_grad_()
                 plan_of_bucket = ExportPlan(plan.spec, plan.layout, (bucket,), plan.bucket_numel)
-                transport = DeltaTransport(plan_of_bucket, "bfloat16")
+                transport = DeltaTransport(plan_of_bucket, model, "bfloat16")
                 carry(transport, port, bucket, master, 1, whole)
                 master.grad = torch.randn(bucket.numel, generator=generator)
                 torch.optim.Adam([master], lr=1e-6, betas=(0.9, 0.95), eps=1e-8).step()
@@ -351,8 +351,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), hf)
         rows = [measure(name, Path(folder), hf, size) for name in LAYOUTS]
+        whole, changed = changes(make_plan(spec, Layout(), BUCKET_MB * 2**20, DTYPE.itemsize), Path(folder))
     planning = plan_s()
-    whole, changed = changes(make_plan(spec, Layout(), BUCKET_MB * 2**20, DTYPE.itemsize))
     console.print(rows_table("weights", rows, TABLE))
     console.print(f"{size / 1e9:.2f} GB; buckets of {BUCKET_MB} MB, the embedding has a bucket of its own")
     console.print(

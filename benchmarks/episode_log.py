@@ -46,7 +46,7 @@ def prepared_step(episodes: int, tokens: int) -> tuple[TrainBatch, list[list[Pre
     batch = TrainBatch(4, tuple(trajectories), np.arange(episodes) // 8)
     minibatch = []
     for first in range(0, episodes, PACK):
-        micro = assemble(batch, range(first, min(first + PACK, episodes)))
+        micro = assemble(batch, list(range(first, min(first + PACK, episodes))))
         logp_M = torch.full((len(micro.target_M),), -0.49)
         minibatch.append(PreparedMicroBatch(micro, Scores(logp_M, None, None, None), Targets(logp_M, None)))
     return batch, [minibatch]

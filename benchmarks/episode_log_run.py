@@ -29,7 +29,7 @@ app()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--runs", type=int, default=2, help="runs with the log, and as many without")
     parser.add_argument("--inputs", type=Path, help="folder with the quickstart's policy and prompts")

@@ -53,7 +53,9 @@ class _GivenLogits(torch.autograd.Function):
             softmaxes.append(softmax := Softmax(target_T[rows], held, temperature))
             if len(held):
                 softmax.add(logits_TV[rows, : len(held)], scratch, 0)
-            logp_T[rows], entropy_T[rows], _ = softmax.reduce(group)
+            logp_T[rows], entropy, _ = softmax.reduce(group)
+            assert entropy is not None
+            entropy_T[rows] = entropy
         ctx.save_for_backward(logits_TV)
         ctx.softmaxes, ctx.columns = softmaxes, len(held)
         ctx.entropy_gradient, ctx.overwrite = entropy_gradient, overwrite

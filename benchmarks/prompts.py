@@ -101,10 +101,10 @@ def start(path: Path, model: Path, most: int | None) -> PromptStream:
     return stream
 
 
-def look_up(path: Path, model: Path, most: int | None) -> Callable[[], None]:
+def look_up(path: Path, model: Path, most: int | None) -> Callable[[], object]:
     """Return what looks prompts up in a set that was read."""
     stream = start(path, model, most)
-    return lambda: [stream.at(position) for position in range(LOOKED_UP)] and None
+    return lambda: [stream.at(position) for position in range(LOOKED_UP)]
 
 
 def measure(what: str, path: Path, model: Path, most: int | None) -> Measured:

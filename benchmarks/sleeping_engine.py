@@ -24,12 +24,13 @@ import numpy as np
 import uvloop
 
 from slipstream.backend.monitor.trace import TraceLog
-from slipstream.configs.schema import JudgingConfig, PluginConfig, RunConfig, SamplingConfig
+from slipstream.configs.schema import JudgingConfig, PluginConfig, RunConfig
 from slipstream.rollout.collection.collector.parts import Surroundings
 from slipstream.rollout.collection.collector.process import collect_in
 from slipstream.rollout.collection.collector.spec import CollectorSpec
 from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.growing import GrowingCompletion
+from slipstream.rollout.engine.sampling import Sampling
 from slipstream.rollout.engine.trace import RequestTrace
 from slipstream.rollout.reward.judge.pool import JudgePool, JudgeStatus
 from slipstream.rollout.reward.value import Judgement
@@ -124,7 +125,7 @@ class SleepingEngine:
     async def generate(
         self,
         input_ids: Sequence[int],
-        sampling: SamplingConfig,
+        sampling: Sampling,
         completion: GrowingCompletion,
         *,
         greedy: bool = False,
@@ -211,7 +212,7 @@ def recipe(task: CollectorTask) -> RunConfig:
 def speaker(task: CollectorTask) -> tuple[Tokenizer, Says]:
     """Return the tokenizer of a collector, and what its engines say."""
     if task.turns == 1:
-        return ConstantTokenizer(), lambda _: TOKENS
+        return cast(Tokenizer, ConstantTokenizer()), lambda _: TOKENS
     from benchmarks.episodes.conversing import Speaker
 
     spoken = Speaker(task.turns, task.engine.tokens)

@@ -56,7 +56,7 @@ def mean_curve(curves: Sequence[Sequence[tuple[int, float]]], points: int = 9) -
     """Return the mean of curves at places that all of them cover, in percent, linear between their points."""
     low, high = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
     places = [low + (high - low) * number / (points - 1) for number in range(points)]
-    values = [np.interp(places, *zip(*curve, strict=True)) for curve in curves]
+    values = [np.interp(places, [x for x, _ in curve], [y for _, y in curve]) for curve in curves]
     return [
         (x, 100 * statistics.mean(column))
         for x, column in zip(places, zip(*values, strict=True), strict=True)

@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from benchmarks.harness import peak_mb, reset_peak, seconds_of_all_ranks
 from benchmarks.publish.engine import serving

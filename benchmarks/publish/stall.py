@@ -10,7 +10,7 @@ from functools import partial
 from statistics import median
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from benchmarks.publish.engine import NOTHING, serving
 from benchmarks.publish.trainer import TIMEOUTS, published, random_trainer

@@ -121,7 +121,7 @@ async def respond(clients: Clients, heard: Heard, content: str) -> AsyncIterator
         async for event in stream:
             if event.type == "response.output_text.delta":
                 _take_text(heard, event.delta, None)
-            elif event.type in ("response.completed", "response.incomplete"):
+            elif event.type == "response.completed" or event.type == "response.incomplete":
                 _take_text(heard, "", event.type)
                 usage = event.response.usage
                 if usage is not None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import yaml
@@ -100,8 +100,11 @@ def measure(load: Load, scratch: Path) -> Result:
     policy, folder = scratch / "policy", scratch / load.mode
     tokenizer = write_policy(policy)
     prompt_ids = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
+        cast(
+            "list[int]",
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
+            ),
         )
         for prompt in PROMPTS
     ]
@@ -113,8 +116,8 @@ def measure(load: Load, scratch: Path) -> Result:
         users = Users(f"http://127.0.0.1:{port_of(first)}", key, load.tokens, prompt_ids)
         with running(file, folder) as run:
             asyncio.run(serve(load, users, Served(run, f"http://127.0.0.1:{port_of(second)}/state")))
-    end = tokenizer.convert_tokens_to_ids(END)
-    reading = Reading(lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True), end)
+    end = cast(int, tokenizer.convert_tokens_to_ids(END))
+    reading = Reading(lambda ids: cast(str, tokenizer.decode(list(ids), skip_special_tokens=True)), end)
     sums = account_of(users.heard, turns_of(folder), reading)
     audit = audit_run(folder, lambda _: None)
     return Result(sums, len(sums.versions - {0}), not audit.discrepancies)

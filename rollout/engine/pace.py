@@ -30,6 +30,7 @@ class Pace:
         self._seconds = 0.0
         self._tokens = 0.0
         self._requests = 0
+        self._per_token_s: float | None = None
         self._last_s = 0.0
 
     def took(self, seconds: float, tokens: int, now_s: float) -> None:
@@ -37,18 +38,21 @@ class Pace:
         self._seconds = self._seconds * KEPT + seconds
         self._tokens = self._tokens * KEPT + tokens
         self._requests += 1
+        if self._requests >= REQUESTS and self._tokens:
+            self._per_token_s = self._seconds / self._tokens
         self._last_s = now_s
 
     def per_token_s(self, now_s: float) -> float | None:
         """Return the seconds that a token takes; None: that is not known."""
-        if self._requests < REQUESTS or not self._tokens or now_s - self._last_s > FORGET_S:
-            return None
-        return self._seconds / self._tokens
+        return None if now_s - self._last_s > FORGET_S else self._per_token_s
 
 
 def weights(paces: Sequence[Pace], now_s: float) -> list[float]:
     """Return, for each engine, how many requests of another one a request of this one stands for."""
     times = [pace.per_token_s(now_s) for pace in paces]
-    fastest = min((each for each in times if each), default=0.0)
+    known = [each for each in times if each]
+    fastest = min(known, default=0.0)
     slow_s = max(SLOW * fastest, LEAST_S)
+    if not known or max(known) < slow_s:  # as a rule, and this is asked for every request
+        return [1.0] * len(times)
     return [each / fastest if each and each >= slow_s else 1.0 for each in times]

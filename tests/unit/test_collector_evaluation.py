@@ -23,6 +23,7 @@ from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.trajectory import Prompt, Trajectory, TrajectoryBuilder
 from slipstream.rollout.workflow import WorkflowContext
 from slipstream.rollout.workflow.multi_turn import OnLimit, limited
+from slipstream.rollout.workflow.numbers import EpisodeNumbers
 from tests.unit.collecting import SAMPLING, HoldingDriver, PureEngines, ideal
 
 PROMPT = Prompt(7, "what?")
@@ -47,6 +48,8 @@ class World:
     on_limit: OnLimit = "train"
     driver: HoldingDriver = field(default_factory=HoldingDriver)
     outbox: Outbox = field(default_factory=Outbox)
+    numbers: list[EpisodeNumbers] = field(default_factory=list)
+    """Those of each attempt."""
 
     def __post_init__(self) -> None:
         rollout = RolloutConfig.model_validate(
@@ -66,6 +69,7 @@ class World:
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> Trajectory:
         assert prompt == PROMPT
+        self.numbers.append(context.numbers)
         if self.first is not None:
             await self.first()
         builder = TrajectoryBuilder([1])
@@ -139,6 +143,13 @@ def test_an_episode_that_fails_is_answered_without_a_reward(world, says):
     [result] = world.ask()
     assert (result.task, result.reward, result.response_length) == (4, None, 0)
     assert says in result.note
+
+
+def test_each_attempt_begins_without_numbers():
+    world = World(raises(ValueError("broken")))
+    world.ask()
+    first, second = world.numbers
+    assert first is not second
 
 
 @pytest.mark.parametrize("error", [NoEngine("no engine"), JudgeStartFailed("no judge")])

@@ -104,7 +104,7 @@ class World:
         self.groups = GroupCollector(
             outbox=self.outbox,
             record=self._record,
-            context=lambda record: WorkflowContext(record, nothing, nothing, SAMPLING),
+            context=lambda record, place: WorkflowContext(record, nothing, nothing, SAMPLING, place=place),
             episodes=episodes,
             judge=self,
             samples=self.samples,

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -78,15 +78,12 @@ class Recording:
 
 @dataclass
 class Host:
-    """Gives every attempt the same context."""
+    """Gives every attempt a context of its own."""
 
-    context: WorkflowContext = field(
-        default_factory=lambda: WorkflowContext(NOTHING, NOTHING, NOTHING, SamplingConfig())
-    )
     is_given_up: bool = False
 
     def begin(self, attempt: int) -> WorkflowContext:
-        return self.context
+        return WorkflowContext(NOTHING, NOTHING, NOTHING, SamplingConfig())
 
     def accept(self, trajectory: Trajectory) -> None: ...
     def attempt_failed(self, prompt: int, attempt: int, error: str) -> None: ...

@@ -99,7 +99,7 @@ async def _collected(case: FailingEpisode, rollout: RolloutConfig, prompt: Promp
         record=lambda group, assignment, sample, attempt: Recording(
             engines, outbox, group, assignment, sample, clock=asyncio.get_running_loop().time
         ),
-        context=lambda record: WorkflowContext(
+        context=lambda record, _: WorkflowContext(
             record, tokenizer, WorkflowReward(judges, limit, record), SAMPLING, EndpointOfNobody()
         ),
         episodes=Episodes(workflow, rollout, checking, limit, outbox, f"the workflow {case.workflow}"),

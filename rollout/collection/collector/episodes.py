@@ -6,7 +6,6 @@ and SystemExit included, is a failed attempt, never a neutral score.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol, TypeVar, cast
 
 import numpy as np
@@ -21,7 +20,6 @@ from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.teacher import TeacherScores
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory, joined
 from slipstream.rollout.workflow import GroupRejected, Workflow, WorkflowContext
-from slipstream.rollout.workflow.numbers import EpisodeNumbers
 
 LARGEST_LOGPROB = 1e-3
 """A log-prob above 0 by more than rounding is no log-prob."""
@@ -45,7 +43,7 @@ class EpisodeHost(Protocol):
         ...
 
     def begin(self, attempt: int) -> WorkflowContext:
-        """Begin an attempt, from 0. Return what the workflow may use in it."""
+        """Begin an attempt, from 0. Return what the workflow may use in it, without any number so far."""
         ...
 
     def accept(self, trajectory: Trajectory) -> None:
@@ -90,12 +88,11 @@ class Episodes:
         """
         failure = ""
         for attempt in range(self._attempts):
-            numbers = EpisodeNumbers()
-            context = replace(host.begin(attempt), numbers=numbers)
+            context = host.begin(attempt)
             try:
                 with self._limit():
                     trajectory = await self._workflow.run(prompt, context)
-                trajectory = numbers.attached(self._whole(trajectory))
+                trajectory = context.numbers.attached(self._whole(trajectory))
                 host.accept(trajectory)
             except GeneratorExit:  # the event loop is gone
                 raise

@@ -3,6 +3,7 @@
 import asyncio
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from slipstream.configs.schema import SamplingConfig
@@ -19,6 +20,7 @@ from slipstream.rollout.reward.judge.errors import JudgeStartFailed, JudgingFail
 from slipstream.rollout.reward.value import EpisodeJudge
 from slipstream.rollout.tokens.trajectory import Completion, Prompt, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
+from slipstream.rollout.workflow.numbers import EpisodeNumbers
 
 
 class EvaluationLog(Protocol):
@@ -62,7 +64,7 @@ class _EvaluationEpisode:
         self.is_given_up = False
 
     def begin(self, attempt: int) -> WorkflowContext:
-        return self._context
+        return replace(self._context, numbers=EpisodeNumbers())
 
     def accept(self, trajectory: Trajectory) -> None:
         """Accept everything: it is not trained."""

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -112,7 +112,7 @@ class _Episode(Generic[RecordT]):
         self,
         group: _Running[RecordT],
         make: Callable[[int], RecordT],
-        context: Callable[[RecordT], WorkflowContext],
+        context: Callable[[RecordT, EpisodePlace], WorkflowContext],
         place: EpisodePlace,
     ) -> None:
         """``make``: makes the record of an attempt."""
@@ -129,7 +129,7 @@ class _Episode(Generic[RecordT]):
     def begin(self, attempt: int) -> WorkflowContext:
         if attempt:
             self.renew(attempt)
-        return replace(self._context(self.record), place=self._place)
+        return self._context(self.record, self._place)
 
     def renew(self, attempt: int) -> None:
         """Give up what is recorded."""
@@ -148,7 +148,7 @@ class GroupCollector(Generic[RecordT]):
         *,
         outbox: Outbox,
         record: Callable[[int, int, int, int], RecordT],
-        context: Callable[[RecordT], WorkflowContext],
+        context: Callable[[RecordT, EpisodePlace], WorkflowContext],
         episodes: Episodes,
         judge: EpisodeJudge,
         samples: int,
@@ -156,8 +156,8 @@ class GroupCollector(Generic[RecordT]):
         needs: TeacherNeeds = NOTHING_NEEDED,
     ) -> None:
         """``record``: makes the record of an attempt at an episode, given its group, assignment and sample,
-        and the number of the attempt. ``context``: returns what a workflow may use in that attempt.
-        ``samples``: episodes of a group. ``needs``: what the recipe needs of a teacher.
+        and the number of the attempt. ``context``: returns what a workflow may use in that attempt, given its
+        record and its place. ``samples``: episodes of a group. ``needs``: what the recipe needs of a teacher.
         """
         self._outbox = outbox
         self._record = record

@@ -41,7 +41,7 @@ from slipstream.rollout.system import plugins
 from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.tokenizer import Tokenizer, load_tokenizer
 from slipstream.rollout.tokens.trajectory import Trajectory
-from slipstream.rollout.workflow import Judge, Workflow, WorkflowContext
+from slipstream.rollout.workflow import EpisodePlace, Judge, Workflow, WorkflowContext
 
 if TYPE_CHECKING:
     from slipstream.rollout.gateway.endpoint.serve import CollectorEndpoint
@@ -133,12 +133,22 @@ class EpisodeParts:
     """The generator and the judge of evaluations."""
 
     def context(
-        self, generator: Recording | UnrecordedGenerator, reward: Judge, sampling: SamplingConfig
+        self,
+        generator: Recording | UnrecordedGenerator,
+        reward: Judge,
+        sampling: SamplingConfig,
+        place: EpisodePlace | None = None,
     ) -> WorkflowContext:
         """Return what a workflow may use in an episode that is trained."""
         endpoint = self.endpoints and self.endpoints.of(generator, sampling)
         return WorkflowContext(
-            generator, self.tokenizer, reward, sampling, endpoint, self.config.rollout.reward_key
+            generator,
+            self.tokenizer,
+            reward,
+            sampling,
+            endpoint,
+            self.config.rollout.reward_key,
+            place=place,
         )
 
     def evaluation_context(self) -> WorkflowContext:

@@ -97,8 +97,8 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
                 sample,
                 surroundings.clock,
             ),
-            context=lambda recording: parts.context(
-                recording, WorkflowReward(judges, limit, recording), rollout.sampling
+            context=lambda recording, place: parts.context(
+                recording, WorkflowReward(judges, limit, recording), rollout.sampling, place
             ),
             episodes=episodes,
             judge=parts.judge,

@@ -4,7 +4,7 @@ import asyncio
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slipstream.rollout.collection.collector.episodes import EpisodeFailed, Episodes
 from slipstream.rollout.collection.collector.evaluation import UnrecordedGenerator
@@ -16,6 +16,7 @@ from slipstream.rollout.reward.judge.errors import JudgingFailed
 from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
 from slipstream.rollout.workflow import GroupRejected, Workflow, WorkflowContext
+from slipstream.rollout.workflow.numbers import EpisodeNumbers
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class _Attempts:
             raise
 
     def begin(self, attempt: int) -> WorkflowContext:
-        return self._context
+        return replace(self._context, numbers=EpisodeNumbers())
 
     def accept(self, trajectory: Trajectory) -> None:
         """Accept everything: it is not trained."""
