@@ -1,5 +1,6 @@
 """Starts programs: a Python that calls one of our functions, and a keeper with a program in it."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,9 @@ def start_kept(
     all of its variables; None: those of this process.
     """
     return subprocess.Popen(
-        python_calling("slipstream.rollout.system.programs.keeper.keep", lifeline, list(command)),
+        python_calling(
+            "slipstream.rollout.system.programs.keeper.keep", lifeline, os.getpid(), list(command)
+        ),
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,
