@@ -29,10 +29,10 @@ from slipstream.rollout.sandbox.wire import (
     Limits,
     Setup,
     frame,
-    receive,
 )
 from slipstream.rollout.system.linux import PR_SET_NAME, children_of, ended_children, prctl
 from slipstream.rollout.system.programs.keeper import begin_to_keep
+from slipstream.rollout.system.stream import receive
 
 _TRIAL = Setup(Limits(5.0, 5.0, 1 << 30, 64, 64, 1 << 20, 1 << 20, 1 << 10), (), ())
 _TRIAL_S = 10.0
