@@ -10,8 +10,6 @@ from pathlib import Path
 import msgspec
 
 from slipstream.rollout.reward.judge.errors import NO_CONNECTION, Ending, JudgeStartFailed
-from slipstream.rollout.reward.judge.keeper import REPORT
-from slipstream.rollout.reward.judge.output import TAIL
 from slipstream.rollout.reward.judge.wire import (
     LONGEST_REPLY,
     REPLY,
@@ -21,8 +19,10 @@ from slipstream.rollout.reward.judge.wire import (
     StartFailure,
     framed,
 )
+from slipstream.rollout.system.bounded_log import TAIL
 from slipstream.rollout.system.child import KILL_S, Child, outlast
 from slipstream.rollout.system.linux import kill_users_of
+from slipstream.rollout.system.programs.keeper import REPORT
 from slipstream.rollout.system.programs.start import python_calling
 from slipstream.rollout.system.temporary import OwnedFolder
 
@@ -89,11 +89,11 @@ class JudgeProcess:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._scratch = OwnedFolder(Path(tempfile.gettempdir()), "judge")
         scratch = str(self._scratch.path)
-        surroundings = os.getpid(), scratch, str(self._log.absolute())
+        work, log = "slipstream.rollout.reward.judge.worker.work", str(self._log.absolute())
 
         def command(lifeline: int, connection: int) -> list[str]:
-            keep = "slipstream.rollout.reward.judge.keeper.keep"
-            return python_calling(keep, lifeline, connection, *surroundings)
+            keep = "slipstream.rollout.system.programs.keeper.keep_function"
+            return python_calling(keep, lifeline, connection, os.getpid(), work, "judge", scratch, log)
 
         with self._log.open("ab") as errors:
             await self._child.start(command, stderr=errors, environment={**os.environ, "TMPDIR": scratch})

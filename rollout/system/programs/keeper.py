@@ -13,12 +13,18 @@ both, and there is a keeper for each program.
 """
 
 import os
+import resource
 import select
 import signal
+import socket
+import struct
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 
+from slipstream.rollout.system.bounded_log import TAIL, BoundedLog
 from slipstream.rollout.system.linux import (
     PR_SET_NAME,
     PR_SET_PDEATHSIG,
@@ -32,12 +38,22 @@ from slipstream.rollout.system.linux import (
 NOT_STARTED = 127
 """Exit code of a program that cannot be started, as shells have it."""
 
+REPORT = struct.Struct("<iII")
+"""Wait status of the kept process, and the lengths of the two texts that follow: its crash dump, and the end
+of its output."""
+
 _ENDINGS = ((signal.SIGTERM, 0.5), (signal.SIGKILL, 5.0))
 """Signals to the processes that are left, and the seconds to wait for their effect. Python's resource tracker
 ignores SIGTERM, and removes the shared memory of a killed process within the first."""
 
 _LONGEST_WAIT_S = 0.1
 """Time between two looks at the processes that are to end: one of them may have started another one."""
+
+_LONGEST_CRASH = 1 << 20
+"""Bytes of tracebacks that are read. Python stops at a hundred threads by itself."""
+
+_OOM_SCORE = "500"
+"""When the machine runs out of memory, the kernel should choose a kept process and not its owner."""
 
 _MOST_READ = 1 << 16
 _MOST_READS = 64
@@ -161,6 +177,71 @@ def _become(command: Sequence[str]) -> None:
         os.write(2, f"{command[0]} cannot be started: {error}\n".encode(errors="replace"))
     finally:
         os._exit(NOT_STARTED)
+
+
+def keep_function(
+    lifeline: int, connection: int, owner: int, path: str, name: str, scratch: str, log: str
+) -> None:
+    """Call a function of ours until it ends or its owner does, and report how. Returns in the fork as well.
+
+    ``path``: import path of the function, which gets the socket ``connection`` and a descriptor for the
+    tracebacks of a process that is about to die. ``name``: of the process. ``scratch``: folder of its
+    temporary files, which is removed. ``log``: file of what it prints, whose size is bounded.
+    """
+    os.set_inheritable(connection, False)
+    keeper = Keeper(lifeline, owner)
+    output_reader, output_writer = os.pipe()
+    crash_reader, crash_writer = os.pipe()
+    if keeper.fork():
+        os.close(output_reader)
+        os.close(crash_reader)
+        _become_harmless(output_writer, name)
+        module, _, function = path.rpartition(".")
+        getattr(import_module(module), function)(socket.socket(fileno=connection), crash_writer)
+        return
+
+    for fd in (connection, output_writer, crash_writer):
+        os.close(fd)
+    prctl(PR_SET_NAME, f"{name}-keeper".encode())
+    printed, crash = BoundedLog(log), bytearray()
+
+    def crashed(data: bytes) -> None:
+        crash.extend(data[: _LONGEST_CRASH - len(crash)])
+
+    keeper.watch({output_reader: printed.write, crash_reader: crashed}, kill=True)
+    printed.close()
+    _remove(scratch)
+    _report(lifeline, signal.SIGKILL if keeper.status is None else keeper.status, bytes(crash), printed.tail)
+
+
+def _become_harmless(output: int, name: str) -> None:
+    """Make this process one that can only harm itself."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore  # a crash would lose what is buffered
+    prctl(PR_SET_NAME, name.encode())
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write(_OOM_SCORE)
+
+
+def _report(lifeline: int, status: int, crash: bytes, tail: bytes) -> None:
+    """Say how the kept process has ended. The lifeline holds the report, so that this does not wait."""
+    if len(crash) > TAIL:  # its first line says what has happened, and the main thread comes last
+        crash = b"%b\n...\n%b" % (crash[: TAIL // 8], crash[-TAIL // 2 :])
+    with suppress(OSError), socket.socket(fileno=lifeline) as connection:
+        connection.send(REPORT.pack(status, len(crash), len(tail)) + crash + tail, socket.MSG_DONTWAIT)
+
+
+def _remove(folder: str) -> None:
+    try:
+        os.rmdir(folder)
+    except OSError:
+        import shutil
+
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _only_wake(number: int, frame: object) -> None:
