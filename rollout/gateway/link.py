@@ -13,7 +13,6 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import cast
 
 import aiohttp
 
@@ -27,24 +26,18 @@ from slipstream.rollout.live.gateway_messages import (
     STATUS_EVERY_S,
     WINDOW_BYTES,
     EntryHeader,
-    GatewayDown,
     GatewayStatus,
     GatewayUp,
     Hello,
 )
 from slipstream.rollout.system.changes import Changes
-from slipstream.rollout.system.frames import LONGEST_FRAME, SILENCE_S, MalformedFrame, pack, split
+from slipstream.rollout.system.frames import SILENCE_S, MalformedFrame
+from slipstream.rollout.system.link import LinkEnded, OutgoingLink, connected, until_one_ends
 
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 """Times between two attempts to reach the driver."""
-
-CONNECT_TIMEOUT_S = 30.0
-
-
-class _Disconnected(Exception):
-    """The connection has ended, or is of no use."""
 
 
 class DriverLink:
@@ -82,7 +75,7 @@ class DriverLink:
             began = self.connections
             try:
                 await self._connection()
-            except (_Disconnected, MalformedFrame, aiohttp.ClientError, OSError, TimeoutError) as error:
+            except (LinkEnded, MalformedFrame, aiohttp.ClientError, OSError, TimeoutError) as error:
                 log.info("no connection with the driver: %s", error)
             finally:
                 self._pool.lose_touch()
@@ -95,25 +88,17 @@ class DriverLink:
         """Connect, and exchange messages until the connection ends, which raises an error of its own."""
         address = self._find()
         if address is None:
-            raise _Disconnected("no driver has said where it listens")
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        headers = {"Authorization": address.key.header}
-        async with (
-            aiohttp.ClientSession(address.url, headers=headers, timeout=timeout) as session,
-            session.ws_connect(
-                f"/gateway/{self._journal.identity}",
-                max_msg_size=LONGEST_FRAME,
-                compress=0,
-            ) as socket,
-        ):
-            await self._exchange(socket)
+            raise LinkEnded("no driver has said where it listens")
+        path = f"/gateway/{self._journal.identity}"
+        async with connected(address.url, path, address.key, self._silence_s) as link:
+            await self._exchange(link)
 
-    async def _exchange(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+    async def _exchange(self, link: OutgoingLink) -> None:
         journal = self._journal
         hello = Hello(journal.identity, journal.durable_number, journal.acknowledged)
-        await socket.send_bytes(pack(GatewayUp(hello=hello), ()))
+        await link.send(GatewayUp(hello=hello))
         window = _Window()
-        welcome = await self._next(socket, window)
+        welcome = await self._next(link, window)
         if welcome is None:
             raise MalformedFrame("the driver does not begin with a welcome")
         # Also where the journal is older than the ledger, which this is the moment to notice.
@@ -122,23 +107,15 @@ class DriverLink:
         self.connections += 1
         self.connected.set()
         self.disconnected.clear()
-        tasks = {
-            asyncio.create_task(self._receive(socket, window), name="hearing the driver"),
-            asyncio.create_task(self._hand_over(socket, window, welcome), name="handing over"),
-            asyncio.create_task(self._tell(socket), name="telling the driver"),
-        }
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-        for task in done:
-            await task
+        await until_one_ends(
+            {
+                "hearing the driver": self._receive(link, window),
+                "handing over": self._hand_over(link, window, welcome),
+                "telling the driver": self._tell(link),
+            }
+        )
 
-    async def _hand_over(
-        self, socket: aiohttp.ClientWebSocketResponse, window: "_Window", after: int
-    ) -> None:
+    async def _hand_over(self, link: OutgoingLink, window: "_Window", after: int) -> None:
         """Send the entries behind number ``after``, in order, forever."""
         while True:
             await window.room()
@@ -147,34 +124,28 @@ class DriverLink:
                 await self._journal.grown(after)
                 continue
             if rows[0].number != after + 1:
-                raise _Disconnected(f"entry {after + 1} is not in the journal any more")
+                raise LinkEnded(f"entry {after + 1} is not in the journal any more")
             after = rows[-1].number
             window.sent(after, sum(len(row.data) + len(row.chunk) for row in rows))
-            await socket.send_bytes(pack(_message(rows), [row.chunk for row in rows]))
+            await link.send(_message(rows), [row.chunk for row in rows])
 
-    async def _tell(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+    async def _tell(self, link: OutgoingLink) -> None:
         """Send the status once a second, and sooner when there is a reason."""
         while True:
             self._report.clear()
             status = GatewayStatus(self._pool.status(), self._journal.last, self._journal.acknowledged)
-            await socket.send_bytes(pack(GatewayUp(status=status), ()))
+            await link.send(GatewayUp(status=status))
             with suppress(TimeoutError):
                 async with asyncio.timeout(STATUS_EVERY_S):
                     await self._report.wait()
 
-    async def _receive(self, socket: aiohttp.ClientWebSocketResponse, window: "_Window") -> None:
+    async def _receive(self, link: OutgoingLink, window: "_Window") -> None:
         while True:
-            await self._next(socket, window)
+            await self._next(link, window)
 
-    async def _next(self, socket: aiohttp.ClientWebSocketResponse, window: "_Window") -> int | None:
-        """Take in the next message, and return its welcome. Raises _Disconnected and MalformedFrame."""
-        try:
-            message = await socket.receive(timeout=self._silence_s)
-        except TimeoutError:
-            raise _Disconnected(f"nothing was heard of the driver for {self._silence_s:g} s") from None
-        if message.type is not aiohttp.WSMsgType.BINARY:
-            raise _Disconnected("the driver has closed the connection")
-        down: GatewayDown = split(cast(bytes, message.data), GATEWAY_DOWN)[0]
+    async def _next(self, link: OutgoingLink, window: "_Window") -> int | None:
+        """Take in the next message, and return its welcome. Raises LinkEnded and MalformedFrame."""
+        down, _ = await link.receive(GATEWAY_DOWN)
         if down.routing is not None:
             self._pool.follow(down.routing)
         self._journal.acknowledge(down.durable)

@@ -12,15 +12,9 @@ that it does not follow, silence) loses its connection, and may come back. What 
 """
 
 import asyncio
-import hmac
-import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
-from typing import cast
-
-from aiohttp import WSMsgType, web
 
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.live.gateway_messages import (
@@ -33,81 +27,40 @@ from slipstream.rollout.live.gateway_messages import (
     crc_of_entry,
 )
 from slipstream.rollout.live.turns import LiveTurns
-from slipstream.rollout.system.frames import (
-    KEEPALIVE_S,
-    LONGEST_FRAME,
-    SILENCE_S,
-    MalformedFrame,
-    pack,
-    split,
-)
+from slipstream.rollout.system.frames import SILENCE_S, MalformedFrame, pack, split
 from slipstream.rollout.system.key import Key
+from slipstream.rollout.system.link import Connection, Listener
 from slipstream.rollout.tokens.record import CorruptRecord
 from slipstream.rollout.tokens.turns import Entry, decode_entry
-
-log = logging.getLogger(__name__)
-
-CLOSE_S = 3.0
-"""Seconds for the goodbye on a connection."""
-
-SHUTDOWN_S = 5.0
 
 
 class HandoverRefused(RuntimeError):
     """A gateway's journal and the ledger of this run do not belong together. Says why, and what to do."""
 
 
-class _Connection:
+class _GatewayConnection(Connection):
     """The way to one gateway."""
 
     def __init__(self, name: str, now: float) -> None:
-        self.name = name
-        self.heard_s = now
+        super().__init__(name, now)
+        self.has_said_hello = False
         self.welcome: int | None = None
         """What the first message is to say; None: it was sent, or the gateway has not said who it is."""
-        self._due = asyncio.Event()
-        self._given_up = asyncio.Event()
-        self._has_routing = False
+        self.has_routing = False
+        """A new routing record is to be sent."""
 
     def routing_changed(self) -> None:
         """Send the present routing record soon."""
-        self._has_routing = True
+        self.has_routing = True
         self._due.set()
 
     def something_durable(self) -> None:
         """Send soon which entries are durable."""
         self._due.set()
 
-    def give_up(self) -> None:
-        """End the connection soon."""
-        self._given_up.set()
 
-    async def lost(self, silence_s: float) -> None:
-        """Wait until the connection is given up, or nothing was heard for ``silence_s`` seconds."""
-        clock = asyncio.get_running_loop().time
-        while (left := self.heard_s + silence_s - clock()) > 0:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await self._given_up.wait()
-                    return
-        log.warning("%s is given up: nothing was heard of it for %g s", self.name, silence_s)
-
-    async def send_all(
-        self, socket: web.WebSocketResponse, message: Callable[[int | None, bool], GatewayDown]
-    ) -> None:
-        """Send until cancelled, something every KEEPALIVE_S. ``message(welcome, has_routing)`` makes it."""
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(KEEPALIVE_S):
-                    await self._due.wait()
-            self._due.clear()
-            welcome, self.welcome = self.welcome, None
-            has_routing, self._has_routing = self._has_routing, False
-            await socket.send_bytes(pack(message(welcome, has_routing), ()))
-
-
-class GatewayReceiver:
-    """Serves the gateways of a run. Single event loop."""
+class GatewayReceiver(Listener[_GatewayConnection]):
+    """Serves the gateways of a run, by the identities of their journals. Single event loop."""
 
     def __init__(
         self,
@@ -119,49 +72,16 @@ class GatewayReceiver:
         silence_s: float = SILENCE_S,
     ) -> None:
         """``key``: secret of the run. ``limit``: number of requests that each gateway runs at one time."""
-        self._authorization = key.header.encode()
+        super().__init__("/gateway", key, silence_s)
         self._intake = intake
         self._roster = roster
         self._limit = limit
-        self._silence_s = silence_s
-        self._connections: dict[str, _Connection] = {}
-        """By the identity of the journal."""
         self._taken: dict[str, int] = {}
         """Number of the last entry of each journal that the intake has been given."""
         self._lives = count()
-        self._failure: Exception | None = None
-        self._has_failed = asyncio.Event()
         self.statuses: dict[str, GatewayStatus] = {}
         """The last status of each gateway that is connected, by the identity of its journal."""
         roster.subscribe(self._routing_changed, self._lags)
-
-    @asynccontextmanager
-    async def serving(self, host: str) -> AsyncGenerator[str]:
-        """Listen on ``host`` inside the block, and give the URL."""
-        app = web.Application()
-        app.router.add_get("/gateway/{identity}", self._connected)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, host, 0)
-            await site.start()
-            port = cast("tuple[str, int]", runner.addresses[0])[1]
-            yield f"http://{host}:{port}"
-        finally:
-            for identity in list(self._connections):
-                self._give_up(identity, self._connections[identity])
-            await runner.cleanup()
-
-    async def failed(self) -> None:
-        """Wait until something has failed for a reason that is not one gateway's. Raises that."""
-        await self._has_failed.wait()
-        assert self._failure is not None
-        raise self._failure
-
-    def _fail(self, error: Exception) -> None:
-        if self._failure is None:
-            self._failure = error
-            self._has_failed.set()
 
     def _routing_changed(self) -> None:
         for connection in self._connections.values():
@@ -173,67 +93,43 @@ class GatewayReceiver:
             if connection.name == name:
                 self._give_up(identity, connection)
 
-    async def _connected(self, request: web.Request) -> web.WebSocketResponse:
-        given = request.headers.get("Authorization", "").encode(errors="replace")
-        if not hmac.compare_digest(given, self._authorization):
-            raise web.HTTPUnauthorized()
-        identity = request.match_info["identity"]
-        if (before := self._connections.get(identity)) is not None:
+    def _accept(self, name: str) -> _GatewayConnection:
+        if (before := self._connections.get(name)) is not None:
             # One process at a time has the journal: the connection before has ended, unnoticed.
-            self._give_up(identity, before)
-        connection = _Connection(f"{identity}#{next(self._lives)}", asyncio.get_running_loop().time())
-        self._connections[identity] = connection
-        socket = web.WebSocketResponse(max_msg_size=LONGEST_FRAME, compress=False, timeout=CLOSE_S)
-        try:
-            await socket.prepare(request)
-            self._roster.joined(connection.name, limit=self._limit)
-            connection.routing_changed()
-            await self._exchange(identity, connection, socket)
-        except MalformedFrame as error:
-            log.warning("%s is given up: %s", connection.name, error)
-        except ConnectionError:
-            pass
-        except Exception as error:
-            self._fail(error)
-        finally:
-            self._give_up(identity, connection)
-            await _close(socket, request)
-        return socket
+            self._give_up(name, before)
+        return _GatewayConnection(f"{name}#{next(self._lives)}", asyncio.get_running_loop().time())
 
-    async def _exchange(self, identity: str, connection: _Connection, socket: web.WebSocketResponse) -> None:
-        """Send and receive until the connection ends. Raises what handling a message raises."""
-        self._welcome(identity, connection, await self._hello(identity, socket))
-        name = connection.name
-        message = partial(self._message, identity, name)
-        tasks = {
-            asyncio.create_task(self._receive(identity, connection, socket), name=f"receiving from {name}"),
-            asyncio.create_task(connection.send_all(socket, message), name=f"sending to {name}"),
-            asyncio.create_task(connection.lost(self._silence_s), name=f"listening to {name}"),
-        }
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-        for task in done:
-            if (error := task.exception()) is not None:
-                raise error
+    def _joined(self, name: str, connection: _GatewayConnection) -> None:
+        self._roster.joined(connection.name, limit=self._limit)
+        connection.routing_changed()
 
-    async def _hello(self, identity: str, socket: web.WebSocketResponse) -> Hello:
-        """Return the first words of a gateway. Raises MalformedFrame."""
-        try:
-            message = await socket.receive(timeout=self._silence_s)
-        except TimeoutError:
-            raise MalformedFrame(f"nothing within {self._silence_s:g} s") from None
-        if message.type is not WSMsgType.BINARY:
-            raise MalformedFrame(f"a frame of type {message.type}")
-        hello = split(cast(bytes, message.data), GATEWAY_UP)[0].hello
+    def _left(self, name: str, connection: _GatewayConnection) -> None:
+        self.statuses.pop(name, None)
+        self._roster.left(connection.name)
+
+    def _frames(self, name: str, connection: _GatewayConnection) -> Iterator[bytes]:
+        if connection.has_said_hello:
+            welcome, connection.welcome = connection.welcome, None
+            has_routing, connection.has_routing = connection.has_routing, False
+            routing = self._roster.routing_for(connection.name) if has_routing else None
+            yield pack(GatewayDown(welcome, self._intake.durable(name), routing), ())
+
+    async def _take(self, name: str, connection: _GatewayConnection, frame: bytes) -> None:
+        """Take in one message. Raises MalformedFrame, and HandoverRefused."""
+        message, payload = split(frame, GATEWAY_UP)
+        if not connection.has_said_hello:
+            self._welcome(name, connection, message.hello)
+            return
+        if message.status is not None:
+            self.statuses[name] = message.status
+            self._roster.reported(connection.name, message.status.pool)
+        if message.entries:
+            self._take_entries(name, message, payload)
+
+    def _welcome(self, identity: str, connection: _GatewayConnection, hello: Hello | None) -> None:
+        """Take in the first words of a gateway. Raises MalformedFrame, and HandoverRefused."""
         if hello is None or hello.identity != identity:
             raise MalformedFrame(f"{identity} does not begin with its name")
-        return hello
-
-    def _welcome(self, identity: str, connection: _Connection, hello: Hello) -> None:
         taken = self._taken.setdefault(identity, self._intake.durable(identity))
         if hello.acknowledged > taken:
             raise HandoverRefused(
@@ -242,40 +138,10 @@ class GatewayReceiver:
                 "folder was replaced by an older copy. Restore the newer one, or move the journal away "
                 "(gateway/*.sqlite in the run folder)"
             )
-        connection.welcome = taken
+        connection.has_said_hello, connection.welcome = True, taken
         connection.something_durable()
 
-    def _message(self, identity: str, name: str, welcome: int | None, has_routing: bool) -> GatewayDown:
-        return GatewayDown(
-            welcome, self._intake.durable(identity), self._roster.routing_for(name) if has_routing else None
-        )
-
-    def _give_up(self, identity: str, connection: _Connection) -> None:
-        """End a connection. Nothing that it brings from now on counts."""
-        if self._connections.get(identity) is connection:
-            del self._connections[identity]
-            self.statuses.pop(identity, None)
-            self._roster.left(connection.name)
-        connection.give_up()
-
-    async def _receive(self, identity: str, connection: _Connection, socket: web.WebSocketResponse) -> None:
-        """Take in messages until the connection ends."""
-        clock = asyncio.get_running_loop().time
-        async for message in socket:
-            if self._connections.get(identity) is not connection:
-                return
-            connection.heard_s = clock()
-            if message.type is not WSMsgType.BINARY:
-                raise MalformedFrame(f"a frame of type {message.type}")
-            self._take(identity, connection, *split(cast(bytes, message.data), GATEWAY_UP))
-
-    def _take(self, identity: str, connection: _Connection, message: GatewayUp, payload: memoryview) -> None:
-        """Take in one message. Raises MalformedFrame."""
-        if message.status is not None:
-            self.statuses[identity] = message.status
-            self._roster.reported(connection.name, message.status.pool)
-        if not message.entries:
-            return
+    def _take_entries(self, identity: str, message: GatewayUp, payload: memoryview) -> None:
         expected = self._taken[identity] + 1
         if message.first != expected:
             raise MalformedFrame(f"entries from number {message.first} on, expected {expected}")
@@ -310,16 +176,3 @@ def _unpacked(
     if start != len(payload):
         raise MalformedFrame(f"chunks of {len(payload)} bytes, expected {start}")
     return entries, chunks
-
-
-async def _close(socket: web.WebSocketResponse, request: web.Request) -> None:
-    """Say goodbye, and close the connection whether or not it is answered."""
-    try:
-        async with asyncio.timeout(CLOSE_S):
-            if socket.prepared:
-                await socket.close()
-    except (TimeoutError, ConnectionError):
-        pass
-    finally:
-        if request.transport is not None:
-            request.transport.abort()

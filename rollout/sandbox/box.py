@@ -23,8 +23,8 @@ from slipstream.rollout.sandbox.wire import (
     Setup,
     Upload,
     frame,
-    receive,
 )
+from slipstream.rollout.system.stream import receive
 
 
 def serve(connection: socket.socket, keeper: int, isolation: Isolation) -> None:

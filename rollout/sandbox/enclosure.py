@@ -19,8 +19,8 @@ from slipstream.rollout.sandbox import kernel, root, usage
 from slipstream.rollout.sandbox.interface import Isolation, Level, SandboxFailed
 from slipstream.rollout.sandbox.wire import Setup
 from slipstream.rollout.system.linux import (
-    PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
+    adopt_orphans,
     children_of,
     ended_children,
     kill_users_of,
@@ -124,7 +124,7 @@ def enclose(setup: Setup, isolation: Isolation) -> Enclosure:
 
 
 def _enclose_by_user(setup: Setup, isolation: Isolation, path: str) -> Enclosure:
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     owned = OwnedFolder(Path(tempfile.gettempdir()), "sandbox")
     switches = isolation.level == "user"
     user = _FIRST_USER + os.getpid() if switches else os.geteuid()

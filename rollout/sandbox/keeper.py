@@ -29,16 +29,10 @@ from slipstream.rollout.sandbox.wire import (
     Limits,
     Setup,
     frame,
-    receive,
 )
-from slipstream.rollout.system.linux import (
-    PR_SET_CHILD_SUBREAPER,
-    PR_SET_NAME,
-    PR_SET_PDEATHSIG,
-    children_of,
-    ended_children,
-    prctl,
-)
+from slipstream.rollout.system.linux import PR_SET_NAME, children_of, ended_children, prctl
+from slipstream.rollout.system.programs.keeper import begin_to_keep
+from slipstream.rollout.system.stream import receive
 
 _TRIAL = Setup(Limits(5.0, 5.0, 1 << 30, 64, 64, 1 << 20, 1 << 20, 1 << 10), (), ())
 _TRIAL_S = 10.0
@@ -52,15 +46,7 @@ def keep(control_fd: int, owner: int) -> None:
     """Clone boxes until ``owner``, the process at the other end of ``control_fd``, ends. Never returns."""
     control = socket.socket(fileno=control_fd)
     control.set_inheritable(False)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    wakeup_reader, wakeup_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(wakeup_writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, _only_wake)
-    # The kernel sends SIGTERM when the thread ends that has started this process. Only if its process has
-    # ended too is the owner gone.
-    signal.signal(signal.SIGTERM, _only_wake)
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    wakeup_reader, wakeup_writer = begin_to_keep()
     prctl(PR_SET_NAME, b"sandbox-keeper")
     gc.collect()
     gc.freeze()
@@ -236,7 +222,3 @@ class _Keeper:
 def _answer(connection: socket.socket) -> Answer | None:
     data = receive(connection)
     return None if data is None else ANSWER.decode(data)
-
-
-def _only_wake(number: int, frame: object) -> None:
-    """Handle a signal by nothing: its arrival ends the wait of the loop."""

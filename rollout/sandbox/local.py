@@ -13,7 +13,6 @@ from slipstream.rollout.sandbox import process
 from slipstream.rollout.sandbox.interface import ExecResult, Isolation, SandboxFailed, SandboxRefused
 from slipstream.rollout.sandbox.wire import (
     ANSWER,
-    LENGTH,
     Answer,
     Content,
     Created,
@@ -29,6 +28,7 @@ from slipstream.rollout.sandbox.wire import (
     Upload,
     frame,
 )
+from slipstream.rollout.system.stream import LENGTH
 
 log = logging.getLogger(__name__)
 

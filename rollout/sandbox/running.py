@@ -29,12 +29,12 @@ from slipstream.rollout.sandbox.interface import ExecResult, LimitName, SandboxF
 from slipstream.rollout.sandbox.wire import Exec, Limits
 from slipstream.rollout.system.linux import (
     PR_CAPBSET_DROP,
-    PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
     PR_SET_NAME,
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,
     PR_SET_SECUREBITS,
+    adopt_orphans,
     prctl,
 )
 
@@ -238,7 +238,7 @@ class Run:
         if self._enclosure.has_namespaces:
             root.mount_processes()
         else:
-            prctl(PR_SET_CHILD_SUBREAPER, 1)
+            adopt_orphans()
         self._confine()
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of users resets it
         box = select.poll()

@@ -1,4 +1,4 @@
-"""Messages between a sandbox's owner and its box, one in each frame: u32 length | msgpack.
+"""Messages between a sandbox's owner and its box, one in each frame of ``system.stream``, as msgpack.
 
     owner ──► box     Setup first, then Exec, Upload and Download, each after the reply to the one before
     box ──► owner     Created, then one ExecResult, Done or Content each; Declined or Failure in place of any
@@ -6,14 +6,10 @@
 The end of the connection is the end of the sandbox. The box is trusted: no foreign code has the connection.
 """
 
-import socket
-import struct
-
 import msgspec
 
 from slipstream.rollout.sandbox.interface import ExecResult, Isolation
-
-LENGTH = struct.Struct("<I")
+from slipstream.rollout.system.stream import framed
 
 
 class Limits(msgspec.Struct, frozen=True, array_like=True):
@@ -106,22 +102,4 @@ _encoder = msgspec.msgpack.Encoder()
 
 def frame(message: Request | Answer) -> bytes:
     """Return the frame of a message."""
-    data = _encoder.encode(message)
-    return LENGTH.pack(len(data)) + data
-
-
-def receive(connection: socket.socket) -> bytes | None:
-    """Wait for the content of the next frame. None: the connection has ended."""
-    head = _receive(connection, LENGTH.size)
-    return None if head is None else _receive(connection, LENGTH.unpack(head)[0])
-
-
-def _receive(connection: socket.socket, length: int) -> bytes | None:
-    data = bytearray(length)
-    view = memoryview(data)
-    while view:
-        count = connection.recv_into(view)
-        if not count:
-            return None
-        view = view[count:]
-    return bytes(data)
+    return framed(_encoder.encode(message))

@@ -1,27 +1,27 @@
 """Asks a process of its own about user code: an import may hang, exit or crash, and the asker goes on.
 
-request ──► child process that imports ──► one line of JSON for each question
+request ──► child process that imports ──► one frame of JSON for each question
                                                 │
-      killed, with all of its session ◄─────────┘ the last answer, a time-out, or its end
+        ended, with all that it has started ◄───┘ the last answer, a time-out, or its end
 """
 
-import io
 import json
 import os
-import queue
-import signal
+import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from enum import Enum
-from typing import IO, Any
+from typing import Any
 
-from slipstream.rollout.system.linux import PR_SET_PDEATHSIG, prctl
+from slipstream.rollout.system.plugins import resolve
+from slipstream.rollout.system.programs.start import kept, python_calling
+from slipstream.rollout.system.stream import framed, receive
 
 START_TIMEOUT_S = 60.0
 """Seconds for the start of the process, which are spent on imports of Slipstream itself."""
+
+END_S = 8.0
+"""Seconds for a keeper to end everything. Then it is killed itself, and the process with it."""
 
 
 class ImportEnding(Enum):
@@ -31,61 +31,69 @@ class ImportEnding(Enum):
     LATE = "the time is over"
 
 
-def ask(module: str, request: bytes, count: int, timeout_s: float) -> tuple[list[Any], ImportEnding | None]:
-    """Run ``module``, whose ``main`` is ``serve``, and return up to ``count`` answers in order.
+def ask(
+    answers_to: str, request: bytes, count: int, timeout_s: float
+) -> tuple[list[Any], ImportEnding | None]:
+    """Call a function in a process of its own, and return up to ``count`` of its answers in order.
 
+    ``answers_to``: import path of the function, which yields the answers to ``request`` as plain data.
     ``timeout_s``: seconds for each answer. The second value says why there are fewer; None: all are there.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        start_new_session=True,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(process.stdout, lines), name="import check", daemon=True).start()
+    (ours, theirs), (lifeline, kept_lifeline) = socket.socketpair(), socket.socketpair()
+    with ours, lifeline:
+        with theirs, kept_lifeline:
+            inherited = theirs.fileno(), kept_lifeline.fileno()
+            serving = python_calling("slipstream.rollout.system.imports.serve", answers_to, inherited[0])
+            process = subprocess.Popen(
+                kept(serving, inherited[1]),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=inherited,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,
+            )
+        try:
+            return _asked(ours, request, count, timeout_s)
+        finally:
+            lifeline.close()  # the keeper takes it for the end of this process
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _asked(
+    connection: socket.socket, request: bytes, count: int, timeout_s: float
+) -> tuple[list[Any], ImportEnding | None]:
     answers: list[Any] = []
     try:
-        with suppress(BrokenPipeError), process.stdin:
-            process.stdin.write(request)
-        started = lines.get(timeout=START_TIMEOUT_S)
-        while started and len(answers) < count:
-            line = lines.get(timeout=timeout_s)
-            if not line:
-                break
-            answers.append(json.loads(line))
-    except queue.Empty:
+        connection.settimeout(START_TIMEOUT_S)
+        connection.sendall(framed(request))
+        if receive(connection) is None:
+            return answers, ImportEnding.ENDED
+        connection.settimeout(timeout_s)
+        while len(answers) < count:
+            if (answer := receive(connection)) is None:
+                return answers, ImportEnding.ENDED
+            answers.append(json.loads(answer))
+    except TimeoutError:
         return answers, ImportEnding.LATE
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return answers, None if len(answers) == count else ImportEnding.ENDED
+    except ConnectionError:
+        return answers, ImportEnding.ENDED
+    return answers, None
 
 
-def _read(stream: IO[bytes], lines: "queue.SimpleQueue[bytes]") -> None:
-    """Hand over each line, and an empty one at the end."""
-    for line in stream:
-        lines.put(line)
-    lines.put(b"")
-
-
-def serve(answers_to: Callable[[bytes], Iterator[object]]) -> None:
-    """Be that process: answer the request on the standard input, and end with the asker.
-
-    What user code prints goes to the standard error, and what it reads from the standard input is empty.
-    """
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[1]):
+def serve(answers_to: str, descriptor: int) -> None:
+    """Be that process: answer the request that comes over the socket ``descriptor``."""
+    os.set_inheritable(descriptor, False)
+    connection = socket.socket(fileno=descriptor)
+    answering = resolve(answers_to)
+    request = receive(connection)
+    if request is None:
         return
-    request = sys.stdin.buffer.read()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    sys.stdin = io.StringIO()
-    print("started", file=answers, flush=True)
-    for answer in answers_to(request):
-        print(json.dumps(answer), file=answers, flush=True)
+    connection.sendall(framed(b"started"))
+    for answer in answering(request):
+        connection.sendall(framed(json.dumps(answer).encode()))
     os._exit(0)  # threads of user code must not hold the process up

@@ -25,6 +25,11 @@ def prctl(option: int, *arguments: int | bytes) -> None:
         raise OSError(number, f"prctl({option}): {os.strerror(number)}")
 
 
+def adopt_orphans() -> None:
+    """Make this process the parent of every process below it whose own parent has ended. Raises OSError."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
 def has_children() -> bool:
     """True if this process has children, adopted ones included."""
     try:

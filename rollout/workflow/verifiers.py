@@ -23,6 +23,7 @@ from typing import cast
 from slipstream.rollout.reward.value import is_part_name
 from slipstream.rollout.system.plugins import PluginError
 from slipstream.rollout.system.programs.program import ProgramEnd, run_program
+from slipstream.rollout.system.stream import FrameReader, framed
 from slipstream.rollout.system.temporary import OwnedFolder
 from slipstream.rollout.tokens.trajectory import Prompt
 from slipstream.rollout.workflow.agent_episodes import (
@@ -39,7 +40,8 @@ HOST = Path(__file__).with_name("verifiers_host.py")
 TASK = "task"
 """Column of the prompt set: the number of a task in the environment's task set, from 0."""
 
-LONGEST_LINE = 1 << 24
+LONGEST_MESSAGE = 1 << 24
+"""Bytes of a message of a host."""
 LONGEST_NOTE = 4000
 """Characters of what a host has printed, in the reason of a failure."""
 
@@ -169,7 +171,7 @@ class _Connection:
         folder = OwnedFolder(Path(tempfile.gettempdir()), "verifiers")
         try:
             path = folder.path / "episodes"
-            server = await asyncio.start_unix_server(self._speak, path, limit=LONGEST_LINE)
+            server = await asyncio.start_unix_server(self._speak, path)
             variables = {**self._variables, "SLIPSTREAM_EPISODES": str(path)}
             self._environment = environment
             self._program = asyncio.create_task(
@@ -186,13 +188,15 @@ class _Connection:
         self._writer = writer
         self._say(self._environment)
         with suppress(ConnectionError, asyncio.CancelledError):
-            while line := await reader.readline():
-                self._take(json.loads(line))
+            frames = FrameReader(LONGEST_MESSAGE)
+            while data := await reader.read(1 << 16):
+                for content in frames.feed(data):
+                    self._take(json.loads(content))
         writer.close()
 
     def _say(self, message: Mapping[str, object]) -> None:
         assert self._writer is not None, "nobody speaks before the program does"
-        self._writer.write(json.dumps(message).encode() + b"\n")
+        self._writer.write(framed(json.dumps(message).encode()))
 
     def _take(self, message: dict[str, object]) -> None:
         if "ready" in message:

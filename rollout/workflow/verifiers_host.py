@@ -4,8 +4,8 @@
              ◄──{number, result} or {number, error}──┘
 
 It runs in the Python where verifiers is installed, and imports nothing else of ours: what verifiers needs and
-what SGLang needs cannot be installed together. Messages are lines of JSON over the socket that the variable
-SLIPSTREAM_EPISODES names. Its end is the end of this process.
+what SGLang needs cannot be installed together. Messages are JSON, in the frames of ``system/stream.py``, over
+the socket that the variable SLIPSTREAM_EPISODES names. Its end is the end of this process.
 
     PYTHON verifiers_host.py ENVIRONMENT.json FIRST END    prints tasks as lines of a prompt set, and ends
 """
@@ -17,12 +17,15 @@ import itertools
 import json
 import math
 import os
+import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-LONGEST_LINE = 1 << 24
+LENGTH = struct.Struct("<Q")
+"""Of the number of bytes that a frame begins with."""
+
 LONGEST_NOTE = 4000
 """Characters of an error."""
 
@@ -182,18 +185,31 @@ def print_tasks(environment: Mapping[str, Any], first: int, end: int) -> None:
         print(json.dumps({"prompt": text, "task": number}))
 
 
+async def received(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    """Wait for the next message. None: the socket has ended."""
+    try:
+        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        return json.loads(await reader.readexactly(length))
+    except asyncio.IncompleteReadError:
+        return None
+
+
 async def host(socket: str) -> None:
     """Run episodes until the socket ends."""
-    reader, writer = await asyncio.open_unix_connection(socket, limit=LONGEST_LINE)
+    reader, writer = await asyncio.open_unix_connection(socket)
 
     def say(message: dict[str, Any]) -> None:
-        writer.write(json.dumps(message).encode() + b"\n")
+        content = json.dumps(message).encode()
+        writer.write(LENGTH.pack(len(content)) + content)
 
-    hosting = EpisodeRunner(json.loads(await reader.readline()), say)
+    environment = await received(reader)
+    if environment is None:
+        return
+    hosting = EpisodeRunner(environment, say)
     async with hosting.environment.serving():
         say({"ready": True})
-        while line := await reader.readline():
-            hosting.take(json.loads(line))
+        while (message := await received(reader)) is not None:
+            hosting.take(message)
     os._exit(0)  # whoever has run us ends what is left
 
 

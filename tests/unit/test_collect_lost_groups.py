@@ -19,7 +19,7 @@ from slipstream.rollout.collection.driver.lost_groups import (
     LostGroups,
 )
 from slipstream.rollout.collection.driver.questions import EvaluationTasks
-from slipstream.rollout.collection.driver.server import LOST_BYTES, Connection
+from slipstream.rollout.collection.driver.server import LOST_BYTES, CollectorConnection
 from slipstream.rollout.collection.messages import LostGroup, Question
 from slipstream.rollout.control.consumption import OnStale, ReadyFirst
 from slipstream.rollout.control.core import RolloutControl
@@ -189,7 +189,7 @@ def test_a_collector_that_never_answers_does_not_hold_up_the_end_of_a_run():
 
 
 def test_a_connection_takes_no_more_lost_groups_than_it_can_send():
-    connection = Connection("a", 0.0)
+    connection = CollectorConnection("a", 0.0)
     group = LostGroup(0, "filtered", "", 1, 0, [], (0, "?", None, {}, "", 0, ""), 1, [])
     taken = 0
     while connection.log_lost(group, [bytes(2**20)]):

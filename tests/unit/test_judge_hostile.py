@@ -12,6 +12,7 @@ import pytest
 
 from slipstream.rollout.reward.judge import process, seat
 from slipstream.rollout.reward.judge.pool import JudgingFailed
+from slipstream.rollout.system import child
 from tests.unit.judge_rewards import NUMBERS
 from tests.unit.judging import Judging, score
 
@@ -94,7 +95,7 @@ def test_culprits_are_found_among_many_that_overlap(judging):
 )
 def test_a_reward_that_fights_its_process_harms_only_itself(judging, monkeypatch, reward, culprit, expected):
     monkeypatch.setattr(process, "GRACE_S", 0.3)
-    monkeypatch.setattr(process, "KILL_S", 1.0)
+    monkeypatch.setattr(child, "KILL_S", 1.0)
     monkeypatch.setattr(seat, "GRACE_S", 0.3)
     responses = ["1", culprit, "2"]
     assert_only_culprits_failed(judging.ask(responses, reward), responses, {culprit: expected})

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.rollout.reward.judge.output import BURST, LARGEST_FILE, RATE, TAIL, BoundedLog
+from slipstream.rollout.system.bounded_log import BURST, LARGEST_FILE, RATE, TAIL, BoundedLog
 
 
 class Clock:

@@ -89,7 +89,7 @@ def test_modules_and_files_are_found_as_in_the_process_that_starts_the_pool(judg
 def test_a_judge_loads_neither_the_schema_nor_anything_heavy():
     script = """
         import sys
-        from slipstream.rollout.reward.judge import keeper
+        from slipstream.rollout.system.programs import keeper
         assert not {"numpy", "asyncio", "msgspec", "multiprocessing"} & set(sys.modules), "the keeper"
         from slipstream.rollout.reward.judge import worker
         from slipstream.rollout import reward

@@ -7,13 +7,12 @@ from hypothesis import strategies as st
 
 from slipstream.rollout.reward.judge.wire import (
     REQUEST,
-    FrameReader,
-    MalformedReply,
     Withdrawal,
     framed,
     framed_group,
     framed_question,
 )
+from slipstream.rollout.system.stream import FrameReader, FrameTooLong
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
 
 PLAIN = st.recursive(
@@ -92,5 +91,5 @@ def test_frames_are_found_wherever_the_stream_is_cut(numbers, piece):
 
 
 def test_a_frame_that_is_too_long_is_refused_before_it_has_arrived():
-    with pytest.raises(MalformedReply, match="a frame of 4294967295 bytes, expected at most 1000"):
-        FrameReader(longest=1000).feed(b"\xff" * 4)
+    with pytest.raises(FrameTooLong, match=f"a frame of {2**64 - 1} bytes, expected at most 1000"):
+        FrameReader(longest=1000).feed(b"\xff" * 8)

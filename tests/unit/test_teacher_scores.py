@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.configs.schema import ActorConfig
-from slipstream.rollout.reward.judge.wire import REQUEST, EpisodeQuestion, FrameReader, framed_question
+from slipstream.rollout.reward.judge.wire import REQUEST, EpisodeQuestion, framed_question
+from slipstream.rollout.system.stream import FrameReader
 from slipstream.rollout.tokens.record import (
     CorruptRecord,
     count_chunk_tokens,

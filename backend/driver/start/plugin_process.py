@@ -16,7 +16,7 @@ from slipstream.backend.driver.start.plugin_checks import (
 )
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.gateway.endpoint.needed import endpoint_problems
-from slipstream.rollout.system.imports import ImportEnding, ask, serve
+from slipstream.rollout.system.imports import ImportEnding, ask
 
 IMPORT_TIMEOUT_S = 60.0
 """Seconds for the import of one module. Longer ones would make every judge and collector start as late."""
@@ -30,7 +30,7 @@ def imported_plugin_problems(config: RunConfig, timeout_s: float = IMPORT_TIMEOU
     codes = named_code(config)
     while first <= len(codes):  # the last answer is about the endpoint
         request = pickle.dumps((config, first))
-        answers, ending = ask(__name__, request, 1 + len(codes) - first, timeout_s)
+        answers, ending = ask(f"{__name__}.answers_to", request, 1 + len(codes) - first, timeout_s)
         problems += [problem for answer in answers for problem in answer]
         first += len(answers)
         if ending is not None and first < len(codes):
@@ -45,13 +45,10 @@ def _said(ending: ImportEnding, timeout_s: float) -> str:
     return f"it is not imported within {timeout_s:g} s: do at import only what is needed to import it"
 
 
-def _answers_to(request: bytes) -> Iterator[list[str]]:
+def answers_to(request: bytes) -> Iterator[list[str]]:
+    """Yield what is wrong with each code that the recipe names, in the process of the check."""
     config, first = pickle.loads(request)
     for code in named_code(config)[first:]:
         problem = problem_with(code, config)
         yield [] if problem is None else [problem]
     yield endpoint_problems(config)
-
-
-if __name__ == "__main__":
-    serve(_answers_to)

@@ -9,11 +9,8 @@ is gone. A further life begins anew, under another name.
 import asyncio
 import json
 import urllib.request
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
-from typing import cast
-
-import aiohttp
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
 
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collection.collector.episodes import Episodes
@@ -32,12 +29,12 @@ from slipstream.rollout.collection.collector.seeded import seeded_engines
 from slipstream.rollout.collection.collector.spec import CollectorSpec
 from slipstream.rollout.collection.collector.untrained_log import UntrainedLog, open_untrained_log
 from slipstream.rollout.collection.collector.watchdog import end_process, watched
-from slipstream.rollout.collection.messages import DOWN, Down, Status, Up
+from slipstream.rollout.collection.messages import DOWN, Down, Status
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.serving import ServingAddresses
 from slipstream.rollout.engine.trace import RequestTrace
-from slipstream.rollout.system.frames import LONGEST_FRAME, SILENCE_S, pack, split
 from slipstream.rollout.system.garbage import OF_COLLECTED_EPISODE, expect_objects, look_seldom_for_garbage
+from slipstream.rollout.system.link import LinkEnded, OutgoingLink, connected, until_one_ends
 from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.teacher import TeacherNeeds
 
@@ -81,10 +78,7 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
                 give_up=lambda reason: end_process(_reporter(spec), None, reason),
             )
         )
-        session = await stack.enter_async_context(aiohttp.ClientSession(spec.url, headers=spec.headers()))
-        socket = await stack.enter_async_context(
-            session.ws_connect(f"/collector/{spec.name}", max_msg_size=LONGEST_FRAME, compress=0)
-        )
+        link = await stack.enter_async_context(connected(spec.url, f"/collector/{spec.name}", spec.key))
 
         episodes = Episodes(parts.workflow, rollout, parts.check, limit, outbox, parts.name)
         groups = GroupCollector(
@@ -115,24 +109,21 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
         stack.push_async_callback(evaluations.close)
         stack.push_async_callback(groups.close)
         stack.enter_context(watched(rollout.collector_timeout_s, _reporter(spec)))
-        connection = _Connection(socket, pool, judges, groups, evaluations, surroundings.engines, outbox, log)
+        work = _Work(link, pool, judges, groups, evaluations, surroundings.engines, outbox, log)
         look_seldom_for_garbage()
-        await _live(connection, outbox, groups)
+        await _live(work, link, outbox, groups)
 
 
-class _ConnectionEnded(Exception):
-    """The driver is gone, or has given this collector up."""
-
-
-async def _live(connection: "_Connection", outbox: Outbox, groups: GroupCollector[Recording]) -> None:
+async def _live(work: "_Work", link: OutgoingLink, outbox: Outbox, groups: GroupCollector[Recording]) -> None:
     """Take in messages and send others until the connection ends."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(connection.receive(), name="receiving")
-            tasks.create_task(outbox.run(connection.send, connection.status), name="sending")
-            tasks.create_task(_write_ends(groups), name="writing ends")
-    except* (_ConnectionEnded, ConnectionError):
-        """This life of the collector is over."""
+    with suppress(LinkEnded, ConnectionError):  # this life of the collector is over
+        await until_one_ends(
+            {
+                "receiving": work.receive(),
+                "sending": outbox.run(link.send, work.status),
+                "writing ends": _write_ends(groups),
+            }
+        )
 
 
 async def _write_ends(groups: GroupCollector[Recording]) -> None:
@@ -141,12 +132,12 @@ async def _write_ends(groups: GroupCollector[Recording]) -> None:
         groups.write_ends(RECORD_EVERY_S)
 
 
-class _Connection:
-    """The collector's end of its connection with the driver."""
+class _Work:
+    """What the driver has the collector do, as the messages of one connection say."""
 
     def __init__(
         self,
-        socket: aiohttp.ClientWebSocketResponse,
+        link: OutgoingLink,
         pool: EnginePool,
         judges: WatchedJudges,
         groups: GroupCollector[Recording],
@@ -159,7 +150,7 @@ class _Connection:
         self._log = log
         self._flushes: set[asyncio.Task[None]] = set()
         self._engines = engines
-        self._socket = socket
+        self._link = link
         self._pool = pool
         self._judges = judges
         self._groups = groups
@@ -169,19 +160,10 @@ class _Connection:
         judges = self._judges.status()
         return Status(self._pool.status(), judges.waiting + judges.running, judges.oldest_s)
 
-    async def send(self, message: Up, chunks: Sequence[bytes]) -> None:
-        await self._socket.send_bytes(pack(message, chunks))
-
     async def receive(self) -> None:
-        """Do what the driver says. Raises _ConnectionEnded."""
+        """Do what the driver says. Raises LinkEnded and MalformedFrame."""
         while True:
-            try:
-                message = await self._socket.receive(timeout=SILENCE_S)
-            except TimeoutError:
-                raise _ConnectionEnded from None
-            if message.type is not aiohttp.WSMsgType.BINARY:
-                raise _ConnectionEnded
-            self._take(*split(cast(bytes, message.data), DOWN))
+            self._take(*await self._link.receive(DOWN))
 
     def _take(self, message: Down, chunks: memoryview) -> None:
         if message.routing is not None:

@@ -14,7 +14,7 @@ from typing import Any
 from slipstream.configs.schema import HooksConfig, RunConfig
 from slipstream.rollout.compat.slime import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import slime_arguments
-from slipstream.rollout.system.imports import ImportEnding, ask, serve
+from slipstream.rollout.system.imports import ImportEnding, ask
 from slipstream.rollout.system.plugins import PluginError, resolve
 
 
@@ -35,7 +35,7 @@ def _import_problems(hooks: HooksConfig) -> Iterator[str]:
     left = [(setting, path) for setting, paths in hooks.named().items() for path in paths]
     while left:
         answers, ending = ask(
-            "slipstream.rollout.compat.slime.checking",
+            f"{__name__}.answers_to",
             json.dumps(left).encode(),
             len(left),
             hooks.import_timeout_s,
@@ -164,7 +164,8 @@ def _takes_any_keyword(parameters: inspect.Signature) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.parameters.values())
 
 
-def _answers_to(request: bytes) -> Iterator[str | None]:
+def answers_to(request: bytes) -> Iterator[str | None]:
+    """Yield what is wrong with each hook of the request; None: nothing."""
     make_slime_importable()
     for setting, path in json.loads(request):
         yield _problem(setting, path)
@@ -177,7 +178,3 @@ def _problem(setting: str, path: str) -> str | None:
         return str(error).removeprefix(f"{path}: ")
     except BaseException as error:  # user code: its import may raise anything, and exit
         return f"its import raises {type(error).__name__}: {error}"
-
-
-if __name__ == "__main__":
-    serve(_answers_to)

@@ -21,13 +21,13 @@ from slipstream.rollout.reward.judge.replies import unscored, waiting_at
 from slipstream.rollout.reward.judge.wire import (
     QUESTION,
     REQUEST,
-    FrameReader,
     Question,
     Reply,
     Retiring,
     Unscored,
     framed,
 )
+from slipstream.rollout.system.stream import FrameReader
 
 GRACE_S = 1.0
 """Seconds in which a cancelled question must end. Otherwise the process is replaced, because the question

@@ -12,7 +12,8 @@ from typing import Any
 
 from slipstream.rollout.reward.judge.limits import Bounds
 from slipstream.rollout.reward.judge.replies import unscored
-from slipstream.rollout.reward.judge.wire import REQUEST, FrameReader, Question, Reply, Retiring, framed
+from slipstream.rollout.reward.judge.wire import REQUEST, Question, Reply, Retiring, framed
+from slipstream.rollout.system.stream import FrameReader
 
 
 def answer_in_turn(

@@ -1,4 +1,4 @@
-"""Messages between a judge pool and a judge process, one in each frame: u32 length | msgpack.
+"""Messages between a judge pool and a judge process, one in each frame of ``system.stream``, as msgpack.
 
     pool ──► process     JudgeSetup first, then questions, and Withdrawal
     process ──► pool     JudgeReady or StartFailure first, then answers, Unscored and Retiring
@@ -11,7 +11,6 @@
 Arrays travel as raw little-endian bytes. Nothing is pickled, so that user code cannot make the pool run code.
 """
 
-import struct
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 
 from slipstream.rollout.reward.live import NO_VOTES, JudgedTurn, VoteCounts
 from slipstream.rollout.reward.value import TurnRewards
+from slipstream.rollout.system import stream
 from slipstream.rollout.tokens.record import decode_scores, encode_scores
 from slipstream.rollout.tokens.trajectory import (
     Finish,
@@ -38,8 +38,6 @@ CONNECTION_CLOSED = 199
 
 QUESTION = "question_"
 """Begin of the name of the function that asks an overlapping question; its number follows."""
-
-_LENGTH = struct.Struct("<I")
 
 
 class ModelSetup(msgspec.Struct, array_like=True, frozen=True):
@@ -249,8 +247,7 @@ def framed(message: JudgeSetup | Request | Reply) -> bytes:
     """Return the frame of a message. Raises TypeError, OverflowError or UnicodeEncodeError for values that
     msgpack does not have.
     """
-    data = _encoder.encode(message)
-    return _LENGTH.pack(len(data)) + data
+    return stream.framed(_encoder.encode(message))
 
 
 Engines = Callable[[], bytes]
@@ -292,35 +289,3 @@ def _finished(response: str, trajectory: Trajectory) -> FinishedEpisode:
         trajectory.header.siblings,
         b"" if trajectory.teacher is None else encode_scores(trajectory.teacher),
     )
-
-
-class MalformedReply(ValueError):
-    """Bytes that no judge process sends by itself: user code has written into its connection."""
-
-
-class FrameReader:
-    """Splits a stream of bytes into the contents of frames."""
-
-    def __init__(self, longest: int | None = None) -> None:
-        """``longest``: bytes that a frame may have."""
-        self._longest = longest
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Return the frames that ``data`` completes. Raises MalformedReply for a frame that is too long."""
-        buffer = self._buffer
-        buffer += data
-        frames: list[bytes] = []
-        start = 0
-        while len(buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(buffer, start)
-            if self._longest is not None and length > self._longest:
-                raise MalformedReply(f"a frame of {length} bytes, expected at most {self._longest}")
-            end = start + _LENGTH.size + length
-            if len(buffer) < end:
-                break
-            frames.append(bytes(buffer[start + _LENGTH.size : end]))
-            start = end
-        if start:
-            del buffer[:start]
-        return frames

@@ -18,7 +18,6 @@ from slipstream.rollout.reward.judge.synchronous import answer_in_turn
 from slipstream.rollout.reward.judge.wire import (
     CONNECTION_CLOSED,
     SETUP,
-    FrameReader,
     JudgeReady,
     JudgeSetup,
     ModelSetup,
@@ -37,6 +36,7 @@ from slipstream.rollout.reward.loading import (
     load_judge,
 )
 from slipstream.rollout.system import plugins
+from slipstream.rollout.system.stream import receive
 
 
 def work(connection: socket.socket, crash: int) -> None:
@@ -64,11 +64,8 @@ def work(connection: socket.socket, crash: int) -> None:
 
 def _receive_setup(connection: socket.socket) -> JudgeSetup | None:
     """Return the first message of the pool. It sends no other before it has an answer. None: it has gone."""
-    reader = FrameReader()
-    while data := connection.recv(1 << 16):
-        for frame in reader.feed(data):
-            return SETUP.decode(frame)
-    return None
+    setup = receive(connection)
+    return None if setup is None else SETUP.decode(setup)
 
 
 def _construct(

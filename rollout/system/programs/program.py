@@ -1,20 +1,18 @@
 """Runs one program, from its start to the end of its last process."""
 
 import asyncio
-import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import IO
 
-from slipstream.rollout.system.programs.start import start_kept
+from slipstream.rollout.system.child import Child
+from slipstream.rollout.system.programs.start import kept
 
 TAIL = 1 << 16
 """Bytes of the end of each output that are kept. A program may print as much as it likes."""
-
-KILL_S = 8.0
-"""Seconds for a keeper to end everything. Then it is killed itself, and its program with it."""
 
 
 @dataclass(frozen=True)
@@ -36,32 +34,23 @@ async def run_program(command: Sequence[str], environment: Mapping[str, str], gi
     process ends for whatever reason, everything that the program has started is ended. Raises OSError when no
     process can be started.
     """
-    # Without asyncio's subprocesses, which need a policy of event loops that libraries replace.
-    ours, theirs = socket.socketpair()
-    try:
-        with theirs:
-            process = start_kept(
-                command,
-                theirs.fileno(),
-                environment=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-    except BaseException:
-        ours.close()
-        raise
-    reader, writer = await asyncio.open_connection(sock=ours)
-    lost = asyncio.ensure_future(reader.read())
+    child = Child()
+    await child.start(
+        partial(kept, command),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        environment=environment,
+    )
+    process = child.process
+    assert process is not None
     try:
         output, errors, _ = await asyncio.gather(
             _tail(process.stdout), _tail(process.stderr), _give(process.stdin, given)
         )
-        await asyncio.wait({lost})
+        await asyncio.wait({child.lost})
     finally:
-        writer.write_eof()  # the keeper takes it for the end of this process
-        await _ended(process, lost)
-        writer.close()
+        await child.end()
     return ProgramEnd(process.wait(), output, errors)
 
 
@@ -96,24 +85,3 @@ async def _tail(pipe: IO[bytes] | None) -> str:
     finally:
         transport.close()
     return tail.decode(errors="replace")
-
-
-async def _ended(process: subprocess.Popen[bytes], lost: "asyncio.Future[bytes]") -> None:
-    """Wait for the end of a keeper, which ends its program; kill it after KILL_S.
-
-    Its end of the lifeline is ``lost`` then.
-    """
-    cancelled: asyncio.CancelledError | None = None
-    deadline = asyncio.get_running_loop().time() + KILL_S
-    while not lost.done():
-        left = deadline - asyncio.get_running_loop().time()
-        if left <= 0:
-            process.kill()
-            left = KILL_S
-        try:
-            await asyncio.wait({lost}, timeout=left)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    process.wait()
-    if cancelled is not None:
-        raise cancelled

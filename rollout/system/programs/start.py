@@ -1,12 +1,8 @@
-"""Starts programs: a Python that calls one of our functions, and a keeper with a program in it."""
+"""Commands of programs: a Python that calls one of our functions, and a keeper with a program in it."""
 
-import subprocess
+import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import IO
-
-Output = IO[bytes] | int
-"""A file, or ``subprocess.PIPE`` or ``subprocess.DEVNULL``."""
+from collections.abc import Sequence
 
 
 def python_calling(path: str, *arguments: object) -> list[str]:
@@ -24,27 +20,7 @@ def python_calling(path: str, *arguments: object) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def start_kept(
-    command: Sequence[str],
-    lifeline: int,
-    *,
-    inherited: Sequence[int] = (),
-    environment: Mapping[str, str] | None = None,
-    stdin: Output,
-    stdout: Output,
-    stderr: Output,
-) -> subprocess.Popen[bytes]:
-    """Start a program and the keeper around it, in a session of their own. Raises OSError.
-
-    ``lifeline``: descriptor of the keeper's end. ``inherited``: descriptors for the program. ``environment``:
-    all of its variables; None: those of this process.
-    """
-    return subprocess.Popen(
-        python_calling("slipstream.rollout.system.programs.keeper.keep", lifeline, list(command)),
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        pass_fds=(lifeline, *inherited),
-        env=None if environment is None else dict(environment),
-        start_new_session=True,
-    )
+def kept(command: Sequence[str], lifeline: int) -> list[str]:
+    """Return the command of a keeper around a program. ``lifeline``: descriptor of the keeper's end."""
+    keep = "slipstream.rollout.system.programs.keeper.keep"
+    return python_calling(keep, lifeline, os.getpid(), list(command))

@@ -1,4 +1,4 @@
-"""A log whose size is bounded, however much a reward prints. The keeper imports it: keep it light."""
+"""A log whose size is bounded, however much is printed. The keeper imports it: keep it light."""
 
 import os
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 BURST = 1 << 20
-"""Bytes that are written at once. What a reward prints beyond it, and beyond the rate, is dropped."""
+"""Bytes that are written at once. What is printed beyond it, and beyond the rate, is dropped."""
 
 RATE = 32 << 10
 """Bytes per second that may be written for hours."""
