@@ -28,16 +28,19 @@ class BatchFileError(ValueError):
     """A file does not hold a saved batch."""
 
 
-class _Fields(msgspec.Struct, array_like=True):
-    format: str
-    version: int
-    headers: tuple[TrajectoryHeader, ...]
-    lags: dict[int, int] | None
-    turn_advantages: dict[int, tuple[float | None, ...]]
-    given_rewards: tuple[float, ...] | None
-    response_masks: tuple[tuple[int, ...], ...] | None
-    rate_factor: float
-    mismatch: float | None
+_Fields = tuple[
+    str,
+    int,
+    tuple[TrajectoryHeader, ...],
+    dict[int, int] | None,
+    dict[int, tuple[float | None, ...]],
+    tuple[float, ...] | None,
+    tuple[tuple[int, ...], ...] | None,
+    float,
+    float | None,
+]
+"""The format, then ``version``, ``headers``, ``lags``, ``turn_advantages``, ``given_rewards``,
+``response_masks``, ``rate_factor`` and ``mismatch`` of the batch."""
 
 
 def batch_path(folder: Path, step: int) -> Path:
@@ -47,7 +50,7 @@ def batch_path(folder: Path, step: int) -> Path:
 
 def saved_batch(batch: EncodedBatch) -> bytes:
     """Return the content of a batch's file."""
-    fields = _Fields(
+    fields: _Fields = (
         FORMAT,
         batch.version,
         batch.headers,
@@ -73,21 +76,22 @@ def read_batch(path: Path) -> EncodedBatch:
     try:
         arrays = load(path.read_bytes())
         fields = msgspec.msgpack.decode(arrays["fields"].tobytes(), type=_Fields)
+        found, version, headers, lags, advantages, rewards, masks, rate_factor, mismatch = fields
         sizes = tuple(arrays["sizes"].tolist())
-        if fields.format != FORMAT or not len(sizes) == len(fields.headers) == len(arrays["groups"]):
-            raise BatchFileError(f"{path}: {fields.format!r} found, a whole batch of {FORMAT!r} expected")
+        if found != FORMAT or not len(sizes) == len(headers) == len(arrays["groups"]):
+            raise BatchFileError(f"{path}: {found!r} found, a whole batch of {FORMAT!r} expected")
         batch = EncodedBatch(
-            fields.version,
-            fields.headers,
+            version,
+            headers,
             arrays["chunks"],
             sizes,
             arrays["groups"],
-            fields.lags,
-            fields.turn_advantages,
-            fields.given_rewards,
-            fields.response_masks,
-            fields.rate_factor,
-            fields.mismatch,
+            lags=lags,
+            turn_advantages=advantages,
+            given_rewards=rewards,
+            response_masks=masks,
+            rate_factor=rate_factor,
+            mismatch=mismatch,
         )
         batch.decoded()
     except (SafetensorError, KeyError, msgspec.MsgspecError, CorruptRecord, UnicodeDecodeError) as error:

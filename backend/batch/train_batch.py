@@ -4,7 +4,7 @@ driver: EncodedBatch, headers and bytes ──► every rank: TrainBatch, trajec
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,30 +23,36 @@ TurnAdvantages = Mapping[int, tuple[float | None, ...]]
 
 
 @dataclass(frozen=True)
-class TrainBatch:
-    """The trajectories that one training step consumes."""
+class BatchHeader:
+    """What a training step is told besides trajectories, from the driver that makes the batch on."""
 
     version: int
     """Policy version that the step starts from."""
+    lags: Mapping[int, int] | None = field(default=None, kw_only=True)
+    """Lag of each policy version whose tokens carry loss, in updates. None: no restart has come between the
+    versions, so that lags are differences of their numbers."""
+    turn_advantages: TurnAdvantages = field(default_factory=dict[int, tuple[float | None, ...]], kw_only=True)
+    """Advantage of each turn of a live trajectory, by its place in the batch; None: the turn has no score.
+    All other trajectories get theirs from their rewards."""
+    given_rewards: tuple[float, ...] | None = field(default=None, kw_only=True)
+    """Advantage of each trajectory from its reward, as code of the user's gives it in the place of the
+    recipe's. None: the recipe's is found from rewards."""
+    rate_factor: float = field(default=1.0, kw_only=True)
+    """Factor of the learning rate of this step."""
+    mismatch: float | None = field(default=None, kw_only=True)
+    """Mean of log(pi_old / mu)^2 over tokens of lag 0, as earlier steps have measured it; None: not yet."""
+
+
+@dataclass(frozen=True)
+class TrainBatch(BatchHeader):
+    """The trajectories that one training step consumes."""
+
     trajectories: tuple[Trajectory, ...]
     group_N: np.ndarray
     """int64 [N]: number of each trajectory's group; trajectories of one prompt share it."""
-    lags: Mapping[int, int] | None = None
-    """Lag of each policy version whose tokens carry loss, in updates. None: no restart has come between the
-    versions, so that lags are differences of their numbers."""
-    turn_advantages: TurnAdvantages = field(default_factory=dict[int, tuple[float | None, ...]])
-    """Advantage of each turn of a live trajectory, by its place in ``trajectories``; None: the turn has no
-    score. All other trajectories get theirs from their rewards."""
-    siblings_N: npt.NDArray[np.int64] | None = None
+    siblings_N: npt.NDArray[np.int64] | None = field(default=None, kw_only=True)
     """int64 [N]: number of each trajectory's episode, ascending from 0; trajectories of one episode share it.
     None: each is an episode of its own."""
-    given_rewards: tuple[float, ...] | None = None
-    """Advantage of each trajectory from its reward, as code of the user's gives it in the place of the
-    recipe's. None: the recipe's is found from rewards."""
-    rate_factor: float = 1.0
-    """Factor of the learning rate of this step."""
-    mismatch: float | None = None
-    """Mean of log(pi_old / mu)^2 over tokens of lag 0, as earlier steps have measured it; None: not yet."""
 
     @property
     def episode_N(self) -> npt.NDArray[np.int64]:
@@ -103,10 +109,13 @@ def _renumbered(episode_N: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 @dataclass(frozen=True)
-class EncodedBatch:
-    """A batch as it travels to the ranks. The driver has not looked at its tokens."""
+class EncodedBatch(BatchHeader):
+    """A batch as it travels to the ranks. The driver has not looked at its tokens.
 
-    version: int
+    Places in ``turn_advantages`` are those of episodes. ``given_rewards`` are of all trajectories but live
+    ones, which come last.
+    """
+
     headers: tuple[TrajectoryHeader, ...]
     """Header of each episode, which may have several trajectories."""
     chunks: npt.NDArray[np.uint8]
@@ -115,19 +124,9 @@ class EncodedBatch:
     """Bytes of the chunks of each episode."""
     group_N: np.ndarray
     """int64: number of each episode's group."""
-    lags: Mapping[int, int] | None
-    """As in ``TrainBatch``."""
-    turn_advantages: TurnAdvantages = field(default_factory=dict[int, tuple[float | None, ...]])
-    """Advantages of turns as in ``TrainBatch``, by the place of the episode."""
-    given_rewards: tuple[float, ...] | None = None
-    """As in ``TrainBatch``, of all trajectories but live ones, which come last."""
-    response_masks: tuple[tuple[int, ...], ...] | None = None
+    response_masks: tuple[tuple[int, ...], ...] | None = field(default=None, kw_only=True)
     """0 where code of the user's takes the loss of a token away: for all trajectories but live ones, their
     tokens from the first sampled one on. None: nowhere."""
-    rate_factor: float = 1.0
-    """As in ``TrainBatch``."""
-    mismatch: float | None = None
-    """As in ``TrainBatch``."""
 
     def decoded(self) -> TrainBatch:
         """Return the trajectories, those of one episode one behind the other. Raises CorruptRecord."""
@@ -148,16 +147,16 @@ class EncodedBatch:
             rewards = (*rewards, *[0.0] * (len(trajectories) - len(rewards)))
         for place, mask_R in enumerate(self.response_masks or ()):
             trajectories[place] = _with_response_mask(trajectories[place], mask_R)
+        header = {each.name: getattr(self, each.name) for each in fields(BatchHeader)}
+        header["turn_advantages"] = {
+            int(first[place]): by_turn for place, by_turn in self.turn_advantages.items()
+        }
+        header["given_rewards"] = rewards
         return TrainBatch(
-            self.version,
-            tuple(trajectories),
-            np.repeat(group_E, counts),
-            self.lags,
-            {int(first[place]): by_turn for place, by_turn in self.turn_advantages.items()},
-            np.repeat(np.arange(len(episodes)), counts),
-            rewards,
-            self.rate_factor,
-            self.mismatch,
+            **header,
+            trajectories=tuple(trajectories),
+            group_N=np.repeat(group_E, counts),
+            siblings_N=np.repeat(np.arange(len(episodes)), counts),
         )
 
 

@@ -71,23 +71,14 @@ class ScoresPart(NamedTuple):
     encoded: bytes | memoryview
 
 
-class Ref(NamedTuple):
-    """Where the payload of one chunk stands in the segments of a ledger."""
-
-    segment: int
-    offset: int
-    size: int
-    """Bytes."""
-    crc: int
-    """CRC-32 of the bytes, from whoever encoded them."""
-
-
 HEADER = msgspec.msgpack.Decoder(TrajectoryHeader)
 PIECE = msgspec.msgpack.Decoder(PieceHeader)
 encode = msgspec.msgpack.Encoder().encode
 """Encodes a header as msgpack."""
 
 REF = struct.Struct("<IQII")
+"""Where the payload of one chunk stands in the segments of a ledger: segment, offset, size in bytes, and
+CRC-32 of the bytes, from the process that has encoded them."""
 _LENGTHS = struct.Struct("<II")
 _SCORES = struct.Struct("<IIII")
 _IS_SCORES = 2**32 - 1

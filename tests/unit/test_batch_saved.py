@@ -3,8 +3,10 @@
 import re
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from safetensors.numpy import load
 
 from slipstream.backend.batch.saved import BatchFileError, batch_path, read_batch, saved_batch
 from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
@@ -22,10 +24,10 @@ def encoded(batch: TrainBatch) -> EncodedBatch:
         np.frombuffer(b"".join(chunks), np.uint8),
         tuple(map(len, chunks)),
         batch.group_N,
-        {version: batch.version - version for version in range(batch.version + 1)},
-        {0: (0.5, None)},
-        (0.25,) * len(batch.trajectories),
-        tuple((1,) for _ in batch.trajectories),
+        lags={version: batch.version - version for version in range(batch.version + 1)},
+        turn_advantages={0: (0.5, None)},
+        given_rewards=(0.25,) * len(batch.trajectories),
+        response_masks=tuple((1,) for _ in batch.trajectories),
     )
 
 
@@ -43,6 +45,14 @@ def test_every_field_of_a_batch_comes_back(tmp_path):
         assert getattr(read, name) == getattr(batch, name), name
     assert np.array_equal(read.chunks, batch.chunks) and np.array_equal(read.group_N, batch.group_N)
     assert saved_batch(read) == saved_batch(batch)
+
+
+def test_the_fields_of_a_file_stand_where_files_of_before_have_them(tmp_path):
+    batch = encoded(make_batch(101, n=2, version=3))
+    stored = msgspec.msgpack.decode(load(saved_batch(batch))["fields"].tobytes())
+    assert (stored[:2], len(stored[2])) == (["slipstream-batch-1", 3], 2)
+    lags = {version: 3 - version for version in range(4)}
+    assert stored[3:] == [lags, {0: [0.5, None]}, [0.25, 0.25], [[1], [1]], 1.0, None]
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_admission_leaves_room_for_as_many_batches_as_the_limits_allow_and_for_o
 def test_a_resumed_run_goes_on_with_what_was_measured():
     config = load_recipe(Path("quickstart"), ["actor.drift={kl: 0.001}"])
     feedback = Feedback.of(config, None)
-    batch = EncodedBatch(3, (), None, (), None, {})  # type: ignore[arg-type]
+    batch = EncodedBatch(3, (), None, (), None, lags={})  # type: ignore[arg-type]
     metrics = {"train/lr": RATE, "train/ess": 1.0, "staleness/kl": 0.1, "mismatch/logprob_square_mean": 0.04}
     assert feedback.prepared(batch).mismatch is None
     feedback.observe(batch, metrics)

@@ -53,8 +53,7 @@ def encoded(episodes: list[Trajectory], group: list[int], turn_advantages=None) 
         np.frombuffer(b"".join(chunks), np.uint8),
         tuple(map(len, chunks)),
         np.array(group),
-        None,
-        turn_advantages or {},
+        turn_advantages=turn_advantages or {},
     )
 
 

@@ -83,7 +83,6 @@ def made() -> tuple[EncodedBatch, list[CollectedGroup], SimpleNamespace]:
         np.frombuffer(b"".join(chunks), np.uint8),
         tuple(map(len, chunks)),
         np.array([7, 7, 9, 9]),
-        None,
     )
     return batch, groups, SimpleNamespace(step=5)
 

@@ -85,7 +85,7 @@ def live_gradients(rank, config: RunConfig):
     trainer = TrainerRank(config, rank)
     trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
     trajectory_ = replace(trajectory(0), turn_rewards=((8, 1.0), (12, -1.0)))
-    batch = TrainBatch(0, (trajectory_,), np.array([-1]), None, {0: (0.5, -2.0)})
+    batch = TrainBatch(0, (trajectory_,), np.array([-1]), turn_advantages={0: (0.5, -2.0)})
     metrics = trainer.train(batch)
     parameters = trainer._policy.parts[0].module.named_parameters()
     return {name: p.main_grad.clone().numpy() for name, p in parameters}, metrics

@@ -63,7 +63,13 @@ def advantages(
     actor: ActorConfig, trajectories, group, turn_advantages=None, packs=None, scores=None, siblings=None
 ):
     """Return the advantage of each token that carries loss, by trajectory."""
-    batch = TrainBatch(0, tuple(trajectories), np.array(group), None, turn_advantages or {}, siblings)
+    batch = TrainBatch(
+        0,
+        tuple(trajectories),
+        np.array(group),
+        turn_advantages=turn_advantages or {},
+        siblings_N=siblings,
+    )
     packs = packs or [list(range(len(trajectories)))]
     micros = [assemble(batch, pack, 1) for pack in packs]
     config = SimpleNamespace(actor=actor, critic=None)

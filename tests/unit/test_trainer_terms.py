@@ -60,7 +60,7 @@ def found(actor: ActorConfig, batch: TrainBatch, packs=None, multiple: int = 1, 
 
 
 def batch_of(*trajectories: Trajectory, group, turn_advantages=None) -> TrainBatch:
-    return TrainBatch(0, trajectories, np.array(group), None, turn_advantages or {})
+    return TrainBatch(0, trajectories, np.array(group), turn_advantages=turn_advantages or {})
 
 
 REWARDS = RewardTerm(weight=2.0, estimator="dr_grpo")

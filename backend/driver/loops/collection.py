@@ -1,12 +1,16 @@
 """Collection: slots in, groups out.
 
     collectors connect ──► assignments ──► events on disk ──► gate: ready | filtered | failed
-                             ▲                                │
-                             └─── a slot is free again ◄──────┘  at once when lost, else when trained
+                             ▲                                      │
+                             └─── a slot is free again ◄────────────┘  at once when lost, else when trained
 
 The loop never waits for training, only for a slot: at most (eta + 1) * batch_size groups exist at one time.
 Within that, each collector holds as many episodes as its engines may run, and a few more. Episodes run in the
 collectors' processes: nothing of a user's code stands in the way of this loop.
+
+waits for       ``gate.changed``: slots or prompts may have come, or groups were given up
+unblocked by    ``gate.published`` (the slots of a batch), ``gate.filtered`` and ``gate.failed`` (the slot of
+                a group), ``gate.prompts_came`` (a data source), ``gate.restored`` (the trainer was)
 """
 
 import asyncio

@@ -1,4 +1,8 @@
-"""Evaluation: completions of held-out prompts, beside training."""
+"""Evaluation: completions of held-out prompts, beside training.
+
+waits for       ``EvaluationTasks.ask``: the answer to each question
+unblocked by    ``EvaluationTasks.answered``, with what a collector has sent
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

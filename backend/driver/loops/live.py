@@ -7,6 +7,9 @@
 The loop waits for no training step, and no training step waits for it: turns enter the control core by their
 own door. Each part is a task of its own. ``gateways`` keeps the processes; one that is gone takes nothing
 with it but its connection. What the ledger raises ends the run, as everywhere.
+
+waits for       entries of the gateways (``GatewayReceiver``); verdicts (``LiveJudging``)
+unblocked by    the gateways' connections; the judge's answers, or their time limit
 """
 
 import asyncio

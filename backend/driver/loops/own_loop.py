@@ -3,6 +3,9 @@
 thread of the user           thread of the run
     call(verb) ──queue──► run ──► training_steps ──► what became of the step
         ◄──────────── future ─────────┘
+
+waits for       the next command of the user
+unblocked by    ``OwnLoop.call`` in the user's thread; ``OwnLoop.stop``
 """
 
 import asyncio

@@ -7,6 +7,9 @@ An engine that starts or restarts holds nobody up but, at the beginning of a run
 a lost engine go on elsewhere with the tokens they have; without any engine they wait
 (``rollout.engine.start_timeout_s``). Back-pressure is the roster's limit on running requests, which the
 collectors share.
+
+waits for       an engine that starts, ends or is condemned (``Supervisor.run``); at first, for ``training``
+unblocked by    the engines' actors and ``EngineRoster.condemn``; ``training.set()`` in the course of the run
 """
 
 import asyncio

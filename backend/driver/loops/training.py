@@ -11,6 +11,16 @@ The loop waits for nothing but a batch (``run.batch_timeout_s``) and the trainer
 is the number of slots: they become free when the version trained on their groups is published. Evaluations
 and the writing of checkpoints go on beside the next steps. When the trainer has failed, the loop waits until
 it is restored (``revival``), and goes on from the version that it then holds.
+
+waits for       ``gate.batch``, with ``run.batch_timeout_s``
+unblocked by    ``gate.finished``, once a group is on disk; a turn of a live user that is ready, or the end of
+                the wait for turns; ``gate.end``
+waits for       ``gate.step_begins``: the ledger has the number of the new version
+unblocked by    the ledger's writer thread (``Ledger.flushed``)
+waits for       ``weights.trained`` and ``publish``
+unblocked by    the trainer's answer, or its end (``TrainerLife.fail``); another move of the weights that ends
+waits for       ``life.alive``, after the trainer has failed
+unblocked by    ``Revival.run``, which restores it; ``gate.end``
 """
 
 import asyncio
@@ -197,6 +207,6 @@ async def encoded(groups: Sequence[CollectedGroup], gate: AdmissionGate, read: R
         np.frombuffer(b"".join(chunks), np.uint8),
         tuple(map(len, chunks)),
         np.array(group_ids, np.int64),
-        {version: gate.lag(version) for version in versions},
-        {number: each.advantages for number, each in enumerate(live, len(samples))},
+        lags={version: gate.lag(version) for version in versions},
+        turn_advantages={number: each.advantages for number, each in enumerate(live, len(samples))},
     )

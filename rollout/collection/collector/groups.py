@@ -1,13 +1,20 @@
 """One assigned group, from its assignment to its verdict.
 
 assignment ──► n episodes side by side ──► judging ──► filter ──► verdict: train | filtered | failed
-               │  ▲                      │  ▲
-               ▼  └── recorded before    ▼  └── answered before: only judged
-            outbox: pieces            outbox: trajectories, rewards
+                    │  ▲                      │  ▲
+                    ▼  └── recorded before    ▼  └── answered before: only judged
+                 outbox: pieces            outbox: trajectories, rewards
 
 An episode is recorded before it is judged, so that a judge that fails, or a process that ends, never costs a
 completion. A group in which one episode has failed is lost: its other episodes are given up. A reward of
 groups judges when all episodes have ended, every other reward judges each episode as soon as that has ended.
+
+waits for       ``Outbox.room``, before a group starts
+unblocked by    ``Outbox.run``, when the connection has taken most of what was sent
+waits for       the workflow of each episode, and its engines (``Recording.generate``)
+unblocked by    ``EnginePool.generate``; the time limit of episodes; ``cancel``, when the driver says so
+waits for       ``EpisodeJudge.judge`` and ``judge_group``
+unblocked by    ``JudgePool``: an answer, or the end of the last attempt
 """
 
 import asyncio

@@ -5,6 +5,9 @@
     workflow asks for a reward  ──────────────────────────────────► judges ──► reward    (inside the episode)
 
 Judging has attempts and time limits of its own: it never costs a completion, nor the time of an episode.
+
+waits for       ``Judges.score`` and ``score_group``
+unblocked by    the answer of a judge process, or the end of the last attempt (``JudgePool``)
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Assigns groups to collectors, and turns the events of collectors into what the run knows.
 
     slot free ──► assignment ──► collector ──► events ──► ledger ──on disk──► gate: ready
-                    ▲                        └─ verdict: filtered, failed ──► gate: slot free
-                    └── a collector is gone: its groups go to others first, with all that is recorded
+                      ▲                          └─ verdict: filtered, failed ──► gate: slot free
+                      └── a collector is gone: its groups go to others first, with all that is recorded
 
 A group keeps its slot and its version when it changes hands. Only events of its present assignment count:
 what a lost collector still sends is void. A group is ready when all of its trajectories are on disk.
