@@ -125,8 +125,8 @@ def test_training_data_may_take_loss_away(model, tmp_path):
 
 
 def test_live_trajectories_keep_what_they_have():
-    batch, groups, gate = made()
-    records = records_of(batch, groups[:1], gate)
+    batch, groups, _ = made()
+    records = records_of(batch, groups[:1])
     assert [record.group for record in records] == [7, 7]
     data = SimpleNamespace(rewards=[1.0, 2.0], masks=[[1, 1, 1, 1], [0, 0, 0]])
     decoded = with_training_data(batch, data).decoded()
