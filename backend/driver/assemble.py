@@ -131,9 +131,65 @@ def assemble(
 
     Without ``trains``, batches are saved in the run folder, and there is no trainer.
     """
-    rollout = config.rollout
+    key, ledger, note = new_key(), state.ledger, listener.note
     turns = live_turns(config, inputs, state) if config.gateway is not None else None
-    gate = AdmissionGate(
+    gate = _gate(config, state, listener, turns)
+    roster = _roster(config, gate, ledger.epoch)
+    trainer = _trainer(config, placement, logs) if trains else _batch_saver(config)
+    devices = _devices(config, trainer, roster)
+    adapters = _adapters(config, inputs) if trains else None
+    limits = EngineLimits.of(config, inputs.spec.geometry, adapter=None if adapters is None else POLICY)
+    verifier = _verifier(config, inputs, limits)
+    starts_served = not trains or not _begins_with_adapter(config)
+    weights = _weights(config, trainer, roster, devices, gate, verifier, note, starts_served=starts_served)
+    actors = EngineActors(config, placement, logs, inputs.engine_model.path, adapters=adapters)
+    handles = policy_engines(config, actors, limits, trainer, devices)
+    restarts = config.rollout.engine.restarts
+    checkpoints = _checkpoints(config, state, trainer, weights, listener)
+    questions = EvaluationTasks()
+    samples = config.rollout.n_samples_per_prompt
+    assignments = Assignments(
+        gate, ledger, listener, share_of=roster.share_of, samples=samples, resumed=state.groups.continued
+    )
+    still_to_come = partial(_evaluates_from, config, gate, questions)
+    still_to_come()
+    logged = config.log.episodes
+    lost = None if logged is None else LostGroups(gate, assignments, ledger, logged.share, samples, note)
+    hooks = hooked_batches(config, logs, note)
+    feedback = state.feedback
+    rewind = Rewind(
+        config, inputs, ledger, gate, assignments, feedback, note, turns, state.drawn, still_to_come
+    )
+    silence_s = max(SILENCE_S, _patience_s(config))
+    vocab = inputs.spec.geometry.vocab
+    return Parts(
+        gate=gate,
+        roster=roster,
+        trainer=trainer,
+        weights=weights,
+        supervisor=Supervisor(handles, roster, weights, restarts=restarts, note=note),
+        controller=_controller(config),
+        assignments=assignments,
+        server=CollectorServer(key, assignments, questions, roster, ledger, silence_s=silence_s, lost=lost),
+        collectors=Collectors(config, CollectorActors(placement), logs, key, vocab, limits.max_length, note),
+        evaluation=_evaluation(config, inputs, gate, questions, listener, hooks),
+        checkpoints=checkpoints,
+        revival=Revival(
+            trainer, weights, checkpoints, rewind, restarts=config.run.trainer_restarts, note=note
+        ),
+        turns=turns,
+        live=None if turns is None else live_users(config, limits, turns, key, roster, logs, listener),
+        judge=judge_supervisor(config, placement, logs, roster.judge_serves, note),
+        hooks=hooks,
+        lost=lost,
+        drawing=_drawing(config, state, gate, logs, note),
+    )
+
+
+def _gate(
+    config: RunConfig, state: RunState, listener: RunListener, turns: LiveTurns | None
+) -> AdmissionGate:
+    return AdmissionGate(
         state.control,
         state.intake,
         state.ledger,
@@ -143,45 +199,64 @@ def assemble(
         live=turns,
         live_wait_s=config.live.max_wait_s if config.live is not None else 0.0,
     )
-    # A workflow may hold up its collector for so long, which is ended by itself behind that.
-    patience_s = 1.5 * rollout.collector_timeout_s
-    roster = EngineRoster(
-        ServedVersion(gate),
-        limit=rollout.max_concurrent,
-        epoch=state.ledger.epoch,
-        follow_timeout_s=max(FOLLOW_TIMEOUT_S, patience_s),
-    )
-    trainer = _trainer(config, placement, logs) if trains else _batch_saver(config)
-    devices = _devices(config, trainer, roster)
-    adapters = _adapters(config, inputs) if trains else None
-    limits = EngineLimits.of(config, inputs.spec.geometry, adapter=None if adapters is None else POLICY)
-    weights = ServedWeights(
+
+
+def _patience_s(config: RunConfig) -> float:
+    """Return how long a workflow may hold up its collector, which then ends by itself."""
+    return 1.5 * config.rollout.collector_timeout_s
+
+
+def _roster(config: RunConfig, gate: AdmissionGate, epoch: int) -> EngineRoster:
+    follow_timeout_s = max(FOLLOW_TIMEOUT_S, _patience_s(config))
+    limit = config.rollout.max_concurrent
+    return EngineRoster(ServedVersion(gate), limit=limit, epoch=epoch, follow_timeout_s=follow_timeout_s)
+
+
+def _controller(config: RunConfig) -> ConcurrencyController | None:
+    rollout = config.rollout
+    if not rollout.engine.adaptive_concurrency:
+        return None
+    return ConcurrencyController(maximum=rollout.max_concurrent)
+
+
+def _weights(
+    config: RunConfig,
+    trainer: RunTrainer,
+    roster: EngineRoster,
+    devices: Devices,
+    gate: AdmissionGate,
+    verifier: Verifier | None,
+    note: Callable[[str], None],
+    *,
+    starts_served: bool,
+) -> ServedWeights[EngineClient]:
+    resumes = not config.rollout.engine.colocated
+    return ServedWeights(
         trainer,
         roster,
         devices,
         gate,
-        verifier=_verifier(config, inputs, limits),
-        interrupted=InterruptedUpdates(
-            resumes=not config.rollout.engine.colocated, timeout_s=config.weights.timeout_s
-        ),
-        starts_served=not trains or not _begins_with_adapter(config),
-        note=listener.note,
+        verifier=verifier,
+        interrupted=InterruptedUpdates(resumes=resumes, timeout_s=config.weights.timeout_s),
+        starts_served=starts_served,
+        note=note,
     )
-    actors = EngineActors(config, placement, logs, inputs.engine_model.path, adapters=adapters)
-    supervisor = Supervisor(
-        policy_engines(config, actors, limits, trainer, devices),
-        roster,
-        weights,
-        restarts=rollout.engine.restarts,
-        note=listener.note,
+
+
+def _checkpoints(
+    config: RunConfig,
+    state: RunState,
+    trainer: RunTrainer,
+    weights: ServedWeights[EngineClient],
+    listener: RunListener,
+) -> TrainerCheckpoints:
+    kept = config.checkpoint
+    folder = CheckpointFolder(
+        config.run.folder / CHECKPOINTS, keep_last=kept.keep_last, keep_every=kept.keep_every
     )
-    checkpoints = TrainerCheckpoints(
-        config.checkpoint,
-        CheckpointFolder(
-            config.run.folder / CHECKPOINTS,
-            keep_last=config.checkpoint.keep_last,
-            keep_every=config.checkpoint.keep_every,
-        ),
+    return TrainerCheckpoints(
+        kept,
+        folder,
         trainer,
         weights.trainers_turn,
         state.ledger,
@@ -189,92 +264,32 @@ def assemble(
         last_step=state.control.step,
         feedback=state.feedback,
     )
-    questions = EvaluationTasks()
-    assignments = Assignments(
-        gate,
-        state.ledger,
+
+
+def _evaluation(
+    config: RunConfig,
+    inputs: Inputs,
+    gate: AdmissionGate,
+    questions: EvaluationTasks,
+    listener: RunListener,
+    hooks: HookedBatches | None,
+) -> Evaluation | None:
+    """Make the evaluation. If it is due before the first step, collectors are told so."""
+    if config.eval is None or not inputs.held_out:
+        return None
+    named = config.rollout.hooks
+    evaluation = Evaluation(
+        config.eval,
+        inputs.held_out,
+        questions,
         listener,
-        share_of=roster.share_of,
-        samples=rollout.n_samples_per_prompt,
-        resumed=state.groups.continued,
+        hooks,
+        step_of=gate.step_of,
+        by_function=named is not None and named.evaluating is not None,
     )
-    still_to_come = partial(_evaluates_from, config, gate, questions)
-    still_to_come()
-    logged, lost = config.log.episodes, None
-    if logged is not None:
-        lost = LostGroups(
-            gate, assignments, state.ledger, logged.share, rollout.n_samples_per_prompt, listener.note
-        )
-    key = new_key()
-    hooks = hooked_batches(config, logs, listener.note)
-    evaluation = None
-    if config.eval is not None and inputs.held_out:
-        evaluation = Evaluation(
-            config.eval,
-            inputs.held_out,
-            questions,
-            listener,
-            hooks,
-            step_of=gate.step_of,
-            by_function=rollout.hooks is not None and rollout.hooks.evaluating is not None,
-        )
-        if evaluation.is_due_first(gate.step, config.run.folder):
-            questions.evaluates_from(0)
-    adapts = rollout.engine.adaptive_concurrency
-    return Parts(
-        gate=gate,
-        roster=roster,
-        trainer=trainer,
-        weights=weights,
-        supervisor=supervisor,
-        controller=ConcurrencyController(maximum=rollout.max_concurrent) if adapts else None,
-        assignments=assignments,
-        server=CollectorServer(
-            key,
-            assignments,
-            questions,
-            roster,
-            state.ledger,
-            silence_s=max(SILENCE_S, patience_s),
-            lost=lost,
-        ),
-        collectors=Collectors(
-            config,
-            CollectorActors(placement),
-            logs,
-            key,
-            inputs.spec.geometry.vocab,
-            limits.max_length,
-            listener.note,
-        ),
-        evaluation=evaluation,
-        checkpoints=checkpoints,
-        revival=Revival(
-            trainer,
-            weights,
-            checkpoints,
-            Rewind(
-                config,
-                inputs,
-                state.ledger,
-                gate,
-                assignments,
-                state.feedback,
-                listener.note,
-                turns,
-                state.drawn,
-                still_to_come,
-            ),
-            restarts=config.run.trainer_restarts,
-            note=listener.note,
-        ),
-        turns=turns,
-        live=None if turns is None else live_users(config, limits, turns, key, roster, logs, listener),
-        judge=judge_supervisor(config, placement, logs, roster.judge_serves, listener.note),
-        hooks=hooks,
-        lost=lost,
-        drawing=_drawing(config, state, gate, logs, listener.note),
-    )
+    if evaluation.is_due_first(gate.step, config.run.folder):
+        questions.evaluates_from(0)
+    return evaluation
 
 
 def _evaluates_from(config: RunConfig, gate: AdmissionGate, questions: EvaluationTasks) -> None:
