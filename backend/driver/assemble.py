@@ -102,8 +102,8 @@ class Parts:
             version=self.gate.version,
             step=self.gate.step,
             counts=self.gate.counts,
-            losses=self.gate.losses,
-            states=self.gate.states,
+            losses=self.gate.core.losses,
+            states=dict(self.gate.core.states),
             tokens_generated=self.roster.tokens_generated,
             requests_running=self.roster.in_use,
             requests_limit=self.roster.limit,
@@ -284,7 +284,7 @@ def _evaluation(
         questions,
         listener,
         hooks,
-        step_of=gate.step_of,
+        step_of=lambda version: gate.core.versions.updates(version),
         by_function=named is not None and named.evaluating is not None,
     )
     if evaluation.is_due_first(gate.step, config.run.folder):

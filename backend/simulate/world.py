@@ -125,7 +125,11 @@ class World:
         evaluation = None
         if config.eval is not None and self._held_out:
             evaluation = Evaluation(
-                config.eval, held_out_prompts(self._held_out), questions, account, step_of=gate.step_of
+                config.eval,
+                held_out_prompts(self._held_out),
+                questions,
+                account,
+                step_of=control.versions.updates,
             )
         self.pool, self.trainer = pool, trainer
 
@@ -134,8 +138,8 @@ class World:
                 version=gate.version,
                 step=gate.step,
                 counts=gate.counts,
-                losses=gate.losses,
-                states=gate.states,
+                losses=gate.core.losses,
+                states=dict(gate.core.states),
                 tokens_generated=pool.tokens_generated,
                 requests_running=0,
                 requests_limit=rollout.max_concurrent,

@@ -473,7 +473,7 @@ def test_work_on_an_expired_group_is_given_up_and_its_late_end_is_ignored():
         waiting = asyncio.create_task(gate.changed())
         await published(gate)
         assert await waiting == [second.id]
-        assert not gate.is_open(second.id)
+        assert not gate.core.is_open(second.id)
         assert listener.losses == [(Loss.SURPLUS, ())]
         assert journal.events[-1] == ("lost", second.id, Loss.SURPLUS, 0, "")
         gate.finished([group(second)])
@@ -540,7 +540,7 @@ def test_groups_of_before_a_restart_are_assigned_first_at_their_own_prompts():
         gate = AdmissionGate(core, Intake(stream, [(4, 1), (5, 2)]), NoLedger(), Listener())
         taken = [await admitted(gate) for _ in range(2)]
         assert [(ticket, prompt.id) for ticket, prompt in taken] == [(Ticket(5, 0), 2), (Ticket(6, 0), 3)]
-        assert gate.states[State.GENERATING] == 2
+        assert gate.core.states[State.GENERATING] == 2
 
     asyncio.run(main())
 

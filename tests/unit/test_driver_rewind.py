@@ -93,7 +93,7 @@ class World:
         await self.ledger.flushed()
         batch = await self.gate.batch(5)
         for group in batch:
-            assert max(map(self.gate.lag, group.trained_tokens)) <= BOUND
+            assert max(map(self.gate.core.lag, group.trained_tokens)) <= BOUND
         await self.gate.step_begins()
         version = self.gate.next_version
         self.gate.published(version)
@@ -228,7 +228,7 @@ def test_a_run_of_which_nothing_is_left_to_train_collects_from_the_restored_weig
             await world.step()
         await world.rewind.to(1)
         for group in list(world.gate._ready):
-            world.gate._core.quarantine(group)
+            world.gate.core.quarantine(group)
             del world.gate._ready[group]
             world.ledger.lost(group, Loss.QUARANTINED)
         copy = await world.rewind.copy_begins()
@@ -249,11 +249,11 @@ def test_a_trainer_that_dies_while_its_restored_weights_are_published_goes_back_
         assert await world.rewind.copy_begins() == 7
         await world.rewind.to(2)
         copy = await world.rewind.copy_begins()
-        assert copy == 8 and world.gate.lag(7) == world.gate.lag(8) == 0
+        assert copy == 8 and world.gate.core.lag(7) == world.gate.core.lag(8) == 0
         world.gate.published(copy)
         assert await world.step() == 9
         await world.rewind.to(2)
-        assert world.gate.lag(9) == 1, "one update behind the copy"
+        assert world.gate.core.lag(9) == 1, "one update behind the copy"
         copy = await world.rewind.copy_begins()
         assert copy == 10
         world.gate.published(copy)

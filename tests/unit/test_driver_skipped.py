@@ -106,6 +106,10 @@ class Gate(Policy):
     async def ended(self) -> None:
         await asyncio.Event().wait()
 
+    @property
+    def core(self) -> Any:
+        return self
+
     def lag(self, version: int) -> int:
         return self.version - version
 

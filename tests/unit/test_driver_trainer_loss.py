@@ -90,6 +90,10 @@ class Gate:
         self.version = self.served = version
         self.is_stepping = False
 
+    @property
+    def core(self) -> Any:
+        return self
+
     def lag(self, version: int) -> int:
         return 0
 

@@ -1073,7 +1073,7 @@ def test_users_are_learned_from_again_when_the_engines_serve_the_restored_weight
         old = talk.say(spans=((3, 2),), session="old", score=1.0)
         await run.hear(talk, first=heard + 1)
         assert core.live.ends[TurnEnd.EXPIRED] == 1 and not core.live.is_alive(number(old))
-        assert not run.gate.may_generate
+        assert not run.gate.core.may_generate
         copy = await run.gate.copy_begins()
         run.gate.published(copy)
         assert (run.gate.version, run.gate.step) == (4, 0)

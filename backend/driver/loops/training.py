@@ -207,6 +207,6 @@ async def encoded(groups: Sequence[CollectedGroup], gate: AdmissionGate, read: R
         np.frombuffer(b"".join(chunks), np.uint8),
         tuple(map(len, chunks)),
         np.array(group_ids, np.int64),
-        lags={version: gate.lag(version) for version in versions},
+        lags={version: gate.core.lag(version) for version in versions},
         turn_advantages={number: each.advantages for number, each in enumerate(live, len(samples))},
     )

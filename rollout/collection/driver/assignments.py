@@ -189,7 +189,7 @@ class Assignments:
 
         ``name``: the only collector that has got room since the last call.
         """
-        if not (self._is_open and self._gate.may_generate):
+        if not (self._is_open and self._gate.core.may_generate):
             return
         names = self._collectors if name is None else (name,)
         room = [
@@ -381,7 +381,7 @@ class Assignments:
         if (unknown := self._unknown_version(group.counted().trained_tokens)) is not None:
             self._fail(group, f"{group.prompt.reference}: {unknown}")
             return
-        if not self._gate.is_open(verdict.group):
+        if not self._gate.core.is_open(verdict.group):
             self._end(group)
             return  # it has expired, and is about to be given up
         if verdict.verdict == FILTERED:
@@ -396,14 +396,14 @@ class Assignments:
         """Return what is wrong with the policy versions of trained tokens. Their lags could not be found."""
         try:
             for version in versions:
-                self._gate.lag(version)
+                self._gate.core.lag(version)
         except UnknownVersion as error:
             return error
         return None
 
     def _fail(self, group: CollectedGroup, reason: str) -> None:
         """Give up a group that cannot be collected."""
-        if self._gate.is_open(group.id):
+        if self._gate.core.is_open(group.id):
             self._gate.failed(group.id, reason, group.headers)
         self._end(group)
 

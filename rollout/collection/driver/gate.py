@@ -18,7 +18,6 @@ from slipstream.rollout.control.core import RolloutControl, Ticket
 from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.control.errors import UnknownVersion
 from slipstream.rollout.control.quarantine import Quarantine
-from slipstream.rollout.control.slots import State
 from slipstream.rollout.ledger.writing.transaction import Training
 from slipstream.rollout.live.batches import LiveTrajectory
 from slipstream.rollout.system.changes import Changes
@@ -105,7 +104,8 @@ class AdmissionGate:
         self._live_timer: asyncio.TimerHandle | None = None
         self._are_users_silent = False
         """No turn has become ready since a batch has waited for turns in vain."""
-        self._core = core
+        self.core = core
+        """The control core, which ``restored`` replaces: ask it for lags, counts and states."""
         self._intake = intake
         self._ledger = ledger
         self._listener = listener
@@ -125,26 +125,21 @@ class AdmissionGate:
     @property
     def version(self) -> int:
         """Policy version that the trainer holds. The control core owns it."""
-        return self._core.version
+        return self.core.version
 
     @property
     def served(self) -> int:
         """Policy version that every serving engine holds: another one than ``version`` after the trainer was
         restored, until a copy of its weights is published.
         """
-        return self._core.version if self._core.served is None else self._core.served
+        return self.core.version if self.core.served is None else self.core.served
 
     def descends_from(self, version: int) -> bool:
         """True if the trainer's weights are those of ``version`` or descend from them."""
         try:
-            return self._core.versions.is_ancestor(version, of=self._core.version)
+            return self.core.versions.is_ancestor(version, of=self.core.version)
         except UnknownVersion:
             return False
-
-    @property
-    def may_generate(self) -> bool:
-        """True if what the engines sample now can be trained within the bound."""
-        return self._core.may_generate
 
     @property
     def is_ended(self) -> bool:
@@ -154,38 +149,16 @@ class AdmissionGate:
     @property
     def step(self) -> int:
         """Number of training steps behind ``version``."""
-        return self._core.step
+        return self.core.step
 
     @property
     def counts(self) -> GroupCounts:
-        return self._core.counts
-
-    @property
-    def losses(self) -> dict[Loss, int]:
-        """Number of groups lost so far, by cause."""
-        return self._core.losses
+        return self.core.counts
 
     @property
     def position(self) -> int:
         """Number of prompts drawn from the prompt set so far."""
         return self._intake.position
-
-    @property
-    def states(self) -> dict[State, int]:
-        """Number of groups that have not ended, by state."""
-        return dict(self._core.states)
-
-    def is_open(self, id_: int) -> bool:
-        """True if work on the group is still needed. An expired group is not open."""
-        return self._core.is_open(id_)
-
-    def lag(self, version: int) -> int:
-        """Return the lag of a token of ``version`` at a step that starts from the present version."""
-        return self._core.lag(version)
-
-    def step_of(self, version: int) -> int:
-        """Return the number of training steps behind a version. Raises UnknownVersion."""
-        return self._core.versions.updates(version)
 
     def when_lost(self, then: LossListener) -> None:
         """Call ``then`` too whenever a group has ended untrained."""
@@ -205,7 +178,7 @@ class AdmissionGate:
 
     def may_admit(self) -> bool:
         """True if a group may start."""
-        return self._core.may_admit() and self._intake.is_ready
+        return self.core.may_admit() and self._intake.is_ready
 
     def prompts_came(self) -> None:
         """Let groups start that have waited for prompts."""
@@ -213,40 +186,40 @@ class AdmissionGate:
 
     def admit(self) -> tuple[Ticket, Prompt]:
         """Give a slot to the next group. Raises ControlError when ``may_admit`` is False."""
-        ticket = self._core.admit()
+        ticket = self.core.admit()
         self._ledger.admitted(ticket, self._intake.position_of(ticket))
-        self._core.generating(ticket.id)
+        self.core.generating(ticket.id)
         return ticket, self._intake.prompt_of(ticket.id)
 
     def judging(self, id_: int) -> None:
         """Note that the group waits for nothing but rewards."""
-        if self._core.is_open(id_):
-            self._core.judging(id_)
+        if self.core.is_open(id_):
+            self.core.judging(id_)
 
     def finished(self, groups: Sequence[CollectedGroup]) -> None:
         """Take complete and judged groups, which are on disk. Those without a token of loss are filtered."""
         for group in groups:
-            if not self._core.is_open(group.id):
+            if not self.core.is_open(group.id):
                 continue
             if not group.trained_tokens:  # a batch of such groups would make a step of nothing
-                self._core.filtered(group.id)
+                self.core.filtered(group.id)
                 self._lost(group.id, Loss.FILTERED, group.headers, "no token carries loss", group)
                 continue
             self._ready[group.id] = group
-            self._core.finished(group.id, group.trained_tokens.keys())
+            self.core.finished(group.id, group.trained_tokens.keys())
         self._failures_in_a_row = 0
         self._settle_expired()
         self._notify()
 
     def filtered(self, id_: int, trajectories: Sequence[TrajectoryHeader]) -> None:
         """Give up a group that the recipe's filter or its workflow rejects, with what is complete of it."""
-        self._core.filtered(id_)
+        self.core.filtered(id_)
         self._failures_in_a_row = 0
         self._lost(id_, Loss.FILTERED, trajectories)
 
     def failed(self, id_: int, reason: str, trajectories: Sequence[TrajectoryHeader] = ()) -> None:
         """Give up a group of which an episode failed; ``trajectories`` are its finished ones."""
-        self._core.failed(id_)
+        self.core.failed(id_)
         self._failures_in_a_row += 1
         self._last_failure = reason
         self._lost(id_, Loss.FAILED, trajectories, reason)
@@ -266,17 +239,17 @@ class AdmissionGate:
         to blame: a batch waits for turns alone as long as there are none.
         """
         try:
-            async with asyncio.timeout(timeout_s if self._core.batch_size else None):
+            async with asyncio.timeout(timeout_s if self.core.batch_size else None):
                 self._batch = await self._changes.first(self._next_batch)
                 return self._batch.groups
         except TimeoutError:
-            if self._core.lacks_turns:
+            if self.core.lacks_turns:
                 self._turns_wait_is_over()
                 return await self.batch(timeout_s)
-            counts = self._core.counts
+            counts = self.core.counts
             raise StalledRun(
-                f"no batch of {self._core.batch_size} groups within {timeout_s:.0f} s: "
-                f"{counts.in_flight} in flight, {self._core.ready} ready, {counts.filtered} filtered, "
+                f"no batch of {self.core.batch_size} groups within {timeout_s:.0f} s: "
+                f"{counts.in_flight} in flight, {self.core.ready} ready, {counts.filtered} filtered, "
                 f"{counts.failed} failed" + (f" ({self._last_failure})" if counts.failed else "")
             ) from None
 
@@ -287,8 +260,8 @@ class AdmissionGate:
 
     async def step_begins(self) -> None:
         """Write down that the batch is about to be trained: the number of the next version is taken now."""
-        version = self._batch.version = self._core.begin_step()
-        self._ledger.step_begins(version, self._core.version, self._batch.ids)
+        version = self._batch.version = self.core.begin_step()
+        self._ledger.step_begins(version, self.core.version, self._batch.ids)
         await self._ledger.flushed()
 
     async def step_failed(self, reason: str) -> None:
@@ -317,8 +290,8 @@ class AdmissionGate:
 
         ``published`` follows: then the engines serve again what the trainer holds.
         """
-        version = self._core.begin_copy()
-        self._ledger.copy_begins(version, self._core.version)
+        version = self.core.begin_copy()
+        self._ledger.copy_begins(version, self.core.version)
         await self._ledger.flushed()
         return version
 
@@ -326,9 +299,9 @@ class AdmissionGate:
         """Move to ``version``, which the last batch has made or a copy: every engine in the pool holds it."""
         trainings = [self._training(group) for group in self._batch.groups]
         for each in self._batch.live:
-            lags = {version: self._core.lag(version) for version in each.trained_tokens}
+            lags = {version: self.core.lag(version) for version in each.trained_tokens}
             trainings += each.trainings(lags)
-        self._core.published(version)
+        self.core.published(version)
         self._ledger.published(version, trainings)
         for group in self._batch.groups:
             self._intake.ended(group.id)
@@ -351,7 +324,7 @@ class AdmissionGate:
         ``ready``: groups that are ready in ``core``. Nobody waits for a batch, and all work on groups of the
         core before has been called off.
         """
-        self._core, self._intake = core, intake
+        self.core, self._intake = core, intake
         self._ready = {group.id: group for group in ready}
         self._batch = _Batch()
         self._quarantine = Quarantine(failures)
@@ -363,12 +336,12 @@ class AdmissionGate:
         if self._is_ended:
             self._end_wait_for_turns()
             return _Batch()
-        if self._failures_in_a_row >= max(self._core.capacity, LEAST_FAILURES):
+        if self._failures_in_a_row >= max(self.core.capacity, LEAST_FAILURES):
             raise StalledRun(
                 f"{self._failures_in_a_row} groups in a row have failed; the last one: {self._last_failure}"
             )
         self._take_measures()
-        batch = self._core.take_batch()
+        batch = self.core.take_batch()
         if self._settle_expired():
             self._notify()
         self._time_the_wait_for_turns()
@@ -379,7 +352,7 @@ class AdmissionGate:
 
     def _time_the_wait_for_turns(self) -> None:
         """Begin or end the time that the batch waits for turns."""
-        if not self._core.lacks_turns:
+        if not self.core.lacks_turns:
             self._end_wait_for_turns()
         elif self._live_timer is None:
             loop = asyncio.get_running_loop()
@@ -390,7 +363,7 @@ class AdmissionGate:
 
     def _turns_wait_is_over(self) -> None:
         self._end_wait_for_turns()
-        self._core.turns_wait_is_over()
+        self.core.turns_wait_is_over()
         self._notify()
 
     def _turn_is_ready(self) -> None:
@@ -407,16 +380,16 @@ class AdmissionGate:
         if not self._quarantine.suspects:
             return
         for id_ in self._quarantine.suspects:
-            if id_ not in self._ready and not self._core.live.is_alive(
+            if id_ not in self._ready and not self.core.live.is_alive(
                 id_
             ):  # it has expired, or begins anew: there is nothing to search for
                 self._quarantine.given_up(id_)
         measures = self._quarantine.measures()
         for id_ in measures.quarantined:
-            self._core.quarantine(id_)
+            self.core.quarantine(id_)
             self._write_quarantined(id_)
             self._quarantine.given_up(id_)
-        self._core.withhold(measures.withheld)
+        self.core.withhold(measures.withheld)
         if measures.withheld:
             self._notify()  # they hold no slot now
 
@@ -434,13 +407,13 @@ class AdmissionGate:
     def _training(self, group: CollectedGroup) -> Training:
         """Return the account of a group that is trained by a step from the present version."""
         tokens, sampled = group.trained_tokens, group.sampled_length
-        head_lag = max(map(self._core.lag, tokens), default=-1)
+        head_lag = max(map(self.core.lag, tokens), default=-1)
         trained = sum(tokens.values())
         return Training(group.id, head_lag, trained, sampled - trained, sampled, tuple(tokens.items()))
 
     def _settle_expired(self) -> bool:
         """Write down the groups that have expired. Return True if there were any."""
-        expired = self._core.take_expired()
+        expired = self.core.take_expired()
         for id_, loss in expired.items():
             group = self._ready.pop(id_, None)
             headers = group.headers if group else []

@@ -146,7 +146,7 @@ class LostGroups:
         lags: list[tuple[int, int]] = []
         for version in sorted(versions - {UNSAMPLED}):
             try:
-                lags.append((version, self._gate.lag(version)))
+                lags.append((version, self._gate.core.lag(version)))
             except UnknownVersion:
                 continue
         return lags
