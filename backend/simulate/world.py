@@ -108,7 +108,7 @@ class World:
         groups = GroupCollector(
             outbox=outbox,
             record=partial(SimulatedRecord, pool, outbox),
-            context=context,
+            context=lambda record, place: context(record, place=place),
             episodes=episodes,
             judge=judge,
             samples=rollout.n_samples_per_prompt,
