@@ -35,7 +35,7 @@ from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.publish.bucket_stream import BucketStream
 from slipstream.bridge.publish.publication import Publication, Timeouts
 from slipstream.bridge.shards.export import export
-from slipstream.bridge.shards.load import load_hf
+from slipstream.bridge.shards.load_hf import load_hf
 from slipstream.bridge.shards.plan import Bucket, ExportPlan, entries, entries_of, make_plan
 from slipstream.bridge.transport.delta import DeltaTransport
 from slipstream.bridge.transport.replica import mount

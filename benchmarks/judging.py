@@ -19,7 +19,7 @@ import uvloop
 
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 from slipstream.configs.schema import JudgingConfig, PluginConfig
-from slipstream.rollout.reward.judge.pool import JudgePool
+from slipstream.rollout.reward.judge.judge_pool import JudgePool
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
 
 TOKENS, PROMPT_TOKENS = 576, 64

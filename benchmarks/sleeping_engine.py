@@ -23,16 +23,16 @@ import aiohttp
 import numpy as np
 import uvloop
 
-from slipstream.backend.monitor.trace import TraceLog
+from slipstream.backend.monitor.trace_log import TraceLog
 from slipstream.configs.schema import JudgingConfig, PluginConfig, RunConfig
+from slipstream.rollout.collection.collector.collector_process import collect_in
 from slipstream.rollout.collection.collector.parts import Surroundings
-from slipstream.rollout.collection.collector.process import collect_in
 from slipstream.rollout.collection.collector.spec import CollectorSpec
 from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.growing import GrowingCompletion
+from slipstream.rollout.engine.request_trace import RequestTrace
 from slipstream.rollout.engine.sampling import Sampling
-from slipstream.rollout.engine.trace import RequestTrace
-from slipstream.rollout.reward.judge.pool import JudgePool, JudgeStatus
+from slipstream.rollout.reward.judge.judge_pool import JudgePool, JudgeStatus
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.system.key import Key
 from slipstream.rollout.tokens.tokenizer import Tokenizer

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import httpx
 
-from slipstream.rollout.engine.process import environment_without_gpu
+from slipstream.rollout.engine.server_process import environment_without_gpu
 from tests.environment import environment
 
 CONTEXT = 2048
@@ -234,7 +234,7 @@ def _count_encoded(tokenizer: type[Any]) -> list[int]:
 def _recorded(entries: Sequence[Any], requests: Sequence[Any]) -> dict[str, Any]:
     """Return the journal, by the numbers of its entries, and the prompts that the engine was given."""
     from slipstream.rollout.tokens.record import decode_chunks
-    from slipstream.rollout.tokens.turns import NextState, SessionEnd, Turn
+    from slipstream.rollout.tokens.turn_entries import NextState, SessionEnd, Turn
 
     turns: dict[int, dict[str, Any]] = {}
     next_states: dict[int, Any] = {}

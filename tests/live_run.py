@@ -191,7 +191,7 @@ async def _tick(lag: Lag) -> None:
 
 
 async def _drive(task: LiveRunTask) -> None:
-    from slipstream.backend.driver.loops.live import LiveUsers
+    from slipstream.backend.driver.loops.live_users import LiveUsers
     from slipstream.backend.driver.processes.gateways import Gateways, gateway_command
     from slipstream.rollout.control.core import RolloutControl
     from slipstream.rollout.engine.client import EngineAddress, EngineClient
@@ -200,8 +200,8 @@ async def _drive(task: LiveRunTask) -> None:
     from slipstream.rollout.ledger.recovery import open_ledger
     from slipstream.rollout.live.baseline import ScoreBaseline
     from slipstream.rollout.live.judging import LiveJudging
+    from slipstream.rollout.live.live_turns import LiveTurns
     from slipstream.rollout.live.receiver import GatewayReceiver
-    from slipstream.rollout.live.turns import LiveTurns
     from slipstream.rollout.system.key import new_key
 
     run = Path(task.run)

@@ -11,7 +11,7 @@ import sys
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.rollout.engine.process import let_import_sglang
+from slipstream.rollout.engine.server_process import let_import_sglang
 
 if __name__ == "__main__":
     let_import_sglang()

@@ -31,7 +31,7 @@ def on_rank(rank: int, arguments: dict[Path, Any], *, out: Path) -> None:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
-    from slipstream.bridge.engine.trace import Wanted, trace
+    from slipstream.bridge.engine.loader_trace import Wanted, trace
     from slipstream.bridge.families import model_spec
     from slipstream.bridge.model.layout import Layout
     from slipstream.bridge.shards.plan import entries

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.rollout.engine import cpu
-from slipstream.rollout.engine.process import ServerSpec, let_import_sglang, server_args
+from slipstream.rollout.engine.server_process import ServerSpec, let_import_sglang, server_args
 from slipstream.rollout.system.network import hold_port, port_of
 
 LOOPBACK = "127.0.0.1"

@@ -17,7 +17,7 @@ from slipstream.rollout.gateway.conversations import (
 )
 from slipstream.rollout.gateway.sessions.placing import SessionLimits
 from slipstream.rollout.gateway.sessions.sessions import Sessions
-from slipstream.rollout.tokens.turns import Turn, TurnType
+from slipstream.rollout.tokens.turn_entries import Turn, TurnType
 
 
 class WatchedSessions(Sessions):

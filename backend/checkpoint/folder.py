@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.backend.checkpoint.errors import CheckpointError, explained
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError, explained
 from slipstream.backend.checkpoint.manifest import (
     BadManifest,
     CheckpointRecord,

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from slipstream.backend.checkpoint.errors import CheckpointError, describe
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError, describe
 from slipstream.rollout.ledger.rows.watermark import Watermark
 from slipstream.rollout.system.durable import write_durably
 

@@ -8,7 +8,7 @@ named twice, and groups that are in the weights would be trained again.
 from collections.abc import Iterator
 from pathlib import Path
 
-from slipstream.backend.checkpoint.errors import CheckpointError
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.checkpoint.folder import CheckpointFolder
 from slipstream.backend.checkpoint.manifest import CheckpointRecord, record_digest
 from slipstream.rollout.ledger.reading.history import History

@@ -398,7 +398,7 @@ def trace(
 ) -> None:
     """Write the timeline of a run's last start for Perfetto (https://ui.perfetto.dev)."""
     with reported():
-        from slipstream.backend.commands import trace as tracing
+        from slipstream.backend.commands import perfetto_trace as tracing
 
         typer.echo(tracing.write_trace(run, out))
 

@@ -14,7 +14,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.judge import OwnEngines
 from slipstream.rollout.engine.actor import EngineActor
 from slipstream.rollout.engine.adapters import AdapterServing
-from slipstream.rollout.engine.process import LIVE_SERVER_ARGS, ReplicaSpec
+from slipstream.rollout.engine.server_process import LIVE_SERVER_ARGS, ReplicaSpec
 from slipstream.rollout.system import gpu_environment
 
 POLICY_RANK = "slipstream.backend.trainer.rank.TrainerRank"

@@ -3,7 +3,7 @@
 import traceback
 
 from slipstream.backend.cluster.trainer_actor import redirect_output
-from slipstream.backend.monitor.trace import TraceLog
+from slipstream.backend.monitor.trace_log import TraceLog
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collection.collector.spec import CollectorSpec
 
@@ -14,8 +14,8 @@ class CollectorActor:
     async def collect(self, spec: CollectorSpec, config: RunConfig) -> None:
         """Collect until the driver ends the connection."""
         redirect_output(spec.logs / f"{spec.collector}.log")
-        from slipstream.rollout.collection.collector.process import collect
-        from slipstream.rollout.engine.trace import RequestTrace
+        from slipstream.rollout.collection.collector.collector_process import collect
+        from slipstream.rollout.engine.request_trace import RequestTrace
 
         trace = TraceLog(config.run.folder, spec.collector)
 

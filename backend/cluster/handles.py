@@ -5,7 +5,7 @@ from typing import Protocol, TypeVar
 
 from slipstream.backend.cluster.configured_ray import ray
 from slipstream.rollout.engine.leftovers import ProcessIdentity
-from slipstream.rollout.engine.process import MeetingPoint, ServerAccess
+from slipstream.rollout.engine.server_process import MeetingPoint, ServerAccess
 
 T_co = TypeVar("T_co", covariant=True)
 

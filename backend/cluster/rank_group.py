@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from slipstream.backend.batch.train_batch import StalenessViolation
-from slipstream.backend.checkpoint.errors import CheckpointError
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.cluster.configured_ray import ray
-from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.backend.cluster.handles import RankActor, kill
+from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.cluster.waits import Timeout, within
 from slipstream.rollout.engine.leftovers import ProcessIdentity, segments_of_torch, unlink
 from slipstream.rollout.system.plugins import PluginFailed

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from slipstream.backend.checkpoint.errors import CheckpointError, describe
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError, describe
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from slipstream.backend.checkpoint.watermarks import check_watermarks
 from slipstream.backend.monitor.tables import pairs_table

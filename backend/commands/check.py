@@ -7,8 +7,8 @@ from pathlib import Path
 
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.memory.activations import Kernels
-from slipstream.backend.memory.engine import EngineMemory, engine_memory
-from slipstream.backend.memory.trainer import RUNTIME, StageMemory, trainer_memory
+from slipstream.backend.memory.engine_memory import EngineMemory, engine_memory
+from slipstream.backend.memory.trainer_memory import RUNTIME, StageMemory, trainer_memory
 from slipstream.backend.memory.verdict import GIB, judge_misfits, misfits
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel

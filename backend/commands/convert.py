@@ -15,7 +15,7 @@ from math import gcd
 from pathlib import Path
 from typing import TypeVar
 
-from slipstream.backend.checkpoint.errors import CheckpointError, describe
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError, describe
 from slipstream.backend.checkpoint.folder import CheckpointFolder
 from slipstream.backend.checkpoint.manifest import MANIFEST
 from slipstream.backend.cluster.local_ranks import run_ranks

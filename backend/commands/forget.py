@@ -13,7 +13,7 @@ from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.rollout.gateway.administration import FORGET
 from slipstream.rollout.gateway.journal_file import JournalBusy, JournalError, JournalFile
 from slipstream.rollout.gateway.peers import GatewayAddress, address_beside, journals_of
-from slipstream.rollout.tokens.turns import Forgotten
+from slipstream.rollout.tokens.turn_entries import Forgotten
 
 TIMEOUT_S = 60.0
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.configs.load import load_recipe
 from slipstream.rollout.gateway.keys import KeysError, add_key, keys_file, read_keys, revoke_key
-from slipstream.rollout.tokens.turns import TurnType
+from slipstream.rollout.tokens.turn_entries import TurnType
 
 
 def file_of(where: str) -> Path:

@@ -14,7 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.commands.preflight import check_start
 from slipstream.backend.commands.run import attended

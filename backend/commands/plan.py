@@ -14,8 +14,8 @@ from rich.console import Console
 
 from slipstream.backend.commands.check import Planned
 from slipstream.backend.megatron.export_plan import bucket_mb
-from slipstream.backend.memory.engine import EngineMemory
-from slipstream.backend.memory.trainer import StageMemory, tokens_of
+from slipstream.backend.memory.engine_memory import EngineMemory
+from slipstream.backend.memory.trainer_memory import StageMemory, tokens_of
 from slipstream.backend.memory.verdict import GIB, judge_weights
 from slipstream.backend.monitor.tables import rows_table
 from slipstream.backend.simulate.advice import SplitAdvice

@@ -67,7 +67,7 @@ async def _serve(
     config: RunConfig, resume: bool, accept_changes: bool, overwrite: bool, progress: Progress
 ) -> None:
     from slipstream.backend.driver.loops.stop import Stopped
-    from slipstream.backend.driver.modes.serve import serve
+    from slipstream.backend.driver.modes.serving_alone import serve
     from slipstream.backend.driver.run import run
 
     try:

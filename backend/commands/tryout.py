@@ -21,9 +21,9 @@ from slipstream.backend.monitor.tables import pairs_table
 from slipstream.backend.monitor.units import mean
 from slipstream.configs.schema import RunConfig, path_text
 from slipstream.rollout.collection.collector.trial import TriedEpisode
-from slipstream.rollout.engine.pool import NoEngine
-from slipstream.rollout.engine.process import EngineStartError
-from slipstream.rollout.reward.judge.errors import JudgeStartFailed
+from slipstream.rollout.engine.engine_pool import NoEngine
+from slipstream.rollout.engine.server_process import EngineStartError
+from slipstream.rollout.reward.judge.judge_errors import JudgeStartFailed
 from slipstream.rollout.system.plugins import PluginError
 from slipstream.rollout.tokens.named_numbers import by_name, mean_of
 from slipstream.rollout.tokens.tokenizer import Tokenizer

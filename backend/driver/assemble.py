@@ -16,7 +16,7 @@ from slipstream.backend.cluster.placement import Placement
 from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.driver.loops.evaluation import Evaluation
 from slipstream.backend.driver.loops.hooked_batches import HookedBatches, hooked_batches
-from slipstream.backend.driver.loops.live import LiveUsers
+from slipstream.backend.driver.loops.live_users import LiveUsers
 from slipstream.backend.driver.ports import RunListener, RunTrainer
 from slipstream.backend.driver.processes.collectors import Collectors
 from slipstream.backend.driver.processes.devices import Colocated, Devices, Separate
@@ -27,10 +27,10 @@ from slipstream.backend.driver.start.inputs import Inputs
 from slipstream.backend.driver.start.resume import RunState
 from slipstream.backend.driver.weights.checkpointing import TrainerCheckpoints
 from slipstream.backend.driver.weights.interrupted import InterruptedUpdates
+from slipstream.backend.driver.weights.ranked_trainer import RankedTrainer
 from slipstream.backend.driver.weights.revival import Revival
 from slipstream.backend.driver.weights.rewind import Rewind
 from slipstream.backend.driver.weights.served_weights import ServedWeights
-from slipstream.backend.driver.weights.trainer import RankedTrainer
 from slipstream.backend.driver.weights.verification import Verifier, probe_text
 from slipstream.backend.monitor.status import RunStatus
 from slipstream.bridge.publish.endpoint import PAUSE
@@ -51,13 +51,13 @@ from slipstream.rollout.engine.serving import encoded
 from slipstream.rollout.engine.supervisor import Supervisor
 from slipstream.rollout.live.baseline import ScoreBaseline
 from slipstream.rollout.live.judging import LiveJudging
+from slipstream.rollout.live.live_turns import LiveTurns
 from slipstream.rollout.live.receiver import GatewayReceiver
 from slipstream.rollout.live.status import LiveListener
-from slipstream.rollout.live.turns import LiveTurns
 from slipstream.rollout.prompts.sources.drawn_prompts import Drawing
 from slipstream.rollout.prompts.sources.source_process import own_drawing
+from slipstream.rollout.reward.judge.judge_pool import JudgePool
 from slipstream.rollout.reward.judge.named_model import judge_of_turns, named_model
-from slipstream.rollout.reward.judge.pool import JudgePool
 from slipstream.rollout.system.frames import SILENCE_S
 from slipstream.rollout.system.key import Key, new_key
 from slipstream.rollout.tokens.teacher import TeacherNeeds

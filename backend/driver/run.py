@@ -10,12 +10,12 @@ from contextlib import ExitStack, aclosing, closing
 from functools import partial
 from typing import Literal
 
-from slipstream.backend.checkpoint.errors import describe
-from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.checkpoint.checkpoint_errors import describe
 from slipstream.backend.cluster.node_usage import NodeUsages
 from slipstream.backend.cluster.object_store import batch_bytes
 from slipstream.backend.cluster.placement import place
 from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
+from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.driver.assemble import Parts, assemble
 from slipstream.backend.driver.loops.collection import collection_loop, keep_collecting
 from slipstream.backend.driver.loops.job_end import stop_after_s
@@ -42,7 +42,7 @@ from slipstream.backend.monitor.recorder import Recorder
 from slipstream.backend.monitor.sample_episodes import EpisodeSamples
 from slipstream.backend.monitor.side import SideMetrics
 from slipstream.backend.monitor.summary import SUMMARY_FILE, RunSummary, write_summary
-from slipstream.backend.monitor.trace import TraceLog
+from slipstream.backend.monitor.trace_log import TraceLog
 from slipstream.backend.monitor.trackers.opened import open_trackers
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.ledger.writing.writer import Ledger

@@ -16,7 +16,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from slipstream.backend.checkpoint.errors import CheckpointError
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.megatron import optimizer_state, random_state
 from slipstream.backend.megatron.checkpoint_writer import BackgroundSave
 from slipstream.backend.megatron.finite import require_finite

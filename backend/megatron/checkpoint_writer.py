@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from slipstream.backend.checkpoint.errors import CheckpointError, describe
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError, describe
 from slipstream.backend.megatron.groups import groups
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ from slipstream.backend.megatron.supported import require_supported
 from slipstream.bridge.model.geometry import Geometry, GroupedAttention
 from slipstream.bridge.model.layout import LayerSpec, Layout
 from slipstream.bridge.model.spec import ModelSpec
-from slipstream.bridge.shards.load import load_hf
+from slipstream.bridge.shards.load_hf import load_hf
 from slipstream.configs.schema import ActorConfig
 
 ModelProvider = Callable[[bool, bool, int | None], GPTModel]

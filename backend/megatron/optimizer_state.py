@@ -20,7 +20,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 from torch.nn import Parameter
 
-from slipstream.backend.checkpoint.errors import CheckpointError
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 
 
 class Rectangle(NamedTuple):

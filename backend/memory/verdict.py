@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from slipstream.backend.memory.engine import EngineMemory
-from slipstream.backend.memory.trainer import StageMemory
+from slipstream.backend.memory.engine_memory import EngineMemory
+from slipstream.backend.memory.trainer_memory import StageMemory
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.judge import OwnEngines, own_engines
 

@@ -9,12 +9,12 @@ from typing import Literal
 
 import numpy as np
 
-from slipstream.backend.monitor.live import live_metrics
+from slipstream.backend.monitor.live_metrics import live_metrics
 from slipstream.backend.monitor.metrics import MetricsLog, Value
 from slipstream.backend.monitor.progress import HeldOut, Progress
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.backend.monitor.summary import GroupTotals, RunSummary, turn_totals
-from slipstream.backend.monitor.trace import TraceLog
+from slipstream.backend.monitor.trace_log import TraceLog
 from slipstream.backend.monitor.units import mean
 from slipstream.backend.objective.names import BATCH, HOOK
 from slipstream.bridge.publish.report import PublishReport

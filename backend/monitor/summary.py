@@ -19,7 +19,7 @@ from rich.text import Text
 
 from slipstream.backend.monitor.tables import pairs_table
 from slipstream.backend.monitor.units import count, reward, seconds
-from slipstream.rollout.control.live import TurnEnd
+from slipstream.rollout.control.live_door import TurnEnd
 from slipstream.rollout.live.status import LiveStatus
 from slipstream.rollout.system.durable import write_durably
 

@@ -8,9 +8,9 @@ from functools import partial
 
 from slipstream.backend.driver.weights.served_weights import ServedWeights
 from slipstream.backend.monitor.status import RunStatus, TrainedStep
-from slipstream.backend.simulate.engine import Engine
-from slipstream.backend.simulate.pool import SimulatedPool
-from slipstream.backend.simulate.trainer import SimulatedTrainer
+from slipstream.backend.simulate.simulated_engine import Engine
+from slipstream.backend.simulate.simulated_pool import SimulatedPool
+from slipstream.backend.simulate.simulated_trainer import SimulatedTrainer
 from slipstream.backend.simulate.workload import Workload
 from slipstream.configs.schema.simulate import FailureModel
 from slipstream.rollout.control.core import RolloutControl

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
-from slipstream.backend.memory.engine import EngineMemory
+from slipstream.backend.memory.engine_memory import EngineMemory
 from slipstream.backend.simulate.compare import SimulatedRun, Work
 from slipstream.backend.simulate.costs import cost_model
 from slipstream.backend.simulate.derived import derived_model

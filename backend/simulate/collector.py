@@ -5,8 +5,8 @@ assignments ──► GroupCollector ──► outbox ──► assignments     
 
 from collections.abc import Sequence
 
-from slipstream.backend.simulate.episodes import NumberedGenerator
-from slipstream.backend.simulate.pool import SimulatedPool
+from slipstream.backend.simulate.simulated_episodes import NumberedGenerator
+from slipstream.backend.simulate.simulated_pool import SimulatedPool
 from slipstream.rollout.collection.collector.evaluation import Evaluations
 from slipstream.rollout.collection.collector.groups import GroupCollector
 from slipstream.rollout.collection.collector.outbox import Outbox

@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from slipstream.backend.batch.flops import forward_flops
-from slipstream.backend.memory.engine import EngineMemory
+from slipstream.backend.memory.engine_memory import EngineMemory
 from slipstream.backend.simulate.gpu_split import model_of
 from slipstream.bridge.model.geometry import Geometry
 from slipstream.configs.schema import RunConfig

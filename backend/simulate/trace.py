@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.backend.monitor.trace import TRACES
+from slipstream.backend.monitor.trace_log import TRACES
 from slipstream.configs.violations import RecipeError, Violation
 
 FIELDS: dict[str, tuple[str, ...]] = {

@@ -17,17 +17,17 @@ from slipstream.backend.monitor.status import RunStatus
 from slipstream.backend.simulate import clock
 from slipstream.backend.simulate.account import Account, Failures, Outcome
 from slipstream.backend.simulate.collector import NAME, Asked, Link, SimulatedRecord
-from slipstream.backend.simulate.episodes import (
+from slipstream.backend.simulate.gpu_split import GpuSplit, model_of
+from slipstream.backend.simulate.schedules import Schedule
+from slipstream.backend.simulate.simulated_episodes import (
     NoReward,
     NumberedGenerator,
     SimulatedJudge,
     SimulatedTokenizer,
     SimulatedWorkflow,
 )
-from slipstream.backend.simulate.gpu_split import GpuSplit, model_of
-from slipstream.backend.simulate.pool import SimulatedPool
-from slipstream.backend.simulate.schedules import Schedule
-from slipstream.backend.simulate.trainer import SimulatedTrainer, TimeShared
+from slipstream.backend.simulate.simulated_pool import SimulatedPool
+from slipstream.backend.simulate.simulated_trainer import SimulatedTrainer, TimeShared
 from slipstream.backend.simulate.workload import SimulatedStream, Workload, held_out_prompts
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collection.collector.episodes import Episodes

@@ -206,7 +206,7 @@ def _is_trainer(process: psutil.Process) -> bool:
 
 
 def _is_gateway(process: psutil.Process) -> bool:
-    return "slipstream.rollout.gateway.process" in process.cmdline()
+    return "slipstream.rollout.gateway.gateway_process" in process.cmdline()
 
 
 def _is_engine(process: psutil.Process) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from slipstream.rollout.engine.process import ServerProcess, ServerSpec
+from slipstream.rollout.engine.server_process import ServerProcess, ServerSpec
 from slipstream.rollout.system.network import hold_port, port_of
 
 START_TIMEOUT_S = 300

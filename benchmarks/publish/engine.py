@@ -14,7 +14,7 @@ import psutil
 
 from slipstream.bridge.engine.orders import TAKE
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
-from slipstream.rollout.engine.process import ServerProcess, ServerSpec
+from slipstream.rollout.engine.server_process import ServerProcess, ServerSpec
 from slipstream.rollout.system.network import hold_port, port_of
 
 LOOPBACK = "127.0.0.1"

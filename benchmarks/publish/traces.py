@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from slipstream.backend.trainer.publishing import published_tensors
-from slipstream.bridge.engine.trace import Wanted, trace
+from slipstream.bridge.engine.loader_trace import Wanted, trace
 from slipstream.bridge.families import model_spec
 from tests.sglang_ranks import run_ranks
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from slipstream.rollout.tokens.record import decode_chunks
-from slipstream.rollout.tokens.turns import Turn
+from slipstream.rollout.tokens.turn_entries import Turn
 
 TIE = 1e-4
 """Greedy answers may differ where two tokens are equally likely up to rounding: engines add up in an order

@@ -25,7 +25,7 @@ from slipstream.rollout.gateway.journal_file import JournalFile
 from slipstream.rollout.gateway.keys import add_key
 from slipstream.rollout.gateway.peers import journal_of, name_of
 from slipstream.rollout.system.network import hold_port, port_of
-from slipstream.rollout.tokens.turns import Turn
+from slipstream.rollout.tokens.turn_entries import Turn
 from tests.chat_model import END
 from tests.environment import environment
 from tests.runs.conftest import LaunchedRun, RunProcess, run_command

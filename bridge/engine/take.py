@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.bridge.engine import orders
+from slipstream.bridge.engine.loader_trace import EngineTable, Untraceable, Wanted, trace
 from slipstream.bridge.engine.orders import Describe, Described, Join, Meeting, Order, RankAnswer, Receive
 from slipstream.bridge.engine.receiver import ShardReceiver
-from slipstream.bridge.engine.trace import EngineTable, Untraceable, Wanted, trace
 from slipstream.bridge.group.store import fetch, join_store, put
 
 if TYPE_CHECKING:

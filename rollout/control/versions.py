@@ -31,7 +31,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping
 from typing import cast
 
-from slipstream.rollout.control.errors import ControlError, UnknownVersion
+from slipstream.rollout.control.control_errors import ControlError, UnknownVersion
 
 
 class VersionTree:

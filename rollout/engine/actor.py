@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slipstream.rollout.engine.adapters import AdapterServing
-from slipstream.rollout.engine.process import (
+from slipstream.rollout.engine.server_process import (
     MEETING_PORTS,
     MeetingPoint,
     ReplicaSpec,

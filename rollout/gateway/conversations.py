@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slipstream.rollout.gateway.source import Finished
-from slipstream.rollout.tokens.turns import Entry, Turn, TurnType
+from slipstream.rollout.tokens.turn_entries import Entry, Turn, TurnType
 
 ChatMessage = dict[str, Any]
 """A message as the chat template reads it: `role`, `content`, and with an assistant `tool_calls`, whose

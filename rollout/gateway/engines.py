@@ -17,8 +17,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, cast
 
 from slipstream.rollout.engine.client import EngineError, InvalidRequest, RequestRefused
+from slipstream.rollout.engine.engine_pool import NoEngine
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.engine.sampling import LiveSampling
 from slipstream.rollout.gateway.source import (
     Exhausted,

@@ -29,7 +29,7 @@ from slipstream.rollout.gateway.journal_file import (
     explained,
 )
 from slipstream.rollout.system.changes import Changes
-from slipstream.rollout.tokens.turns import Entry, Turn
+from slipstream.rollout.tokens.turn_entries import Entry, Turn
 
 TIDY_S = 1.0
 """Shortest time between two removals of what nobody needs."""

@@ -23,7 +23,7 @@ from slipstream.rollout.ledger.storage.locks import fcntl_error
 from slipstream.rollout.live.gateway_messages import crc_of_entry
 from slipstream.rollout.system.durable import sync_folder
 from slipstream.rollout.system.frames import UNREADABLE
-from slipstream.rollout.tokens.turns import (
+from slipstream.rollout.tokens.turn_entries import (
     KINDS,
     Entry,
     Forgotten,

@@ -28,7 +28,7 @@ from slipstream.rollout.gateway.conversations import User
 from slipstream.rollout.gateway.naming import checked_name
 from slipstream.rollout.system.durable import write_durably
 from slipstream.rollout.system.frames import UNREADABLE
-from slipstream.rollout.tokens.turns import TurnType
+from slipstream.rollout.tokens.turn_entries import TurnType
 
 log = logging.getLogger(__name__)
 

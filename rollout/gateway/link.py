@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import aiohttp
 
-from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.engine_pool import EnginePool
 from slipstream.rollout.gateway.journal import TurnJournal
 from slipstream.rollout.gateway.journal_file import Row
 from slipstream.rollout.live.driver_address import DriverAddress

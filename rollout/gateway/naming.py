@@ -7,7 +7,7 @@ one that answers it never disagree. Header names are in lower case. What cannot 
 import base64
 from collections.abc import Mapping
 
-from slipstream.rollout.tokens.turns import TurnType
+from slipstream.rollout.tokens.turn_entries import TurnType
 
 SESSION_HEADER = "x-session-id"
 """Header that names the session of an answer."""

@@ -1,5 +1,5 @@
 """The specification of a gateway process, and the parts of its endpoints and sessions. Plain data and
-protocols: ``process.py`` runs what ``compose.py`` makes.
+protocols: ``gateway_process.py`` runs what ``compose.py`` makes.
 """
 
 import json

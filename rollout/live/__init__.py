@@ -5,7 +5,7 @@
                             ▼                                │
                          judging ──score──► ledger ──► control core: ready ──► batch
 
-turns        all turns of open sessions: entries in, trajectories out, and restarts
+live_turns   all turns of open sessions: entries in, trajectories out, and restarts
 verdicts     the turns that wait for verdicts, and what becomes of them
 table        what both share: turns, sessions, the control core
 checks       what is wrong with a turn or a verdict

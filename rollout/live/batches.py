@@ -7,7 +7,7 @@ count as sampled by nobody.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.rollout.control.live import TakenTurn
+from slipstream.rollout.control.live_door import TakenTurn
 from slipstream.rollout.ledger.writing.transaction import Training
 from slipstream.rollout.live.baseline import Score
 from slipstream.rollout.live.known import KnownTurn, branch_of

@@ -6,7 +6,7 @@ from slipstream.rollout.ledger.storage.segments import Buffer
 from slipstream.rollout.live.known import KnownTurn
 from slipstream.rollout.tokens.record import CorruptRecord, decode_chunks
 from slipstream.rollout.tokens.teacher import TeacherNeeds, TeacherScores
-from slipstream.rollout.tokens.turns import Turn
+from slipstream.rollout.tokens.turn_entries import Turn
 
 LARGEST_LOGPROB = 1e-3
 """Log-probs may be above 0 by what rounding adds."""

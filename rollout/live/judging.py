@@ -18,8 +18,8 @@ from slipstream.configs.schema.live import LiveJudgingConfig
 from slipstream.rollout.ledger.storage.database import LedgerError
 from slipstream.rollout.live.status import LiveListener
 from slipstream.rollout.live.verdicts import Verdicts
-from slipstream.rollout.reward.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed
-from slipstream.rollout.reward.judge.pool import JudgePool
+from slipstream.rollout.reward.judge.judge_errors import JudgesClosed, JudgeStartFailed, JudgingFailed
+from slipstream.rollout.reward.judge.judge_pool import JudgePool
 from slipstream.rollout.tokens.record import CorruptRecord
 from slipstream.rollout.tokens.trajectory import Messages
 

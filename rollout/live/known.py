@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from slipstream.rollout.ledger.rows.turns import Payload, StoredTurn, TurnHead, VerdictRow
+from slipstream.rollout.ledger.rows.stored_turns import Payload, StoredTurn, TurnHead, VerdictRow
 from slipstream.rollout.system.frames import UNREADABLE
 from slipstream.rollout.tokens.record import CorruptRecord
 

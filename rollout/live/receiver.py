@@ -26,12 +26,12 @@ from slipstream.rollout.live.gateway_messages import (
     Hello,
     crc_of_entry,
 )
-from slipstream.rollout.live.turns import LiveTurns
+from slipstream.rollout.live.live_turns import LiveTurns
 from slipstream.rollout.system.frames import SILENCE_S, MalformedFrame, pack, split
 from slipstream.rollout.system.key import Key
 from slipstream.rollout.system.link import Connection, Listener
 from slipstream.rollout.tokens.record import CorruptRecord
-from slipstream.rollout.tokens.turns import Entry, decode_entry
+from slipstream.rollout.tokens.turn_entries import Entry, decode_entry
 
 
 class HandoverRefused(RuntimeError):

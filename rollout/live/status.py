@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from slipstream.rollout.control.live import TurnEnd
+from slipstream.rollout.control.live_door import TurnEnd
 from slipstream.rollout.reward.live import VoteCounts
 
 

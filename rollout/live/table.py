@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.ends import Loss
-from slipstream.rollout.control.live import TurnEnd
+from slipstream.rollout.control.live_door import TurnEnd
 from slipstream.rollout.ledger.writing.writer import Ledger
 from slipstream.rollout.live.known import KnownTurn, Session
 from slipstream.rollout.live.status import SinceLastBatch

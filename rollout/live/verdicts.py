@@ -10,8 +10,8 @@ from functools import partial
 
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.ends import Loss
-from slipstream.rollout.control.live import TurnEnd
-from slipstream.rollout.ledger.rows.turns import JUDGE, VerdictRow
+from slipstream.rollout.control.live_door import TurnEnd
+from slipstream.rollout.ledger.rows.stored_turns import JUDGE, VerdictRow
 from slipstream.rollout.live.checks import problem_of_scores
 from slipstream.rollout.live.conversation import question_of
 from slipstream.rollout.live.known import KnownTurn

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from slipstream.rollout.sandbox import process
+from slipstream.rollout.sandbox import keeper_process
 from slipstream.rollout.sandbox.interface import ExecResult, Isolation, SandboxFailed, SandboxRefused
 from slipstream.rollout.sandbox.wire import (
     ANSWER,
@@ -70,7 +70,7 @@ class LocalSandbox:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                await process.keeper().hand_over(theirs)
+                await keeper_process.keeper().hand_over(theirs)
             except BaseException:
                 ours.close()
                 raise

@@ -15,7 +15,7 @@ from slipstream.rollout.tokens.trajectory import Prompt, Trajectory, joined
 from slipstream.rollout.workflow.contract import WorkflowContext
 from slipstream.rollout.workflow.dialogue import Dialogue
 from slipstream.rollout.workflow.environment.contract import Action, Environment
-from slipstream.rollout.workflow.environment.pool import EnvironmentPool
+from slipstream.rollout.workflow.environment.environment_pool import EnvironmentPool
 from slipstream.rollout.workflow.environment.tools import ToolEnvironment
 from slipstream.rollout.workflow.limited import OnLimit, limited, wrong_on_limit
 

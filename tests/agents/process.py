@@ -149,7 +149,7 @@ class ScriptedEngines:
 
     async def generate(self, input_ids, sampling, completion, *, greedy=False, grown=None) -> None:
         from slipstream.rollout.engine.client import EngineError, RequestRefused
-        from slipstream.rollout.engine.pool import NoEngine
+        from slipstream.rollout.engine.engine_pool import NoEngine
         from slipstream.rollout.engine.sampling import request_fields
         from slipstream.rollout.gateway.source import Interrupted, Rejected, TokenRequest
         from slipstream.rollout.tokens.trajectory import Finish

@@ -34,13 +34,13 @@ import yaml
 from benchmarks.live_users import Answered, Crowd, Habits
 from slipstream.rollout.gateway.journal_file import JournalFile
 from slipstream.rollout.ledger.audit.records import Records
-from slipstream.rollout.ledger.rows.turns import KEPT, named, session_of, turn_id
+from slipstream.rollout.ledger.rows.stored_turns import KEPT, named, session_of, turn_id
 from slipstream.rollout.ledger.storage.database import LEDGER, open_for_reading
 from slipstream.rollout.ledger.storage.segments import FOLDER, Segments
 from slipstream.rollout.live.known import decode_said
 from slipstream.rollout.reward.live import text_of
 from slipstream.rollout.tokens.record import REF
-from slipstream.rollout.tokens.turns import Turn
+from slipstream.rollout.tokens.turn_entries import Turn
 from tests.chat_model import write_chat_model
 from tests.environment import environment
 from tests.ports import held_port
@@ -180,7 +180,10 @@ class LiveSweep:
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with suppress(OSError):
                 command = path.read_bytes()
-                if b"slipstream.rollout.gateway.process" in command and str(self.folder).encode() in command:
+                if (
+                    b"slipstream.rollout.gateway.gateway_process" in command
+                    and str(self.folder).encode() in command
+                ):
                     pids.append(int(path.parent.name))
         return pids
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slipstream.rollout.engine.process import let_import_sglang
+from slipstream.rollout.engine.server_process import let_import_sglang
 from tests.exactness.gateway import without_stand_ins
 
 ALLOWED_GAP = 1e-4

@@ -24,8 +24,8 @@ from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.ledger.recovery import open_ledger
 from slipstream.rollout.live.baseline import ScoreBaseline
 from slipstream.rollout.live.driver_address import DriverAddress
+from slipstream.rollout.live.live_turns import LiveTurns
 from slipstream.rollout.live.receiver import GatewayReceiver
-from slipstream.rollout.live.turns import LiveTurns
 from slipstream.rollout.prompts import PromptSet, PromptStream
 from slipstream.rollout.reward.live import JudgedTurn, Verdict
 from slipstream.rollout.system.key import new_key

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.engine.pool import EnginePool, GeneratingClient
+from slipstream.rollout.engine.engine_pool import EnginePool, GeneratingClient
 from slipstream.rollout.gateway.conversations import User
 from slipstream.rollout.gateway.engines import EngineTokens
 from slipstream.rollout.gateway.journal import TurnJournal
 from slipstream.rollout.gateway.link import DriverLink
 from slipstream.rollout.gateway.spec import GatewaySpec, GatewaySurroundings
 from slipstream.rollout.live.driver_address import DriverAddress
-from slipstream.rollout.tokens.turns import TurnType
+from slipstream.rollout.tokens.turn_entries import TurnType
 
 if TYPE_CHECKING:
     from slipstream.rollout.gateway.compose import ServedSessions

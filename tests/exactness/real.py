@@ -18,9 +18,9 @@ from slipstream.bridge.families import model_spec
 from slipstream.configs.schema import ActorConfig
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.engine.process import LIVE_SERVER_ARGS, ServerProcess, ServerSpec
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.sampling import LiveSampling
+from slipstream.rollout.engine.server_process import LIVE_SERVER_ARGS, ServerProcess, ServerSpec
 from slipstream.rollout.tokens.trajectory import Trajectory
 from tests.chat_model import CONTEXT, build_policy, build_tokenizer, write_chat_model
 from tests.exactness.dialects import DIALECTS

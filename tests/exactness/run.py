@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.rollout.engine.connection import EngineAddress
-from slipstream.rollout.engine.pool import GeneratingClient
+from slipstream.rollout.engine.engine_pool import GeneratingClient
 from slipstream.rollout.ledger.audit.account import audit_ledger
 from slipstream.rollout.reward.live import JudgedTurn
 from slipstream.rollout.tokens.trajectory import Messages

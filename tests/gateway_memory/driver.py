@@ -31,10 +31,10 @@ from slipstream.rollout.ledger.recovery import open_ledger
 from slipstream.rollout.live.baseline import ScoreBaseline
 from slipstream.rollout.live.driver_address import DriverAddress
 from slipstream.rollout.live.judging import LiveJudging
+from slipstream.rollout.live.live_turns import LiveTurns
 from slipstream.rollout.live.receiver import GatewayReceiver
-from slipstream.rollout.live.turns import LiveTurns
 from slipstream.rollout.prompts import PromptSet, PromptStream
-from slipstream.rollout.reward.judge.errors import JudgingFailed
+from slipstream.rollout.reward.judge.judge_errors import JudgingFailed
 from slipstream.rollout.reward.live import JudgedTurn, Verdict
 from slipstream.rollout.system.garbage import keep_few_heaps, look_seldom_for_garbage
 from slipstream.rollout.system.key import new_key

@@ -106,7 +106,7 @@ def gateway_of(config: RunConfig, log: Path) -> Program:
     """Return the gateway process of a run."""
     run = str(config.run.folder)
     values = {"run": run, "number": 0, "processes": 1, "context": CONTEXT, "linger_s": 60}
-    return Program("gateway", "slipstream.rollout.gateway.process", json.dumps(values), log=log)
+    return Program("gateway", "slipstream.rollout.gateway.gateway_process", json.dumps(values), log=log)
 
 
 async def started(gateway: Program, run: Path, *, has_engine: bool = True) -> GatewayAddress:

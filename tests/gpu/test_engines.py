@@ -13,7 +13,7 @@ import pytest
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.engine.client import EngineAddress
-from slipstream.rollout.engine.process import ServerProcess, ServerSpec
+from slipstream.rollout.engine.server_process import ServerProcess, ServerSpec
 from tests.integration.test_megatron_parity import config_for
 from tests.models import make_checkpoint
 from tests.ports import held_port

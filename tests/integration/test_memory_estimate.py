@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
-from slipstream.backend.memory.trainer import trainer_memory
+from slipstream.backend.memory.trainer_memory import trainer_memory
 from slipstream.bridge.model.layout import Coordinates
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory

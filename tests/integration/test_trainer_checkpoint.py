@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from slipstream.backend.checkpoint.errors import CheckpointError
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import LoraConfig, ParallelConfig, RunConfig
 from tests.exported import buckets_of

@@ -16,7 +16,7 @@ from slipstream.backend.commands.audit import audit_run
 from slipstream.backend.quickstart.task import train_problems
 from slipstream.backend.quickstart.tokenizer import EOS, IDS, build_tokenizer, prompt_text
 from slipstream.rollout.gateway.keys import add_key
-from slipstream.rollout.ledger.rows.turns import named, session_of
+from slipstream.rollout.ledger.rows.stored_turns import named, session_of
 from slipstream.rollout.ledger.storage.database import LEDGER, open_for_reading
 from slipstream.rollout.ledger.storage.segments import FOLDER, Segments
 from slipstream.rollout.ledger.storage.stamp import read_stamp

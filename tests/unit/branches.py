@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from slipstream.rollout.tokens.record import decode_chunks
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Trajectory
-from slipstream.rollout.tokens.turns import Turn, TurnType
+from slipstream.rollout.tokens.turn_entries import Turn, TurnType
 
 
 class RecordedTurn(NamedTuple):

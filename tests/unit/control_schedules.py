@@ -19,7 +19,7 @@ from slipstream.rollout.control.admission import AdmissionPolicy, Slots, VolumeG
 from slipstream.rollout.control.consumption import ConsumptionPolicy, Fifo, OnStale, ReadyFirst, Windowed
 from slipstream.rollout.control.core import REQUEUES, RolloutControl, Ticket
 from slipstream.rollout.control.ends import GroupCounts, Loss
-from slipstream.rollout.control.live import TurnEnd, TurnState
+from slipstream.rollout.control.live_door import TurnEnd, TurnState
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.control.versions import VersionTree
 

@@ -9,7 +9,7 @@ from slipstream.backend.driver.weights.served_weights import ServedWeights, Trai
 from slipstream.rollout.collection.messages import DOWN, UP, Down, Status, Up
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
-from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.engine_pool import EnginePool
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.routing import Routing
 from slipstream.rollout.system.frames import pack, split

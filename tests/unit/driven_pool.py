@@ -9,8 +9,8 @@ from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.collection.messages import DOWN, Down
 from slipstream.rollout.engine.client import EngineLost
 from slipstream.rollout.engine.connection import EngineAddress
+from slipstream.rollout.engine.engine_pool import EnginePool
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.routing import Routing, ServingEngine
 from slipstream.rollout.system.frames import pack, split
 from slipstream.rollout.tokens.trajectory import Completion, Finish, Span

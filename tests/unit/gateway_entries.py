@@ -7,7 +7,14 @@ import msgspec
 from slipstream.rollout.gateway.conversations import Recorded
 from slipstream.rollout.tokens.record import encode_chunk
 from slipstream.rollout.tokens.trajectory import Finish
-from slipstream.rollout.tokens.turns import Forgotten, NextState, SessionEnd, Turn, TurnType, UserReward
+from slipstream.rollout.tokens.turn_entries import (
+    Forgotten,
+    NextState,
+    SessionEnd,
+    Turn,
+    TurnType,
+    UserReward,
+)
 
 
 def turn(session: str = "s", key: str = "k", tokens: int = 3, seed: int = 0, **changes) -> Recorded:

@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 
 from slipstream.rollout.gateway.conversations import Recorded
-from slipstream.rollout.gateway.process import run
+from slipstream.rollout.gateway.gateway_process import run
 from slipstream.rollout.gateway.spec import GatewaySpec, GatewaySurroundings
-from slipstream.rollout.tokens.turns import Forgotten
+from slipstream.rollout.tokens.turn_entries import Forgotten
 from tests.unit.gateway_entries import turn
 
 

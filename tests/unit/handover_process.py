@@ -21,7 +21,7 @@ from slipstream.rollout.gateway.link import DriverLink
 from slipstream.rollout.live.driver_address import DriverAddress
 from slipstream.rollout.live.receiver import GatewayReceiver
 from slipstream.rollout.system.key import new_key
-from slipstream.rollout.tokens.turns import Entry, encode_entry
+from slipstream.rollout.tokens.turn_entries import Entry, encode_entry
 from tests.unit.doubles import Policy
 from tests.unit.gateway_entries import end, next_state, turn
 

@@ -14,7 +14,7 @@ import pytest
 
 from slipstream.backend.cluster.guard import VARIABLE, carriers
 from slipstream.configs.schema import JudgingConfig, PluginConfig
-from slipstream.rollout.reward.judge.pool import JudgePool, JudgeStatus
+from slipstream.rollout.reward.judge.judge_pool import JudgePool, JudgeStatus
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
 
 TIMEOUT_S = 1.0

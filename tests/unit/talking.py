@@ -16,7 +16,7 @@ from slipstream.rollout.gateway.sessions.placing import SessionLimits
 from slipstream.rollout.gateway.sessions.sessions import Sessions
 from slipstream.rollout.gateway.source import Finished
 from slipstream.rollout.tokens.trajectory import Finish
-from slipstream.rollout.tokens.turns import NextState, Turn
+from slipstream.rollout.tokens.turn_entries import NextState, Turn
 
 SPECIAL = {256: "<|user|>", 257: "<|assistant|>", 258: "<|system|>", 259: "<|tool|>", 260: "<|end|>"}
 END = 260

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.streaming.answers import Heard, Reading, Recorded, account_of
 from slipstream.rollout.tokens.trajectory import Finish
-from slipstream.rollout.tokens.turns import Turn, TurnType
+from slipstream.rollout.tokens.turn_entries import Turn, TurnType
 
 END = 0
 READING = Reading(lambda ids: "".join(chr(96 + each) for each in ids if each != END), END)

@@ -21,7 +21,7 @@ from slipstream.bridge.hf.index import HfCheckpointError
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.publish.publication import NoRoom
 from slipstream.bridge.shards.export import export
-from slipstream.bridge.shards.load import load_hf
+from slipstream.bridge.shards.load_hf import load_hf
 from slipstream.bridge.shards.plan import make_plan
 from slipstream.bridge.transport.disk import DiskTransport
 from tests.bridge_cases import LAYOUTS, empty_parameters, hf_configs, random_tensors, same_bits

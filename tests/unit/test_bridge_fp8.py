@@ -23,7 +23,7 @@ from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.publish.bucket_stream import BucketStream
 from slipstream.bridge.publish.publication import Publication, Timeouts
 from slipstream.bridge.shards.fp8 import engine_fp8, fp8_problems, is_stored_for_engines, sent_by, straddling
-from slipstream.bridge.shards.load import load_hf
+from slipstream.bridge.shards.load_hf import load_hf
 from slipstream.bridge.shards.plan import ExportPlan, make_plan
 from slipstream.bridge.shards.quantize import engine_buckets
 from slipstream.bridge.transport import patches

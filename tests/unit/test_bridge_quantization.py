@@ -20,7 +20,7 @@ from slipstream.bridge.hf.quantization import BlockFp8, PackedInt4, quantization
 from slipstream.bridge.hf.quantized import dequantized_fp8, dequantized_int4, quantized_fp8
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.shards.check import check_tensors
-from slipstream.bridge.shards.load import load_hf
+from slipstream.bridge.shards.load_hf import load_hf
 from slipstream.bridge.shards.plan import entries
 from tests.bridge_cases import CONFIG, DEEPSEEK, empty_parameters
 from tests.quantized_models import FP8, INT4, expanded, fp8_parts, int4_parts, write_quantized

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.bridge.engine.trace import EngineTable, Untraceable, Wanted, trace
+from slipstream.bridge.engine.loader_trace import EngineTable, Untraceable, Wanted, trace
 
 HF = {
     "q": (4, 6),

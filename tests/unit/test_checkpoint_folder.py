@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from slipstream.backend.checkpoint import manifest as manifests
-from slipstream.backend.checkpoint.errors import CheckpointError
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.checkpoint.folder import CheckpointFolder
 from slipstream.backend.checkpoint.manifest import CheckpointRecord
-from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.backend.cluster.rank_group import RankGroup
-from slipstream.backend.driver.weights.trainer import RankedTrainer
+from slipstream.backend.cluster.trainer_failed import TrainerFailed
+from slipstream.backend.driver.weights.ranked_trainer import RankedTrainer
 from slipstream.backend.megatron.optimizer_state import rectangles
 from slipstream.configs.schema.checkpoint import CheckpointConfig
 
@@ -387,14 +387,14 @@ def ray_error(cause: Exception) -> Exception:
 
 
 def test_the_driver_asks_each_rank_until_it_has_written(monkeypatch):
-    monkeypatch.setattr("slipstream.backend.driver.weights.trainer.POLL_S", 0.001)
+    monkeypatch.setattr("slipstream.backend.driver.weights.ranked_trainer.POLL_S", 0.001)
     fast, slow = Rank(checkpoint_done=[True]), Rank(checkpoint_done=[False, False, True])
     asyncio.run(trainer(fast, slow).checkpoint_written())
     assert (len(fast.calls), len(slow.calls)) == (1, 3)
 
 
 def test_other_calls_reach_the_ranks_while_the_driver_waits(monkeypatch):
-    monkeypatch.setattr("slipstream.backend.driver.weights.trainer.POLL_S", 0.01)
+    monkeypatch.setattr("slipstream.backend.driver.weights.ranked_trainer.POLL_S", 0.01)
     rank = Rank(checkpoint_done=[False] * 3 + [True], export_hf=[None])
 
     async def both() -> None:

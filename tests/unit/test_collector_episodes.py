@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from slipstream.backend.simulate import clock
 from slipstream.configs.schema import RolloutConfig
 from slipstream.rollout.collection.collector.episodes import EpisodeFailed, Episodes, check
-from slipstream.rollout.engine.pool import NoEngine
-from slipstream.rollout.reward.judge.errors import JudgeStartFailed, JudgingFailed
+from slipstream.rollout.engine.engine_pool import NoEngine
+from slipstream.rollout.reward.judge.judge_errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.record import decode_header, decode_trajectory, encode, encode_trajectory
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory

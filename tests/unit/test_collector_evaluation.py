@@ -16,8 +16,8 @@ from slipstream.rollout.collection.collector.evaluation import Evaluations, Unre
 from slipstream.rollout.collection.collector.groups import CLOSE_TIMEOUT_S
 from slipstream.rollout.collection.collector.outbox import Outbox
 from slipstream.rollout.collection.messages import Evaluated, Question
-from slipstream.rollout.engine.pool import NoEngine
-from slipstream.rollout.reward.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed
+from slipstream.rollout.engine.engine_pool import NoEngine
+from slipstream.rollout.reward.judge.judge_errors import JudgesClosed, JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.trajectory import Prompt, Trajectory, TrajectoryBuilder

@@ -35,8 +35,8 @@ from slipstream.rollout.collection.messages import (
     Assignment,
     PriorSample,
 )
-from slipstream.rollout.engine.pool import NoEngine
-from slipstream.rollout.reward.judge.errors import JudgeStartFailed, JudgingFailed
+from slipstream.rollout.engine.engine_pool import NoEngine
+from slipstream.rollout.reward.judge.judge_errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.teacher import NOTHING_NEEDED, TeacherNeeds, TeacherScores

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.rollout.collection.collector.judging import Judging, WorkflowReward, last_response
-from slipstream.rollout.reward.judge.errors import JudgingFailed
+from slipstream.rollout.reward.judge.judge_errors import JudgingFailed
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory

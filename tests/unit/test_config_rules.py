@@ -731,7 +731,7 @@ import sys
 from slipstream.configs.installed.parsers import parser_names
 read = [list(parser_names(kind)) for kind in ("tool_parser", "reasoning_parser")]
 assert "sglang" not in sys.modules and "torch" not in sys.modules
-from slipstream.rollout.engine.process import importing_sglang
+from slipstream.rollout.engine.server_process import importing_sglang
 with importing_sglang():
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
     from sglang.srt.parser.reasoning_parser import ReasoningParser

@@ -4,9 +4,9 @@ import pytest
 
 from slipstream.configs.schema.live import LiveConfig, live_places
 from slipstream.configs.schema.rollout import RolloutConfig
+from slipstream.rollout.control.control_errors import ControlError, UnknownVersion
 from slipstream.rollout.control.core import RolloutControl
-from slipstream.rollout.control.errors import ControlError, UnknownVersion
-from slipstream.rollout.control.live import ExpiredTurn, TakenTurn, TurnEnd, TurnState
+from slipstream.rollout.control.live_door import ExpiredTurn, TakenTurn, TurnEnd, TurnState
 from slipstream.rollout.control.policies import make_control
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from slipstream.rollout.control.consumption import OnStale, ReadyFirst
+from slipstream.rollout.control.control_errors import ControlError, UnknownVersion
 from slipstream.rollout.control.core import RolloutControl
-from slipstream.rollout.control.errors import ControlError, UnknownVersion
 from slipstream.rollout.control.versions import VersionTree
 
 LINE = dict(enumerate(range(8), start=1))

@@ -13,7 +13,7 @@ from benchmarks.live_users import Answered
 from slipstream.rollout.gateway.conversations import Recorded
 from slipstream.rollout.gateway.journal import TurnJournal
 from slipstream.rollout.ledger.storage.database import LEDGER
-from slipstream.rollout.tokens.turns import SessionEnd
+from slipstream.rollout.tokens.turn_entries import SessionEnd
 from tests.crash.live import Account, account
 from tests.unit.test_live_turns import Run, Talk, number, raw
 

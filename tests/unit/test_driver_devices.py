@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.backend.checkpoint.errors import CheckpointError
-from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
+from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.driver.processes import devices
 from slipstream.backend.driver.processes.devices import Colocated
 from slipstream.backend.simulate import clock

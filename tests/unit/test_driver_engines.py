@@ -11,7 +11,7 @@ import ray
 from slipstream.backend.driver.processes import engines
 from slipstream.backend.driver.processes.devices import Separate
 from slipstream.backend.driver.processes.engines import EngineLimits, RayEngine
-from slipstream.rollout.engine.process import EngineStartError, MeetingPoint, ServerAccess
+from slipstream.rollout.engine.server_process import EngineStartError, MeetingPoint, ServerAccess
 from slipstream.rollout.system.key import Key
 
 LIMITS = EngineLimits(

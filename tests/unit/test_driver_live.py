@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.backend.driver.loops.live import LiveUsers
+from slipstream.backend.driver.loops.live_users import LiveUsers
 from slipstream.rollout.live.driver_address import DriverAddress
 from slipstream.rollout.system.key import new_key
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.backend.checkpoint.errors import CheckpointError
-from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
+from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.driver.weights import revival
 from slipstream.backend.driver.weights.revival import Revival, TrainerGone
 from slipstream.backend.driver.weights.trainer_life import TrainerLife

@@ -17,7 +17,7 @@ from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.collection.messages import JUDGED, TRAIN, Assignment, Event, GroupVerdict, Up
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.ledger.audit.account import audit_ledger
-from slipstream.rollout.ledger.rows.turns import RecoveredTurns
+from slipstream.rollout.ledger.rows.stored_turns import RecoveredTurns
 from slipstream.rollout.prompts import PromptSet
 from slipstream.rollout.tokens.record import checksum, encode, encode_chunk
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.driver.loops.training import training_loop, training_steps
 from slipstream.backend.driver.processes.devices import Separate
 from slipstream.backend.driver.start.feedback import Feedback

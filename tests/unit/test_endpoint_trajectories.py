@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from slipstream.rollout.gateway.endpoint.trajectories import SampledTurn, replies_of, trajectories_of
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish
-from slipstream.rollout.tokens.turns import TurnType
+from slipstream.rollout.tokens.turn_entries import TurnType
 
 
 @dataclass

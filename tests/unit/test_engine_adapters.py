@@ -14,7 +14,7 @@ from slipstream.configs.installed import package_folder
 from slipstream.rollout.engine import adapters, cpu
 from slipstream.rollout.engine.adapters import POLICY, AdapterServing, leftover_adapters
 from slipstream.rollout.engine.client import EngineError
-from slipstream.rollout.engine.process import ServerSpec, _preparations, server_args
+from slipstream.rollout.engine.server_process import ServerSpec, _preparations, server_args
 from tests.unit.test_engine_client import ask, serving
 from tests.unit.test_engine_completion import REPLY
 

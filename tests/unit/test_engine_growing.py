@@ -12,8 +12,8 @@ from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine.client import Aborted
 from slipstream.rollout.engine.completion import CompletionStream
 from slipstream.rollout.engine.connection import EngineAddress
+from slipstream.rollout.engine.engine_pool import EnginePool
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.routing import Routing, ServingEngine
 from slipstream.rollout.tokens.trajectory import Completion, Finish, Span
 from tests.unit.test_engine_completion import STOP, attested, chunk

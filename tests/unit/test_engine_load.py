@@ -3,9 +3,9 @@
 import asyncio
 
 from slipstream.rollout.control.concurrency import ConcurrencyController, EngineLoad
-from slipstream.rollout.engine import load
+from slipstream.rollout.engine import engine_load
 from slipstream.rollout.engine.client import EngineError, EngineLost
-from slipstream.rollout.engine.load import follow_load, sample
+from slipstream.rollout.engine.engine_load import follow_load, sample
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.routing import PoolStatus
 from tests.unit.doubles import Policy
@@ -70,7 +70,7 @@ async def followed(roster: EngineRoster, controller: ConcurrencyController, unti
 
 
 def test_engines_that_fail_or_are_late_are_left_out(monkeypatch):
-    monkeypatch.setattr(load, "SAMPLE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(engine_load, "SAMPLE_TIMEOUT_S", 0.05)
     engines = [
         FakeEngine("a", running(1)),
         FakeEngine("b", EngineLost("gone")),

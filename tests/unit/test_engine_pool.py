@@ -8,9 +8,9 @@ import pytest
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine.client import Aborted, EngineError, EngineLost, InvalidRequest, Silent
-from slipstream.rollout.engine.pool import SILENCES, NoEngine
+from slipstream.rollout.engine.engine_pool import SILENCES, NoEngine
+from slipstream.rollout.engine.request_trace import RequestTrace
 from slipstream.rollout.engine.routing import LostEngine
-from slipstream.rollout.engine.trace import RequestTrace
 from slipstream.rollout.tokens.trajectory import Completion, Finish, Span
 from tests.unit.driven_pool import (
     COMPLETION,

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from slipstream.rollout.engine import cpu
-from slipstream.rollout.engine.process import (
+from slipstream.rollout.engine.server_process import (
     LAUNCHER,
     EngineStartError,
     MeetingPoint,
@@ -458,7 +458,7 @@ OWNER = textwrap.dedent(
     """
     import sys, time
     from pathlib import Path
-    from slipstream.rollout.engine.process import ServerProcess, ServerSpec
+    from slipstream.rollout.engine.server_process import ServerProcess, ServerSpec
 
     folder, port = Path(sys.argv[1]), int(sys.argv[2])
     spec = ServerSpec(Path("m"), "float32", "cuda", 1, "127.0.0.1", port, 0, 0)

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from slipstream.rollout.engine.client import EngineError
-from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.engine_pool import EnginePool
 from slipstream.rollout.engine.routing import Routing, ServingEngine
 from tests.unit.driven_pool import SAMPLING, GrowingCompletion
 from tests.unit.test_engine_client import Server, address

@@ -16,7 +16,7 @@ from slipstream.rollout.gateway import journal as journal_module
 from slipstream.rollout.gateway.journal import TurnJournal
 from slipstream.rollout.gateway.journal_file import JournalBusy, JournalError, JournalFile
 from slipstream.rollout.tokens.record import CorruptRecord
-from slipstream.rollout.tokens.turns import KINDS, Forgotten, decode_entry, encode_entry
+from slipstream.rollout.tokens.turn_entries import KINDS, Forgotten, decode_entry, encode_entry
 from tests.environment import environment
 from tests.unit.gateway_entries import end, forgotten, next_state, plain, reward, turn
 

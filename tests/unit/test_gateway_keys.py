@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.rollout.gateway import keys as keys_module
 from slipstream.rollout.gateway.keys import ApiKeys, KeysError, add_key, read_keys, revoke_key
-from slipstream.rollout.tokens.turns import TurnType
+from slipstream.rollout.tokens.turn_entries import TurnType
 from tests.environment import environment
 
 ROOT = Path(__file__).parents[2]

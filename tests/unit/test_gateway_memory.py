@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from slipstream.rollout.engine.connection import EngineAddress
+from slipstream.rollout.engine.engine_pool import EnginePool
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.gateway.conversations import Arrival, Joined, UnknownTurn, User
 from slipstream.rollout.gateway.engines import EngineTokens
 from slipstream.rollout.gateway.journal import TIDY_S, TurnJournal
@@ -24,7 +24,7 @@ from slipstream.rollout.gateway.sessions.sessions import Sessions
 from slipstream.rollout.gateway.source import TokenRequest
 from slipstream.rollout.live.driver_address import DriverAddress
 from slipstream.rollout.tokens.trajectory import Finish
-from slipstream.rollout.tokens.turns import TurnType
+from slipstream.rollout.tokens.turn_entries import TurnType
 from tests.gateway_memory.driver import Driver
 from tests.gateway_memory.held import held
 from tests.unit.talking import ChatTemplate, decode, encode

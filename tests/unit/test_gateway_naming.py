@@ -6,7 +6,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from slipstream.rollout.gateway import naming
-from slipstream.rollout.tokens.turns import TurnType
+from slipstream.rollout.tokens.turn_entries import TurnType
 
 
 def name(path=None, headers=None, body=None):

@@ -25,7 +25,7 @@ from slipstream.rollout.gateway.keys import add_key
 from slipstream.rollout.gateway.peers import journal_of, read_address
 from slipstream.rollout.gateway.spec import GatewaySpec
 from slipstream.rollout.system.network import hold_port, port_of
-from slipstream.rollout.tokens.turns import Forgotten
+from slipstream.rollout.tokens.turn_entries import Forgotten
 from tests.environment import environment
 from tests.unit.gateway_entries import plain
 

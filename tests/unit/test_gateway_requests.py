@@ -8,7 +8,7 @@ from slipstream.rollout.gateway.serving.fields import CHAT, check_fields
 from slipstream.rollout.gateway.serving.handling import envelope_of
 from slipstream.rollout.gateway.serving.limits import Rates, Refusal
 from slipstream.rollout.gateway.serving.messages import StreamedMessages, as_template_reads
-from slipstream.rollout.tokens.turns import TurnType
+from slipstream.rollout.tokens.turn_entries import TurnType
 
 KNOWN = dict.fromkeys([*CHAT, "rid", "lora_path", "input_ids"]) | {"background": False}
 

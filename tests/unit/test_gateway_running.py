@@ -12,7 +12,7 @@ from slipstream.rollout.gateway.serving.running import RunningAnswer, RunningTur
 from slipstream.rollout.gateway.serving.text import GrowingText
 from slipstream.rollout.gateway.source import Finished, Interrupted, TokenDelta, TokenRequest
 from slipstream.rollout.tokens.trajectory import Finish
-from slipstream.rollout.tokens.turns import SessionEnd, TurnType
+from slipstream.rollout.tokens.turn_entries import SessionEnd, TurnType
 from tests.watched_sessions import MemoryLog
 
 

@@ -31,7 +31,7 @@ from slipstream.rollout.live.gateway_messages import (
 from slipstream.rollout.live.receiver import GatewayReceiver, HandoverRefused
 from slipstream.rollout.system.frames import pack, split
 from slipstream.rollout.system.key import Key, new_key
-from slipstream.rollout.tokens.turns import SessionEnd, decode_entry, encode_entry
+from slipstream.rollout.tokens.turn_entries import SessionEnd, decode_entry, encode_entry
 from tests.environment import environment
 from tests.selection import shortened
 from tests.unit.doubles import Policy

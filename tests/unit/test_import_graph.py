@@ -42,7 +42,7 @@ PURE = {
 
 CPU_SUPPORT = {
     "slipstream.backend.megatron.cpu": "slipstream.backend.megatron.parallel",
-    "slipstream.rollout.engine.cpu": "slipstream.rollout.engine.process",
+    "slipstream.rollout.engine.cpu": "slipstream.rollout.engine.server_process",
 }
 """The CPU support of a library, and the one module that may import it."""
 

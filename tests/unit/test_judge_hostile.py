@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.rollout.reward.judge import process, seat
-from slipstream.rollout.reward.judge.pool import JudgingFailed
+from slipstream.rollout.reward.judge import judge_process, seat
+from slipstream.rollout.reward.judge.judge_pool import JudgingFailed
 from slipstream.rollout.system import child
 from tests.unit.judge_rewards import NUMBERS
 from tests.unit.judging import Judging, score
@@ -94,7 +94,7 @@ def test_culprits_are_found_among_many_that_overlap(judging):
     ],
 )
 def test_a_reward_that_fights_its_process_harms_only_itself(judging, monkeypatch, reward, culprit, expected):
-    monkeypatch.setattr(process, "GRACE_S", 0.3)
+    monkeypatch.setattr(judge_process, "GRACE_S", 0.3)
     monkeypatch.setattr(child, "KILL_S", 1.0)
     monkeypatch.setattr(seat, "GRACE_S", 0.3)
     responses = ["1", culprit, "2"]
@@ -158,7 +158,7 @@ def test_every_kind_of_real_number_is_a_reward(judging):
     ],
 )
 def test_what_a_reward_leaves_behind_ends_with_its_pool(judging, monkeypatch, behaviour):
-    monkeypatch.setattr(process, "GRACE_S", 0.5)  # for the thread that never ends
+    monkeypatch.setattr(judge_process, "GRACE_S", 0.5)  # for the thread that never ends
     answers = judging.ask(["2", behaviour, "3"])
     assert answers == [2.0, 1.0, 3.0]
     assert (judging.status.failed_attempts, judging.status.restarts) == (0, 0)
@@ -246,7 +246,7 @@ def test_a_question_may_start_programs(judging):
 
 @pytest.mark.parametrize("culprit", ["refuses_to_be_cancelled", "waits_for_a_thread"])
 def test_a_process_is_replaced_when_something_of_a_question_goes_on(judging, monkeypatch, culprit):
-    monkeypatch.setattr(process, "GRACE_S", 0.3)
+    monkeypatch.setattr(judge_process, "GRACE_S", 0.3)
 
     async def ask(pool):
         with pytest.raises(JudgingFailed):

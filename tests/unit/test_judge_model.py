@@ -8,8 +8,8 @@ import pytest
 
 from slipstream.configs.schema import LiveJudgingConfig, ModelJudge
 from slipstream.configs.schema.plugin import PluginConfig
+from slipstream.rollout.reward.judge.judge_pool import JudgePool
 from slipstream.rollout.reward.judge.named_model import TURN_VOTES
-from slipstream.rollout.reward.judge.pool import JudgePool
 from slipstream.rollout.reward.judge.wire import ModelSetup
 from slipstream.rollout.reward.live import JudgedTurn, Verdict, VoteCounts
 from slipstream.rollout.reward.model import endpoint as endpoints

@@ -17,8 +17,13 @@ import pytest
 import uvloop
 
 from slipstream.configs.schema import JudgingConfig, PluginConfig
-from slipstream.rollout.reward.judge import process
-from slipstream.rollout.reward.judge.pool import JudgePool, JudgesClosed, JudgeStartFailed, JudgingFailed
+from slipstream.rollout.reward.judge import judge_process
+from slipstream.rollout.reward.judge.judge_pool import (
+    JudgePool,
+    JudgesClosed,
+    JudgeStartFailed,
+    JudgingFailed,
+)
 from slipstream.rollout.tokens.trajectory import Prompt
 from tests.environment import environment
 from tests.unit.judge_rewards import described
@@ -312,7 +317,7 @@ def test_a_pool_ends_at_once_although_a_reward_does_not(judging, culprit):
         async with judging.pool(timeout_s=600) as pool:
             asking = asyncio.create_task(score(pool, 0, culprit))
             await asyncio.sleep(0.05)
-            async with asyncio.timeout(process.GRACE_S + process.KILL_S):
+            async with asyncio.timeout(judge_process.GRACE_S + judge_process.KILL_S):
                 await pool.__aexit__(None, None, None)
         await asyncio.wait({asking})
 
@@ -352,7 +357,7 @@ def killed_owner(judging: Judging, pids: Path) -> list[int]:
         from pathlib import Path
         from tests.unit.judging import score
         from slipstream.configs.schema import JudgingConfig, PluginConfig
-        from slipstream.rollout.reward.judge.pool import JudgePool
+        from slipstream.rollout.reward.judge.judge_pool import JudgePool
 
         async def main():
             plugin = PluginConfig(path="tests.unit.judge_rewards.Lingers")

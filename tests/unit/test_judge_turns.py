@@ -6,8 +6,8 @@ import re
 import pytest
 
 from slipstream.configs.schema import LiveJudgingConfig, PluginConfig
-from slipstream.rollout.reward.judge.errors import JudgeStartFailed, JudgingFailed
-from slipstream.rollout.reward.judge.pool import JudgePool
+from slipstream.rollout.reward.judge.judge_errors import JudgeStartFailed, JudgingFailed
+from slipstream.rollout.reward.judge.judge_pool import JudgePool
 from slipstream.rollout.reward.live import JudgedTurn, RuleJudge, Verdict
 
 ASKED = [{"role": "user", "content": "What is 2+2?"}]

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from slipstream.backend.monitor.tags import TAGS
-from slipstream.rollout.reward.judge.pool import JudgeStartFailed, JudgingFailed
+from slipstream.rollout.reward.judge.judge_pool import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.loading import EPISODES, GROUPS, check_judge, load_judge
 from slipstream.rollout.reward.value import MOST_PARTS, RESERVED, Judgement, NoNumber, judgement_of
 from slipstream.rollout.system.plugins import PluginError

@@ -10,12 +10,12 @@ import pytest
 
 from slipstream.rollout.control.core import Ticket
 from slipstream.rollout.control.ends import Loss
-from slipstream.rollout.control.live import TurnEnd
+from slipstream.rollout.control.live_door import TurnEnd
 from slipstream.rollout.ledger.audit.account import audit_ledger
 from slipstream.rollout.ledger.reading.history import history_of
 from slipstream.rollout.ledger.reading.turn_hints import StoredHint, hints_of
 from slipstream.rollout.ledger.recovery import LEDGER, Recovered, open_ledger
-from slipstream.rollout.ledger.rows.turns import (
+from slipstream.rollout.ledger.rows.stored_turns import (
     CLIENT,
     JUDGE,
     NOT_NEEDED,

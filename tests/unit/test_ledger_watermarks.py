@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.backend.checkpoint.errors import CheckpointError
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from slipstream.backend.checkpoint.manifest import CheckpointRecord, record_digest
 from slipstream.backend.checkpoint.watermarks import check_watermarks

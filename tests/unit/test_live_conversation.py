@@ -4,11 +4,11 @@ import random
 
 import numpy as np
 
-from slipstream.rollout.control.live import TurnEnd
+from slipstream.rollout.control.live_door import TurnEnd
 from slipstream.rollout.ledger.storage.database import LedgerError
 from slipstream.rollout.live.conversation import history_of, question_of
 from slipstream.rollout.reward.live import JudgedTurn, text_of
-from slipstream.rollout.tokens.turns import Turn
+from slipstream.rollout.tokens.turn_entries import Turn
 from tests.unit.branches import messages_of_turn
 from tests.unit.test_live_turns import Run, Talk, in_run, number
 

@@ -5,10 +5,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from slipstream.configs.schema import CodeJudge, LiveJudgingConfig, PluginConfig
-from slipstream.rollout.control.live import TurnEnd, TurnState
+from slipstream.rollout.control.live_door import TurnEnd, TurnState
 from slipstream.rollout.live.judging import LiveJudging
-from slipstream.rollout.reward.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed
-from slipstream.rollout.reward.judge.pool import JudgePool
+from slipstream.rollout.reward.judge.judge_errors import JudgesClosed, JudgeStartFailed, JudgingFailed
+from slipstream.rollout.reward.judge.judge_pool import JudgePool
 from slipstream.rollout.reward.live import Verdict, VoteCounts, text_of
 from tests.unit.test_live_turns import Run, Talk, Told, number
 

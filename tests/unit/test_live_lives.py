@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.rollout.control.live import TurnEnd
+from slipstream.rollout.control.live_door import TurnEnd
 from slipstream.rollout.ledger.audit.account import audit_ledger
-from slipstream.rollout.ledger.rows.turns import turn_id
+from slipstream.rollout.ledger.rows.stored_turns import turn_id
 from slipstream.rollout.reward.live import Verdict
-from slipstream.rollout.tokens.turns import Forgotten, SessionEnd, Turn, TurnType, UserReward
+from slipstream.rollout.tokens.turn_entries import Forgotten, SessionEnd, Turn, TurnType, UserReward
 from tests.unit.test_live_turns import Run, Talk
 
 BOUND = 2

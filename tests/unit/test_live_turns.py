@@ -15,22 +15,22 @@ from slipstream.configs.schema.live import NoBaseline, RunningBaseline
 from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.collection.driver.intake import Intake
 from slipstream.rollout.control.core import RolloutControl
-from slipstream.rollout.control.live import TurnEnd, TurnState
+from slipstream.rollout.control.live_door import TurnEnd, TurnState
 from slipstream.rollout.control.versions import VersionTree
 from slipstream.rollout.ledger.audit.account import audit_ledger
 from slipstream.rollout.ledger.recovery import Recovered, open_ledger
-from slipstream.rollout.ledger.rows.turns import turn_id
+from slipstream.rollout.ledger.rows.stored_turns import turn_id
 from slipstream.rollout.ledger.storage.database import LEDGER
 from slipstream.rollout.ledger.storage.segments import FOLDER
 from slipstream.rollout.ledger.writing.writer import SAMPLES
 from slipstream.rollout.live.baseline import Score, ScoreBaseline
-from slipstream.rollout.live.turns import JournalGap, LiveTurns
+from slipstream.rollout.live.live_turns import JournalGap, LiveTurns
 from slipstream.rollout.prompts import PromptSet, PromptStream
 from slipstream.rollout.reward.live import Verdict
 from slipstream.rollout.tokens.record import REF, checksum, encode, encode_chunk, encode_trajectory
 from slipstream.rollout.tokens.teacher import NOTHING_NEEDED, TeacherNeeds, TeacherScores
 from slipstream.rollout.tokens.trajectory import Completion, Finish, Prompt, Span, TrajectoryBuilder
-from slipstream.rollout.tokens.turns import (
+from slipstream.rollout.tokens.turn_entries import (
     Entry,
     Forgotten,
     NextState,

@@ -5,11 +5,11 @@ from math import prod
 
 import pytest
 
-from slipstream.backend.memory import trainer
+from slipstream.backend.memory import trainer_memory
 from slipstream.backend.memory.activations import Sharing, layer_bytes
-from slipstream.backend.memory.engine import EngineMemory, engine_memory, kv_bytes, stage_sizes
+from slipstream.backend.memory.engine_memory import EngineMemory, engine_memory, kv_bytes, stage_sizes
 from slipstream.backend.memory.parameters import buffer_of, stage_parameters
-from slipstream.backend.memory.trainer import parts_in_flight
+from slipstream.backend.memory.trainer_memory import parts_in_flight
 from slipstream.backend.objective import logprob
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.index import stored_tensors
@@ -148,9 +148,12 @@ def test_weights_of_engines_in_fp8_take_a_byte_and_their_scales():
 
 
 def test_the_head_is_counted_with_the_slices_that_it_uses():
-    slices = {"cpu": trainer.HEAD_SLICE["plain"], "cuda": trainer.HEAD_SLICE["fused"]}
+    slices = {"cpu": trainer_memory.HEAD_SLICE["plain"], "cuda": trainer_memory.HEAD_SLICE["fused"]}
     assert slices == logprob.SLICE_ELEMENTS
-    assert (trainer.HEAD_MIN_COLUMNS, trainer.HEAD_KEPT) == (logprob.MIN_COLUMNS, logprob.KEPT_BYTES)
+    assert (trainer_memory.HEAD_MIN_COLUMNS, trainer_memory.HEAD_KEPT) == (
+        logprob.MIN_COLUMNS,
+        logprob.KEPT_BYTES,
+    )
 
 
 def test_engines_hold_the_parts_that_are_not_of_the_language_model(tmp_path):

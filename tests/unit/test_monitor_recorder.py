@@ -12,7 +12,7 @@ from slipstream.backend.monitor.recorder import Recorder
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.ends import GroupCounts, Loss
-from slipstream.rollout.control.live import TurnEnd
+from slipstream.rollout.control.live_door import TurnEnd
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.live.status import LiveStatus, SinceLastBatch
 from slipstream.rollout.reward.live import VoteCounts

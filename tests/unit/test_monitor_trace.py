@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.backend.monitor.trace import TraceLog
+from slipstream.backend.monitor.trace_log import TraceLog
 
 
 @pytest.mark.parametrize("left", ["", '{"kind": "st', '{"kind": "step", "version": 1}'])

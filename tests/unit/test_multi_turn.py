@@ -19,7 +19,7 @@ from slipstream.rollout.system.plugins import PluginError
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Completion, Finish, Prompt, Span, Trajectory
 from slipstream.rollout.workflow import Dialogue, MultiTurn, ToolUse, WorkflowContext
 from slipstream.rollout.workflow.environment import Action, Step, ToolEnvironment, ToolError
-from slipstream.rollout.workflow.environment.pool import EnvironmentPool, ResetFailed
+from slipstream.rollout.workflow.environment.environment_pool import EnvironmentPool, ResetFailed
 from tests.chat_model import APPENDING, REWRITING, build_tokenizer
 from tests.environment import environment
 

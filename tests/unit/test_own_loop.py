@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slipstream.backend.batch.train_batch import TrainBatch
-from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.commands import own_run
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.commands.own_run import OwnRun, StepsDone

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from slipstream.rollout.reward import CodeTests, is_accuracy
-from slipstream.rollout.reward.judge.pool import JudgingFailed
+from slipstream.rollout.reward.judge.judge_pool import JudgingFailed
 from slipstream.rollout.sandbox.interface import ExecResult, SandboxFailed
 from slipstream.rollout.tokens.trajectory import Prompt
 from tests.unit.judging import Judging, trajectory

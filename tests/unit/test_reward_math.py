@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from slipstream.rollout.reward import MathVerify
-from slipstream.rollout.reward.judge.pool import JudgingFailed
+from slipstream.rollout.reward.judge.judge_pool import JudgingFailed
 from slipstream.rollout.reward.loading import is_concurrent
 from slipstream.rollout.tokens.trajectory import Prompt
 from tests.unit.judging import Judging, trajectory

@@ -8,8 +8,8 @@ import pytest
 
 from slipstream.configs.schema import JudgingConfig, PluginConfig
 from slipstream.rollout.reward import ModelVotes
-from slipstream.rollout.reward.judge.errors import JudgeStartFailed, JudgingFailed
-from slipstream.rollout.reward.judge.pool import JudgePool
+from slipstream.rollout.reward.judge.judge_errors import JudgeStartFailed, JudgingFailed
+from slipstream.rollout.reward.judge.judge_pool import JudgePool
 from slipstream.rollout.reward.judge.wire import ModelSetup
 from slipstream.rollout.reward.model.answers import turns_in
 from slipstream.rollout.reward.model.judge_model import JudgeModel

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from slipstream.rollout.reward import Remote
-from slipstream.rollout.reward.judge.pool import JudgingFailed
+from slipstream.rollout.reward.judge.judge_pool import JudgingFailed
 from slipstream.rollout.reward.remote import ServerUnavailable
 from slipstream.rollout.tokens.trajectory import Prompt
 from tests.unit.judging import Judging, trajectory

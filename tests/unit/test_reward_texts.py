@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slipstream.rollout.reward import F1, Choice, Exact, Regex
 from slipstream.rollout.reward.answers import answer_finder, last_boxed
-from slipstream.rollout.reward.judge.pool import JudgingFailed
+from slipstream.rollout.reward.judge.judge_pool import JudgingFailed
 from slipstream.rollout.tokens.trajectory import Prompt
 from tests.unit.judging import Judging, trajectory
 

@@ -8,8 +8,8 @@ import pytest
 from slipstream.backend.cluster import trainer_actor
 from slipstream.backend.cluster.trainer_actor import TrainerActor
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.engine import process
-from slipstream.rollout.engine.process import ServerSpec
+from slipstream.rollout.engine import server_process
+from slipstream.rollout.engine.server_process import ServerSpec
 from slipstream.rollout.system.gpu_environment import environment, variables
 from tests.environment import ROOT
 from tests.unit.test_engine_process import spec
@@ -68,7 +68,7 @@ def test_colocated_engines_can_release_their_cuda_graphs(colocated):
 def test_an_engine_on_gpus_gets_its_side_of_the_table(monkeypatch):
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
     server: ServerSpec = spec(environment=environment(recipe(), "engines"))
-    given = process._environment(server)
+    given = server_process._environment(server)
     assert given["NCCL_CUMEM_ENABLE"] == "0"
     assert given["OMP_NUM_THREADS"] == "8"
 

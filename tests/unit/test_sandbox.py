@@ -18,7 +18,7 @@ import pytest
 from pydantic import ValidationError
 
 from slipstream.configs.schema.sandbox import LocalSandboxConfig
-from slipstream.rollout.sandbox import process
+from slipstream.rollout.sandbox import keeper_process
 from slipstream.rollout.sandbox.interface import ExecResult, Isolation, SandboxFailed, SandboxRefused
 from slipstream.rollout.sandbox.local import LocalSandbox
 from slipstream.rollout.sandbox.open import limits_of, make_sandbox, sandbox_settings
@@ -265,7 +265,7 @@ def test_sandboxes_of_several_event_loops_and_threads_have_one_keeper():
 
     def use() -> None:
         in_sandbox(lambda sandbox: sandbox.exec(["true"]))
-        keepers.add(id(process.keeper()))
+        keepers.add(id(keeper_process.keeper()))
 
     threads = [threading.Thread(target=use) for _ in range(3)]
     for thread in threads:

@@ -17,7 +17,7 @@ from slipstream.rollout.gateway.sessions.placing import SessionLimits
 from slipstream.rollout.gateway.source import Finished
 from slipstream.rollout.tokens.record import decode_chunks
 from slipstream.rollout.tokens.trajectory import Finish
-from slipstream.rollout.tokens.turns import Forgotten, SessionEnd, Turn, TurnType, UserReward
+from slipstream.rollout.tokens.turn_entries import Forgotten, SessionEnd, Turn, TurnType, UserReward
 from tests.unit.branches import RecordedTurn, branches_of, messages_of_turn, rebuild
 from tests.unit.talking import END, ChatTemplate, Gateway, assistant, decode, encode, tool, user, written_call
 

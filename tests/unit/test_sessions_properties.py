@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slipstream.rollout.gateway.source import Finished
 from slipstream.rollout.tokens.record import decode_chunks
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish
-from slipstream.rollout.tokens.turns import Turn, TurnType
+from slipstream.rollout.tokens.turn_entries import Turn, TurnType
 from tests.unit.branches import RecordedTurn, branches_of, messages_of_turn, rebuild
 from tests.unit.talking import (
     END,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
-from slipstream.backend.simulate.engine import Engine, Request
+from slipstream.backend.simulate.simulated_engine import Engine, Request
 from slipstream.backend.simulate.trajectory import joined
 from slipstream.configs.schema.simulate import EngineModel
 

@@ -8,11 +8,11 @@ import pytest
 
 from slipstream.backend.simulate.account import Account
 from slipstream.backend.simulate.compare import Work
-from slipstream.backend.simulate.engine import Engine
 from slipstream.backend.simulate.fit import fit
 from slipstream.backend.simulate.gpu_split import layout_of, model_of
-from slipstream.backend.simulate.pool import SimulatedPool
 from slipstream.backend.simulate.schedules import recipe_schedule
+from slipstream.backend.simulate.simulated_engine import Engine
+from slipstream.backend.simulate.simulated_pool import SimulatedPool
 from slipstream.backend.simulate.trace import LONGEST_PAUSE_S, read_trace
 from slipstream.backend.simulate.world import World
 from slipstream.configs.violations import RecipeError

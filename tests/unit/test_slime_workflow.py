@@ -31,7 +31,7 @@ from slipstream.rollout.compat.slime.group_hooks import (
 )
 from slipstream.rollout.compat.slime.hook_workflow import HookWorkflow, WrongReturn
 from slipstream.rollout.compat.slime.sample_matching import LogprobsDiffer, SampledReplies, match_sample
-from slipstream.rollout.reward.judge.errors import JudgingFailed
+from slipstream.rollout.reward.judge.judge_errors import JudgingFailed
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.tokens.trajectory import (
     UNSAMPLED,

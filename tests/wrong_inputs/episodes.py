@@ -23,8 +23,8 @@ from slipstream.rollout.collection.collector.outbox import Outbox
 from slipstream.rollout.collection.collector.recording import Recording
 from slipstream.rollout.collection.messages import FAILED, Assignment
 from slipstream.rollout.prompts import read_prompts
-from slipstream.rollout.reward.judge.errors import JudgeStartFailed
-from slipstream.rollout.reward.judge.pool import JudgePool
+from slipstream.rollout.reward.judge.judge_errors import JudgeStartFailed
+from slipstream.rollout.reward.judge.judge_pool import JudgePool
 from slipstream.rollout.system import plugins
 from slipstream.rollout.system.linux import children_of
 from slipstream.rollout.system.time_limit import TimeLimit

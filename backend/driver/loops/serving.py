@@ -15,7 +15,7 @@ unblocked by    the engines' actors and ``EngineRoster.condemn``; ``training.set
 import asyncio
 
 from slipstream.rollout.control.concurrency import ConcurrencyController
-from slipstream.rollout.engine.load import follow_load
+from slipstream.rollout.engine.engine_load import follow_load
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.supervisor import Supervisor
 

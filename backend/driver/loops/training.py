@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
-from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.cluster.waits import first_of
 from slipstream.backend.driver.loops.evaluation import Evaluation
 from slipstream.backend.driver.loops.hooked_batches import HookedBatches

@@ -33,8 +33,8 @@ from slipstream.backend.driver.start.run_folder import (
     with_absolute_paths,
 )
 from slipstream.backend.driver.start.run_length import with_steps
+from slipstream.backend.driver.weights.ranked_trainer import RankedTrainer
 from slipstream.backend.driver.weights.skipped import SkippedUpdateLimit, skipped_in
-from slipstream.backend.driver.weights.trainer import RankedTrainer
 from slipstream.backend.monitor.metrics import MetricsLog
 from slipstream.backend.monitor.progress import Progress
 from slipstream.backend.monitor.recorder import training_metrics

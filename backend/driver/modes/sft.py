@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slipstream.backend.batch.train_batch import demonstrated
-from slipstream.backend.checkpoint.errors import CheckpointError, describe
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError, describe
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder, FoundCheckpoint
 from slipstream.backend.cluster.actors import create_ranks
 from slipstream.backend.cluster.object_store import batch_bytes
@@ -41,8 +41,8 @@ from slipstream.backend.driver.start.run_folder import (
 )
 from slipstream.backend.driver.start.run_length import in_steps, length_note
 from slipstream.backend.driver.weights.checkpointing import NoHistory, TrainerCheckpoints
+from slipstream.backend.driver.weights.ranked_trainer import RankedTrainer
 from slipstream.backend.driver.weights.skipped import SkippedUpdateLimit, skipped_in
-from slipstream.backend.driver.weights.trainer import RankedTrainer
 from slipstream.backend.monitor.metrics import METRICS_FILE, MetricsLog
 from slipstream.backend.monitor.progress import Progress
 from slipstream.backend.monitor.trackers.opened import open_trackers

@@ -24,16 +24,16 @@ from slipstream.rollout.collection.collector.parts import episode_parts, surroun
 from slipstream.rollout.collection.collector.trial import Trial, TriedEpisode
 from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.context import served_length
+from slipstream.rollout.engine.engine_pool import EnginePool
 from slipstream.rollout.engine.model_limits import context_of, vocabulary_of
-from slipstream.rollout.engine.pool import EnginePool
-from slipstream.rollout.engine.process import (
+from slipstream.rollout.engine.routing import Routing, ServingEngine
+from slipstream.rollout.engine.server_process import (
     MEETING_PORTS,
     EngineStartError,
     MeetingPoint,
     ServerProcess,
     ServerSpec,
 )
-from slipstream.rollout.engine.routing import Routing, ServingEngine
 from slipstream.rollout.system import gpu_environment
 from slipstream.rollout.system.network import hold_port, hold_ports, port_of
 from slipstream.rollout.system.time_limit import TimeLimit

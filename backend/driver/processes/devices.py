@@ -17,8 +17,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 from typing import Protocol
 
-from slipstream.backend.checkpoint.errors import CheckpointError
-from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
+from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.driver.ports import RestingTrainer
 from slipstream.bridge.publish.endpoint import Pause, error_text
 from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineMemory

@@ -14,7 +14,7 @@ from slipstream.bridge.model.geometry import Geometry
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.engine.context import served_length
-from slipstream.rollout.engine.process import ServerAccess
+from slipstream.rollout.engine.server_process import ServerAccess
 
 T = TypeVar("T")
 

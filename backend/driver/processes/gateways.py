@@ -23,7 +23,7 @@ from slipstream.backend.cluster.kept_process import KeptProcess
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.gateway.keys import KEY_VARIABLE, KeysError, keys_file, read_keys
 
-MODULE = "slipstream.rollout.gateway.process"
+MODULE = "slipstream.rollout.gateway.gateway_process"
 """Program of a gateway. Its argument is the JSON of ``specification``."""
 
 LINGER_S = 600.0

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.backend.checkpoint.errors import CheckpointError, describe
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError, describe
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder, FoundCheckpoint
 from slipstream.backend.checkpoint.manifest import CheckpointRecord
 from slipstream.backend.checkpoint.watermarks import check_watermarks
@@ -30,7 +30,7 @@ from slipstream.rollout.control.versions import VersionTree
 from slipstream.rollout.ledger.lease.folder_lease import FolderLease
 from slipstream.rollout.ledger.reading.history import history_of
 from slipstream.rollout.ledger.recovery import Recovered, open_ledger
-from slipstream.rollout.ledger.rows.turns import RecoveredTurns
+from slipstream.rollout.ledger.rows.stored_turns import RecoveredTurns
 from slipstream.rollout.ledger.storage.database import LedgerError
 from slipstream.rollout.ledger.writing.writer import Ledger
 from slipstream.rollout.prompts import PromptStream

@@ -22,7 +22,7 @@ from typing import Literal, TypeVar, cast
 
 import yaml
 
-from slipstream.backend.checkpoint.errors import describe
+from slipstream.backend.checkpoint.checkpoint_errors import describe
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from slipstream.backend.driver.start.identity import KnownInputs, current_inputs, inputs_to_go_on_with
 from slipstream.backend.driver.start.inputs import InputError

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import asdict
 
-from slipstream.backend.checkpoint.errors import CheckpointError
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.checkpoint.folder import CheckpointFolder, FoundCheckpoint
 from slipstream.backend.checkpoint.manifest import CheckpointRecord, record_digest
-from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.driver.ports import CheckpointedTrainer, CheckpointListener, RunHistory, RunPosition
 from slipstream.backend.driver.start.feedback import Feedback
 from slipstream.configs.schema import CheckpointConfig

@@ -13,9 +13,9 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from slipstream.backend.checkpoint.errors import CheckpointError
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.checkpoint.folder import FoundCheckpoint
-from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.driver.ports import RestartedTrainer
 from slipstream.backend.driver.weights.checkpointing import TrainerCheckpoints
 from slipstream.backend.driver.weights.rewind import Rewind

@@ -19,7 +19,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collection.driver.assignments import Assignments
 from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.control.core import RolloutControl
-from slipstream.rollout.ledger.rows.turns import RecoveredTurns
+from slipstream.rollout.ledger.rows.stored_turns import RecoveredTurns
 from slipstream.rollout.ledger.writing.writer import Ledger
 from slipstream.rollout.prompts.sources.drawn_prompts import DrawnPrompts
 

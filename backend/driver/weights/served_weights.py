@@ -22,7 +22,7 @@ from typing import Generic
 
 from slipstream.backend.batch.skipped import SkippedUpdate
 from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
-from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.driver.ports import ClientT, ServingEngines, Trainer, VersionOwner
 from slipstream.backend.driver.processes.devices import Devices, TrainerTurn
 from slipstream.backend.driver.weights.interrupted import InterruptedUpdates

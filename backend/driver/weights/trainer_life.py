@@ -5,7 +5,7 @@ whoever calls it ──fail──► LOST ──► revival: killed, started aga
                             └──── training, engines to be brought up to date: wait ┘
 """
 
-from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.rollout.system.changes import Changes
 
 

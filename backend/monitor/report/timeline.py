@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from slipstream.backend.monitor.trace import TRACES
+from slipstream.backend.monitor.trace_log import TRACES
 from slipstream.rollout.system.lines import read_lines
 
 Event = Mapping[str, Any]

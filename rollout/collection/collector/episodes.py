@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.configs.schema.rollout import RolloutConfig
-from slipstream.rollout.engine.pool import NoEngine
-from slipstream.rollout.reward.judge.errors import JudgeStartFailed, JudgingFailed
+from slipstream.rollout.engine.engine_pool import NoEngine
+from slipstream.rollout.reward.judge.judge_errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.value import NoNumber, check_parts, number_of
 from slipstream.rollout.system.plugins import place_of
 from slipstream.rollout.system.time_limit import TimeLimit

@@ -13,10 +13,10 @@ from slipstream.rollout.collection.collector.outbox import Outbox
 from slipstream.rollout.collection.collector.recording import GrowingGenerator
 from slipstream.rollout.collection.messages import Question
 from slipstream.rollout.compat.hooks import EvaluatesSets
+from slipstream.rollout.engine.engine_pool import NoEngine
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.engine.sampling import LiveSampling
-from slipstream.rollout.reward.judge.errors import JudgeStartFailed, JudgingFailed
+from slipstream.rollout.reward.judge.judge_errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.value import EpisodeJudge
 from slipstream.rollout.tokens.trajectory import Completion, Prompt, Trajectory
 from slipstream.rollout.workflow import WorkflowContext

@@ -37,8 +37,8 @@ from slipstream.rollout.collection.messages import (
     PriorSample,
 )
 from slipstream.rollout.control.filters import GroupChoice, GroupFilter
-from slipstream.rollout.engine.pool import NoEngine
-from slipstream.rollout.reward.judge.errors import JudgeStartFailed, JudgingFailed
+from slipstream.rollout.engine.engine_pool import NoEngine
+from slipstream.rollout.reward.judge.judge_errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.value import EpisodeJudge, Judgement
 from slipstream.rollout.tokens.record import CorruptRecord, decode_header, decode_trajectory, encode_scores
 from slipstream.rollout.tokens.teacher import NOTHING_NEEDED, TeacherNeeds

@@ -30,12 +30,12 @@ from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.descriptors import make_room
-from slipstream.rollout.engine.pool import EnginePool, GeneratingClient
+from slipstream.rollout.engine.engine_pool import EnginePool, GeneratingClient
+from slipstream.rollout.engine.request_trace import RequestTrace
 from slipstream.rollout.engine.serving import ServingAddresses
-from slipstream.rollout.engine.trace import RequestTrace
 from slipstream.rollout.gateway.endpoint.needed import needs_endpoint
+from slipstream.rollout.reward.judge.judge_pool import JudgePool, JudgeStatus
 from slipstream.rollout.reward.judge.named_model import named_model
-from slipstream.rollout.reward.judge.pool import JudgePool, JudgeStatus
 from slipstream.rollout.reward.value import EpisodeJudge
 from slipstream.rollout.system import plugins
 from slipstream.rollout.system.time_limit import TimeLimit
@@ -44,7 +44,7 @@ from slipstream.rollout.tokens.trajectory import Trajectory
 from slipstream.rollout.workflow import EpisodePlace, Judge, Workflow, WorkflowContext
 
 if TYPE_CHECKING:
-    from slipstream.rollout.gateway.endpoint.serve import CollectorEndpoint
+    from slipstream.rollout.gateway.endpoint.collector_endpoint import CollectorEndpoint
 
 DESCRIPTORS = 3
 """Descriptors of a request of an agent: both ends of its connection, and the connection with the engine."""

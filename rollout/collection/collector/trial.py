@@ -11,8 +11,8 @@ from slipstream.rollout.collection.collector.evaluation import UnrecordedGenerat
 from slipstream.rollout.collection.collector.judging import Judges, WorkflowReward
 from slipstream.rollout.collection.collector.parts import EpisodeParts
 from slipstream.rollout.collection.collector.seeded import seeded_engines
-from slipstream.rollout.engine.pool import EnginePool
-from slipstream.rollout.reward.judge.errors import JudgingFailed
+from slipstream.rollout.engine.engine_pool import EnginePool
+from slipstream.rollout.reward.judge.judge_errors import JudgingFailed
 from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
 from slipstream.rollout.workflow import GroupRejected, Workflow, WorkflowContext

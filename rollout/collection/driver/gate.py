@@ -14,9 +14,9 @@ from slipstream.rollout.collection.driver.collected_group import CollectedGroup
 from slipstream.rollout.collection.driver.group_ledger import GroupLedger
 from slipstream.rollout.collection.driver.intake import Intake
 from slipstream.rollout.collection.driver.listener import CollectionListener
+from slipstream.rollout.control.control_errors import UnknownVersion
 from slipstream.rollout.control.core import RolloutControl, Ticket
 from slipstream.rollout.control.ends import GroupCounts, Loss
-from slipstream.rollout.control.errors import UnknownVersion
 from slipstream.rollout.control.quarantine import Quarantine
 from slipstream.rollout.ledger.writing.transaction import Training
 from slipstream.rollout.live.batches import LiveTrajectory

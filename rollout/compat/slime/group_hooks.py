@@ -21,7 +21,7 @@ from slipstream.configs.schema import HooksConfig
 from slipstream.configs.schema.rollout import JudgingConfig
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.episode_samples import judgement_of_reward, metadata_of
-from slipstream.rollout.reward.judge.errors import JudgingFailed
+from slipstream.rollout.reward.judge.judge_errors import JudgingFailed
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.system.plugins import resolve
 from slipstream.rollout.tokens.evaluated_set import EvaluatedSet

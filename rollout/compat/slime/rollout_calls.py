@@ -33,7 +33,7 @@ from slipstream.rollout.compat.slime.function_calls import FunctionCalls, Functi
 from slipstream.rollout.compat.slime.leased_groups import GROUP, LeasedGroups, SampleGroup, number_of
 from slipstream.rollout.compat.slime.recipe_reward import PROMPT
 from slipstream.rollout.compat.slime.sample_matching import SampledReplies
-from slipstream.rollout.engine.pool import NoEngine
+from slipstream.rollout.engine.engine_pool import NoEngine
 from slipstream.rollout.system.changes import Changes
 from slipstream.rollout.system.plugins import resolve
 from slipstream.rollout.tokens.named_numbers import NamedNumbers

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from slipstream.rollout.engine.client import EngineError
+from slipstream.rollout.engine.engine_pool import NoEngine
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.engine.sampling import LiveSampling
 from slipstream.rollout.gateway.conversations import (
     Answer,
@@ -34,7 +34,7 @@ from slipstream.rollout.gateway.sessions.placing import SessionLimits
 from slipstream.rollout.gateway.sessions.sessions import Sessions
 from slipstream.rollout.tokens.record import decode_chunks
 from slipstream.rollout.tokens.trajectory import Finish, Trajectory
-from slipstream.rollout.tokens.turns import Turn
+from slipstream.rollout.tokens.turn_entries import Turn
 from slipstream.rollout.workflow.endpoint import NothingToTrain, Reply
 
 SESSION = "episode"

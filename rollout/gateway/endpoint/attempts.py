@@ -28,7 +28,7 @@ from slipstream.rollout.gateway.endpoint.attempt import Attempt
 from slipstream.rollout.gateway.engines import Decode, EngineTokens
 from slipstream.rollout.gateway.sessions.running import running_of
 from slipstream.rollout.gateway.source import Interrupted, TokenDelta, TokenRequest
-from slipstream.rollout.tokens.turns import Turn
+from slipstream.rollout.tokens.turn_entries import Turn
 
 KEY_PREFIX = "sk-episode-"
 

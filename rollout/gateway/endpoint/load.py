@@ -4,10 +4,10 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
-from slipstream.rollout.engine.process import importing_sglang
+from slipstream.rollout.engine.server_process import importing_sglang
 
 if TYPE_CHECKING:
-    from slipstream.rollout.gateway.endpoint.serve import CollectorEndpoint
+    from slipstream.rollout.gateway.endpoint.collector_endpoint import CollectorEndpoint
 
 
 def load() -> "Callable[..., AbstractAsyncContextManager[CollectorEndpoint]]":
@@ -17,5 +17,5 @@ def load() -> "Callable[..., AbstractAsyncContextManager[CollectorEndpoint]]":
     needs a stand-in for it.
     """
     with importing_sglang():
-        from slipstream.rollout.gateway.endpoint.serve import serve
+        from slipstream.rollout.gateway.endpoint.collector_endpoint import serve
     return serve

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Completion, Finish, Span, Trajectory
-from slipstream.rollout.tokens.turns import TurnType
+from slipstream.rollout.tokens.turn_entries import TurnType
 from slipstream.rollout.workflow.endpoint import Reply
 
 

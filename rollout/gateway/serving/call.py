@@ -40,7 +40,7 @@ from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.running import AnswerPart, RunningAnswer, RunningTurn, RunningTurns
 from slipstream.rollout.gateway.serving.text import GrowingText
 from slipstream.rollout.gateway.source import Exhausted, Rejected, TokenRequest
-from slipstream.rollout.tokens.turns import TurnType
+from slipstream.rollout.tokens.turn_entries import TurnType
 
 TEXT_ONLY = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 """Sampling parameters that shape the text and never reach an engine."""

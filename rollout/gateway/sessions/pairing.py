@@ -17,7 +17,7 @@ from slipstream.rollout.gateway.sessions.counters import SessionCounters
 from slipstream.rollout.gateway.sessions.recording import as_json
 from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState
 from slipstream.rollout.tokens.conversation.sameness import Mark, role_of, text_of
-from slipstream.rollout.tokens.turns import NextState
+from slipstream.rollout.tokens.turn_entries import NextState
 
 
 @dataclass(frozen=True, slots=True)

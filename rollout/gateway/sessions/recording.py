@@ -10,7 +10,7 @@ import msgspec
 from slipstream.rollout.gateway.conversations import Answer
 from slipstream.rollout.tokens.record import encode_chunk
 from slipstream.rollout.tokens.trajectory import Finish
-from slipstream.rollout.tokens.turns import TurnType
+from slipstream.rollout.tokens.turn_entries import TurnType
 
 _HIGHEST_LOGPROB = 1e-3
 """Log-probs may exceed 0 by rounding."""

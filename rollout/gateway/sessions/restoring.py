@@ -13,7 +13,7 @@ from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState, 
 from slipstream.rollout.tokens.conversation.chains import Sampled, append, length_of, resume
 from slipstream.rollout.tokens.conversation.sameness import marks_of
 from slipstream.rollout.tokens.record import decode_chunks
-from slipstream.rollout.tokens.turns import Forgotten, NextState, SessionEnd, Turn, TurnType
+from slipstream.rollout.tokens.turn_entries import Forgotten, NextState, SessionEnd, Turn, TurnType
 
 
 class Restoring:

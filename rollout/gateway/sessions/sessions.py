@@ -44,7 +44,14 @@ from slipstream.rollout.gateway.sessions.sampling import SamplingVerdict, judge_
 from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState
 from slipstream.rollout.tokens.conversation.chains import Decode, Sampled, append, ids_of, length_of
 from slipstream.rollout.tokens.conversation.sameness import Mark, marks_of
-from slipstream.rollout.tokens.turns import Forgotten, NextState, SessionEnd, Turn, TurnType, UserReward
+from slipstream.rollout.tokens.turn_entries import (
+    Forgotten,
+    NextState,
+    SessionEnd,
+    Turn,
+    TurnType,
+    UserReward,
+)
 
 _Key = TypeVar("_Key", bound=Hashable)
 

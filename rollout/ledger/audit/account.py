@@ -2,20 +2,20 @@
 
 Every check is a query, or a walk over rows, that uses none of the run's own counts.
 
-account   groups: their ids, states, ends
-training  versions, batches, trainings, lags
-payload   trajectories and pieces, in rows and segments
-turns     turns of live users: entries, states, ends, payload
+account          groups: their ids, states, ends
+training_checks  versions, batches, trainings, lags
+payload_checks   trajectories and pieces, in rows and segments
+turn_checks      turns of live users: entries, states, ends, payload
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slipstream.rollout.ledger.audit import turns
-from slipstream.rollout.ledger.audit.payload import payload_is_whole
+from slipstream.rollout.ledger.audit import turn_checks
+from slipstream.rollout.ledger.audit.payload_checks import payload_is_whole
 from slipstream.rollout.ledger.audit.records import Records
-from slipstream.rollout.ledger.audit.training import (
+from slipstream.rollout.ledger.audit.training_checks import (
     batches_are_trained,
     lags_are_right,
     trained_once,
@@ -186,5 +186,5 @@ CHECKS: tuple[Callable[[Records], Iterator[str]], ...] = (
     batches_are_trained,
     lags_are_right,
     payload_is_whole,
-    *turns.CHECKS,
+    *turn_checks.CHECKS,
 )

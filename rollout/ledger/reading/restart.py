@@ -23,7 +23,7 @@ from slipstream.rollout.ledger.reading.contents import Contents, OpenGroup, Requ
 from slipstream.rollout.ledger.reading.history import History
 from slipstream.rollout.ledger.reading.turn_contents import read_turns, trained_turns, undo_turn_trainings
 from slipstream.rollout.ledger.rows.samples import SAMPLES, stored
-from slipstream.rollout.ledger.rows.turns import RecoveredTurns
+from slipstream.rollout.ledger.rows.stored_turns import RecoveredTurns
 from slipstream.rollout.ledger.storage.database import RESTORE, LedgerError, few
 from slipstream.rollout.ledger.storage.segments import Segments
 from slipstream.rollout.ledger.storage.stamp import Stamp

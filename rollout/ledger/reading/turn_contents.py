@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from slipstream.rollout.control.ends import Loss
-from slipstream.rollout.control.live import TurnEnd
+from slipstream.rollout.control.live_door import TurnEnd
 from slipstream.rollout.ledger.rows.holds import Holds
-from slipstream.rollout.ledger.rows.turns import (
+from slipstream.rollout.ledger.rows.stored_turns import (
     FORGOTTEN,
     KEPT,
     OPEN,

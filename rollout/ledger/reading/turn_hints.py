@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.rollout.ledger.rows.turns import FORGOTTEN, NUMBER_BITS, decode_verdict, entry_of
+from slipstream.rollout.ledger.rows.stored_turns import FORGOTTEN, NUMBER_BITS, decode_verdict, entry_of
 from slipstream.rollout.ledger.storage.database import (
     FAILURES,
     LEDGER,

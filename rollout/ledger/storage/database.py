@@ -176,7 +176,7 @@ CREATE TABLE discards (             -- tokens that a restart gave up of groups t
     tokens INTEGER NOT NULL,
     {_column("discards")}
 ) STRICT;
-CREATE TABLE gateways (             -- turns.py
+CREATE TABLE gateways (             -- stored_turns.py
     id INTEGER PRIMARY KEY,         -- from 1 on
     name TEXT NOT NULL,
     durable INTEGER NOT NULL,       -- number of the last entry of its journal that is in the ledger
@@ -192,7 +192,7 @@ CREATE TABLE turns (                -- one row per turn of a live user
     session INTEGER NOT NULL,       -- digest of its name and key
     key INTEGER NOT NULL,           -- digest of the name of the API key
     parent INTEGER,                 -- turn that this one continues
-    state TEXT NOT NULL,            -- waiting, unjudged, ready, or an end: TurnEnd in control/live.py
+    state TEXT NOT NULL,            -- waiting, unjudged, ready, or an end: TurnEnd of control/live_door.py
     loss TEXT,                      -- reason why it was not trained, if it was filtered, expired or failed
     step INTEGER,                   -- version that was trained on it
     sampled INTEGER NOT NULL,       -- sampled tokens

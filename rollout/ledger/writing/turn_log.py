@@ -8,8 +8,8 @@ So the ledger has an entry exactly if it says that it has: a gateway that sends 
 from collections.abc import Callable, Iterable
 
 from slipstream.rollout.control.ends import Loss
-from slipstream.rollout.control.live import TurnEnd
-from slipstream.rollout.ledger.rows.turns import Gateway, Payload, Stage, TurnHead, VerdictRow
+from slipstream.rollout.control.live_door import TurnEnd
+from slipstream.rollout.ledger.rows.stored_turns import Gateway, Payload, Stage, TurnHead, VerdictRow
 from slipstream.rollout.ledger.storage.segments import Buffer
 from slipstream.rollout.ledger.writing.transaction import Forget, TurnEvents, TurnRow
 from slipstream.rollout.ledger.writing.turn_rows import sealed_head, sealed_verdict

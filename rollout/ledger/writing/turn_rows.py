@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from slipstream.rollout.ledger.rows.holds import Holds
-from slipstream.rollout.ledger.rows.turns import (
+from slipstream.rollout.ledger.rows.stored_turns import (
     FORGOTTEN,
     KEPT,
     NOT_NEEDED,

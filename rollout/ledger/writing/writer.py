@@ -18,7 +18,7 @@ from slipstream.rollout.control.core import Ticket
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.ledger.reading.restart import Recovered
 from slipstream.rollout.ledger.rows.samples import ANSWERED, GROWING, JUDGED, SAMPLES, WHOLE
-from slipstream.rollout.ledger.rows.turns import Gateway
+from slipstream.rollout.ledger.rows.stored_turns import Gateway
 from slipstream.rollout.ledger.rows.watermark import Watermark
 from slipstream.rollout.ledger.storage.database import FAILURES, LedgerError, explained
 from slipstream.rollout.ledger.storage.segments import Buffer, Part, Segments, checked

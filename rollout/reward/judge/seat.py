@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from slipstream.rollout.reward.judge.errors import Ending, JudgeStartFailed, JudgingFailed
-from slipstream.rollout.reward.judge.process import GRACE_S, JudgeProcess
+from slipstream.rollout.reward.judge.judge_errors import Ending, JudgeStartFailed, JudgingFailed
+from slipstream.rollout.reward.judge.judge_process import GRACE_S, JudgeProcess
 from slipstream.rollout.reward.judge.wire import (
     Answer,
     Blame,

@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 from pydantic import ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from slipstream.rollout.engine.process import importing_sglang
+from slipstream.rollout.engine.server_process import importing_sglang
 from slipstream.rollout.system import plugins
 from slipstream.rollout.tokens.trajectory import Messages, Prompt
 from slipstream.rollout.workflow.environment.contract import Action, Step

@@ -13,7 +13,7 @@ from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.bridge.engine.orders import TAKE
 from slipstream.rollout.engine.adapters import POLICY, AdapterServing
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
-from slipstream.rollout.engine.process import (
+from slipstream.rollout.engine.server_process import (
     MEETING_PORTS,
     MeetingPoint,
     ReplicaSpec,

@@ -11,7 +11,7 @@ import pytest
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.leftovers import members, shared_memory_of
-from slipstream.rollout.engine.process import ServerProcess
+from slipstream.rollout.engine.server_process import ServerProcess
 from tests.runs.engines.conftest import serve, spec_of
 
 SGLANGS_DIAGNOSIS_S = 66

@@ -14,7 +14,7 @@ from slipstream.configs.schema import RunConfig, SamplingConfig
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.leftovers import members
-from slipstream.rollout.engine.process import ServerProcess
+from slipstream.rollout.engine.server_process import ServerProcess
 from slipstream.rollout.tokens.trajectory import Completion
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import reference_logprobs, reference_model

@@ -16,8 +16,8 @@ from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.schema import RunConfig, SamplingConfig
 from slipstream.rollout.control.concurrency import EngineLoad
 from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost, Silent
+from slipstream.rollout.engine.engine_pool import EnginePool
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.sampling import LiveSampling
 from slipstream.rollout.tokens.trajectory import Completion, Finish

@@ -32,9 +32,9 @@ from slipstream.rollout.engine.client import (
 from slipstream.rollout.engine.completion import Aborted
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.pace import Pace, weights
+from slipstream.rollout.engine.request_trace import RequestTrace, watched
 from slipstream.rollout.engine.routing import LostEngine, PoolStatus, Routing, ServingEngine
 from slipstream.rollout.engine.sampling import Sampling, starts_over
-from slipstream.rollout.engine.trace import RequestTrace, watched
 from slipstream.rollout.system.changes import Changes
 
 

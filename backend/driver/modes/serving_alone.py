@@ -18,7 +18,7 @@ from slipstream.backend.cluster.placement import place_engines
 from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
 from slipstream.backend.driver.assemble import ServedVersion, live_turns, live_users
 from slipstream.backend.driver.loops.job_end import stop_after_s
-from slipstream.backend.driver.loops.live import LiveUsers
+from slipstream.backend.driver.loops.live_users import LiveUsers
 from slipstream.backend.driver.loops.stop import Stop
 from slipstream.backend.driver.processes.devices import Separate
 from slipstream.backend.driver.processes.engines import (

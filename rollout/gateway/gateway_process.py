@@ -3,7 +3,7 @@
     journal ──► sessions as they were ──► endpoints ──► users
        └──► link ──► driver            engine pool ◄── routing records
 
-    python -m slipstream.rollout.gateway.process '{"run": ..., "number": 0, "processes": 1, ...}'
+    python -m slipstream.rollout.gateway.gateway_process '{"run": ..., "number": 0, "processes": 1, ...}'
 
 The process takes its settings from the recipe in the run folder, and finds the driver there, too. It may
 outlive the driver, whose successor takes it over. It ends by SIGTERM, after ``linger_s`` seconds without a
@@ -22,8 +22,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 
 from slipstream.rollout.engine.descriptors import make_room
-from slipstream.rollout.engine.pool import EnginePool
-from slipstream.rollout.engine.process import let_import_sglang
+from slipstream.rollout.engine.engine_pool import EnginePool
+from slipstream.rollout.engine.server_process import let_import_sglang
 from slipstream.rollout.gateway.administration import Administration
 from slipstream.rollout.gateway.conversations import Recorded
 from slipstream.rollout.gateway.engines import Decode, EngineTokens

@@ -1,4 +1,4 @@
-"""The engines of a simulated run, seen by the loops as ``slipstream.rollout.engine.pool.EnginePool`` is.
+"""The engines of a simulated run, seen by the loops as ``rollout.engine.engine_pool.EnginePool`` is.
 
 A request goes to the least loaded engine, the first of several; beyond ``max_concurrent`` requests wait in
 the order in which they were asked for.
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from slipstream.backend.simulate.engine import Engine, Request
+from slipstream.backend.simulate.simulated_engine import Engine, Request
 from slipstream.backend.simulate.trajectory import SimulatedCompletion
 from slipstream.backend.simulate.workload import Workload
 from slipstream.configs.schema import SamplingConfig

@@ -16,11 +16,11 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
+from slipstream.rollout.control.control_errors import UnknownVersion
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.ends import Loss
-from slipstream.rollout.control.errors import UnknownVersion
-from slipstream.rollout.control.live import TurnEnd
-from slipstream.rollout.ledger.rows.turns import (
+from slipstream.rollout.control.live_door import TurnEnd
+from slipstream.rollout.ledger.rows.stored_turns import (
     CLIENT,
     RecoveredTurns,
     Stage,
@@ -41,7 +41,7 @@ from slipstream.rollout.live.table import TurnTable
 from slipstream.rollout.live.verdicts import Verdicts
 from slipstream.rollout.tokens.record import encode
 from slipstream.rollout.tokens.teacher import NOTHING_NEEDED, TeacherNeeds
-from slipstream.rollout.tokens.turns import (
+from slipstream.rollout.tokens.turn_entries import (
     Entry,
     Forgotten,
     NextState,

@@ -7,8 +7,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from slipstream.backend.batch.skipped import SkippedUpdate
 from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
 from slipstream.backend.driver.processes.devices import TrainerTurn
-from slipstream.backend.simulate.engine import Engine
-from slipstream.backend.simulate.pool import SimulatedPool
+from slipstream.backend.simulate.simulated_engine import Engine
+from slipstream.backend.simulate.simulated_pool import SimulatedPool
 from slipstream.bridge.publish.endpoint import Interrupt
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.simulate import SimulateConfig

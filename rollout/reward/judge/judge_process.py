@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.rollout.reward.judge.errors import NO_CONNECTION, Ending, JudgeStartFailed
+from slipstream.rollout.reward.judge.judge_errors import NO_CONNECTION, Ending, JudgeStartFailed
 from slipstream.rollout.reward.judge.wire import (
     LONGEST_REPLY,
     REPLY,

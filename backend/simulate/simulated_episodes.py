@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from slipstream.backend.simulate.pool import SimulatedPool
+from slipstream.backend.simulate.simulated_pool import SimulatedPool
 from slipstream.backend.simulate.trajectory import SimulatedCompletion, SimulatedTrajectory
 from slipstream.backend.simulate.workload import Workload
 from slipstream.configs.schema import SamplingConfig

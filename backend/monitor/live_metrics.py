@@ -3,7 +3,7 @@
 import numpy as np
 
 from slipstream.backend.monitor.metrics import Value
-from slipstream.rollout.control.live import TurnEnd
+from slipstream.rollout.control.live_door import TurnEnd
 from slipstream.rollout.live.status import LiveStatus
 
 

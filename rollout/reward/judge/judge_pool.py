@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from slipstream.configs.schema import JudgingConfig, PluginConfig
-from slipstream.rollout.reward.judge.errors import (
+from slipstream.rollout.reward.judge.judge_errors import (
     JudgesClosed,
     JudgeStartFailed,
     JudgingFailed,

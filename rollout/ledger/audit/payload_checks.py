@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from slipstream.rollout.ledger.audit.records import Records
-from slipstream.rollout.ledger.audit.training import tokens_by_version
+from slipstream.rollout.ledger.audit.training_checks import tokens_by_version
 from slipstream.rollout.ledger.lineage import INITIAL, BrokenTree
 from slipstream.rollout.ledger.rows.samples import (
     JUDGED,

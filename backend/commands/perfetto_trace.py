@@ -6,7 +6,7 @@ from pathlib import Path
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.monitor.report.perfetto import trace_events
 from slipstream.backend.monitor.report.timeline import read_events
-from slipstream.backend.monitor.trace import TRACES
+from slipstream.backend.monitor.trace_log import TRACES
 
 
 def write_trace(run: Path, out: Path) -> str:

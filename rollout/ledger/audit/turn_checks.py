@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from slipstream.rollout.ledger.audit.records import Records
-from slipstream.rollout.ledger.audit.training import tokens_by_version
+from slipstream.rollout.ledger.audit.training_checks import tokens_by_version
 from slipstream.rollout.ledger.lineage import INITIAL, BrokenTree
-from slipstream.rollout.ledger.rows.turns import (
+from slipstream.rollout.ledger.rows.stored_turns import (
     KEPT,
     PAYLOAD,
     TurnHead,
