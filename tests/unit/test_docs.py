@@ -198,7 +198,7 @@ def test_the_site_links_the_name_of_a_setting_or_metric_to_its_row(site: Path):
     assert 'href="metrics_reference.html#train/ess"' in metrics
     assert 'href="settings.html#rollout.max_head_offpolicyness"' in metrics
     readme = (site / "repository/index.html").read_text(encoding="utf-8")
-    assert 'href="../settings.html#rolloutconsumption"' in readme
+    assert 'href="../settings.html#rollout.max_head_offpolicyness"' in readme
     places = re.findall(r'href="(settings|metrics_reference)\.html#([^"]+)"', data + metrics)
     anchors = {name.removesuffix(".html"): (site / name).read_text(encoding="utf-8") for name in REFERENCE}
     assert len(places) > 10
