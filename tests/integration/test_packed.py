@@ -16,6 +16,10 @@ from tests.models import make_checkpoint
 from tests.ranks import Job, run_jobs
 
 VOCAB, TOLERANCE = 101, 1e-5
+
+GRADIENT_TOLERANCE = 2e-5
+"""Share of the largest entry. A pack adds the same float32 products in another order than its trajectories
+alone, and some processors in yet another one: 1.01e-5 was seen in one entry of 7,680 of a delta net."""
 FAMILIES = ("qwen3", "deepseek_v3", "qwen3_moe", "qwen3_next")
 """Grouped-query attention, latent attention with experts, experts, linear attention."""
 RESPONSES = {
@@ -96,4 +100,6 @@ def test_a_pack_trains_as_its_trajectories_alone(found, family: str, responses: 
         np.testing.assert_allclose(packed[tokens], logp, atol=TOLERANCE)
     for name, gradient in expected.items():
         scale = np.abs(gradient).max() or 1.0
-        np.testing.assert_allclose(gradients[name] / scale, gradient / scale, atol=TOLERANCE, err_msg=name)
+        np.testing.assert_allclose(
+            gradients[name] / scale, gradient / scale, atol=GRADIENT_TOLERANCE, err_msg=name
+        )
