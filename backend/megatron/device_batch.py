@@ -79,7 +79,7 @@ class ArraySlot(NamedTuple):
 
     start: int
     stop: int
-    """Without the padding behind it."""
+    """Without the padding at its end."""
     dtype: np.dtype
     shape: tuple[int, ...]
 

@@ -211,6 +211,6 @@ def units_of(samples: Samples, per_token: bool) -> Tensor:
 
 
 def joined(lists: Sequence[Lists]) -> Lists:
-    """Return the values of all samples of several micro-batches, one behind the other."""
+    """Return the values of all samples of several micro-batches, one after the other."""
     names = {name: None for each in lists for name in each}
     return {name: [value for each in lists for value in each[name]] for name in names}

@@ -120,7 +120,9 @@ class TurnLog:
         ``session``: number that stands for its name alone. ``entry``: ``turn_id`` of the entry that asks
         for it.
         """
-        self._events().forget.append(Forget(session, key, entry))
+        events = self._events()
+        events.forget.append(Forget(session, key, entry))
+        events.may_erase = False  # it was said of what had been forgotten before
 
     def may_erase(self) -> None:
         """Have the payload of all turns that are forgotten written over: nobody reads it now."""

@@ -100,6 +100,8 @@ class TurnRows:
             f"UPDATE turns SET state = ?, loss = ?, version = ?, lag = ?, note = ? WHERE id = ? AND {OPEN}",
             events.ended,
         )
+        if events.forget and self._must_erase:
+            self.tidy()  # before, because a training step may still read what is forgotten now
         for forget in events.forget:
             self._forget(forget)
         self._must_erase = self._must_erase or events.may_erase
