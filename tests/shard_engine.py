@@ -57,6 +57,7 @@ def serve(orders: Connection, shapes: dict, rank: int, ranks: int, port: int, tr
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     model = Model(shapes, rank, ranks)
+    orders.send("started")
     received = 0
     while (order := next_order(orders)) is not None:
         if order == "weights":
@@ -101,6 +102,8 @@ async def readable(pipe: Connection) -> None:
 class ShardEngine:
     """An ``EngineEndpoint`` of ``ranks`` processes, which end with the pipe to their owner.
 
+    They are forked: make all engines before anything starts a thread.
+
     ``trouble`` of its last rank with the second version: "dies", "stops" (SIGSTOP) or "spoils".
     """
 
@@ -108,7 +111,7 @@ class ShardEngine:
         self.name = self.address = name
         self.ranks = ranks
         self.version = 0
-        context = get_context("spawn")
+        context = get_context("fork")
         current_process()._config["daemon"] = False  # else a rank of a test may have no children
         self._pipes, self.processes = [], []
         for rank in range(ranks):
@@ -119,6 +122,12 @@ class ShardEngine:
             other.close()
             self._pipes.append(mine)
             self.processes.append(process)
+
+    def wait(self) -> None:
+        """Wait until all ranks take orders, so that no time-out of an order holds the start of a process."""
+        for pipe in self._pipes:
+            assert pipe.poll(120), f"{self.name} has not started in two minutes"
+            assert pipe.recv() == "started"
 
     async def take(self, handles, *, load_format, flush_cache, version) -> None:
         for pipe, handle in zip(self._pipes, handles, strict=True):

@@ -46,12 +46,24 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes().items()}
 
 
+def start_engines(troubles: dict[str, str], trouble_ranks: int) -> list[ShardEngine]:
+    engines = [
+        ShardEngine("one", shapes(), 1, held_port()),
+        ShardEngine("doomed", shapes(), trouble_ranks, held_port(), troubles.get("doomed")),
+        ShardEngine("two", shapes(), 2, held_port()),
+    ]
+    for engine in engines:
+        engine.wait()
+    return engines
+
+
 def publish_thrice(rank, troubles: dict[str, str], trouble_ranks: int, timeouts: Timeouts = PATIENT):
     """Publish three versions to the engines "one", "doomed" and "two".
 
     Returns on rank 0: the reports, the seconds of each version, the version that each engine says it has, and
     the weights of those that still serve.
     """
+    engines = [] if rank.rank else start_engines(troubles, trouble_ranks)
     spec = spec_of(HF, None)
     wire = TCPStore("127.0.0.1", rank.port, 2, rank.rank == 0)
     parameters = [{}]
@@ -76,7 +88,7 @@ def publish_thrice(rank, troubles: dict[str, str], trouble_ranks: int, timeouts:
             sources = [tensors[name] for name in entry.hf_names]
             copy_in(parameters[0][entry.parameter], sources, pieces_of(entry.split, shard))
 
-    serving: list[ShardEngine] = []
+    serving = list(engines)
     version, reports, seconds = 0, [], []
 
     def publication(publisher: Publisher):
@@ -88,12 +100,6 @@ def publish_thrice(rank, troubles: dict[str, str], trouble_ranks: int, timeouts:
             trainer.publish(publication)
         return None
 
-    engines = [
-        ShardEngine("one", shapes(), 1, held_port()),
-        ShardEngine("doomed", shapes(), trouble_ranks, held_port(), troubles.get("doomed")),
-        ShardEngine("two", shapes(), 2, held_port()),
-    ]
-    serving += engines
     try:
         for version in (1, 2, 3):
             train(version)

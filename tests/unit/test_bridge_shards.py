@@ -56,11 +56,11 @@ def test_weights_that_are_changed_on_their_way_are_never_stamped():
 
 def test_an_engine_that_stands_still_in_a_transfer_holds_the_others_up_for_its_answer_time_out_alone():
     (reports, seconds, versions, weights), _ = run_ranks(
-        2, publish_thrice, {"doomed": "stops"}, 2, Timeouts(10, 4)
+        2, publish_thrice, {"doomed": "stops"}, 2, Timeouts(30, 10)
     )
     assert reports[1].updated == reports[2].updated == ["one", "two"]
-    assert reports[1].failed == {"doomed": "receive for version 2: TransferFailed: no answer in 4 s"}
-    assert 4 < seconds[1] < 9, "its ranks give up after 10 s"
-    assert seconds[2] < 4
+    assert reports[1].failed == {"doomed": "receive for version 2: TransferFailed: no answer in 10 s"}
+    assert 10 < seconds[1] < 25, "its ranks give up after 30 s"
+    assert seconds[2] < 10
     assert versions == {"one": 3, "doomed": 1, "two": 3}
     assert_holds(weights, 3)
