@@ -50,10 +50,16 @@ TINY = {
 
 SHORT: dict[str, tuple[list[str], Any]] = {
     "episode_log": (["--episodes", "32", "--tokens", "64"], dict),
+    "judging": ([], lambda: {"CALLERS": 4, "QUESTIONS": 40}),
+    "packing": ([], lambda: {"REPEATS": 1, "SMALLER": ((64, 2),)}),
+    "sandbox": (["--times", "2"], dict),
 }
+SLOW = {"judging"}
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in SHORT]
+)
 def test_a_benchmark_runs_in_short(name: str, monkeypatch, capsys, tmp_path):
     arguments, patches = SHORT[name]
     module = importlib.import_module(f"benchmarks.{name}")
