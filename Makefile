@@ -28,19 +28,19 @@ ENVIRONMENT := configs/environment
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off
 GPU ?=
 
-.PHONY: quickstart test test-others test-runs test-fast test-slime test-verifiers test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs soak gateway-memory staleness-study lint format docs docs-serve install clean constraints lock lock-check
+.PHONY: quickstart test test-numerics test-runs test-fast test-slime test-verifiers test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs soak gateway-memory staleness-study lint format docs docs-serve install clean constraints lock lock-check
 .DELETE_ON_ERROR:
 
 quickstart: install
 	$(BIN)/slipstream train configs/recipes/quickstart.yaml
 
-# Two lanes: whole runs and clusters mostly wait for processes to start, and leave a core to the others.
+# Three lanes for two cores: whole runs and clusters mostly wait for processes to start.
 test: install $(VENV)/.triton $(VENV)/.docs
 	bash tests/cluster/install_slurm.sh
-	@$(MAKE) --jobs=2 --keep-going --output-sync=target --no-print-directory test-runs test-others
+	@$(MAKE) --jobs=3 --keep-going --output-sync=target --no-print-directory test-runs test-numerics test-fast
 
-test-others: install $(VENV)/.triton $(VENV)/.docs
-	$(BIN)/python -m pytest tests/unit tests/integration tests/gpu
+test-numerics: install
+	$(BIN)/python -m pytest tests/integration tests/gpu
 
 test-runs: install
 	$(BIN)/python -m pytest tests/runs tests/cluster tests/clients tests/agents

@@ -13,6 +13,7 @@ from benchmarks.staleness_study.sweep import ResultsInUse, jobs_of, read_results
 SETTING = Setting("test", lr=1e-3, steps=2, eval_every=2, held_out=4)
 
 
+@pytest.mark.slow  # test_benchmarks_staleness_workers.py has the workers, the study's own page the runs
 def test_a_sweep_does_what_is_missing_and_its_runs_are_those_of_this_process(tmp_path: Path):
     path, plan = tmp_path / "results.jsonl", [(SETTING, [("decoupled", 1), ("naive", 1)])]
     kept = {"setting": "test", "method": "decoupled", "eta": 1, "seed": 3, "accuracy": "kept"}

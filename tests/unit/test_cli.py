@@ -1,26 +1,50 @@
-"""Exit codes and messages of the command line, called as a user calls it."""
+"""Exit codes and messages of the command line."""
 
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from slipstream.backend.cli import app
 from tests.environment import environment
 from tests.models import make_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
 
-def slipstream(*args: str, pythonpath: Path | None = None) -> subprocess.CompletedProcess:
-    env = environment(*filter(None, [pythonpath]), NO_COLOR="1")
+@dataclass(frozen=True)
+class Ended:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def slipstream(tmp_path, monkeypatch) -> Callable[..., Ended]:
+    """Return what calls the command line in this process, with modules of ``tmp_path`` to import."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(ROOT)
+
+    def call(*args: str) -> Ended:
+        result = CliRunner().invoke(app, args, env={"NO_COLOR": "1", "PYTHONPATH": str(tmp_path)})
+        return Ended(result.exit_code, result.stdout, result.stderr)
+
+    return call
+
+
+def started(*args: str, folder: Path | None = None) -> subprocess.CompletedProcess:
+    """Call the command line as a shell does."""
     return subprocess.run(
         [sys.executable, "-m", "slipstream.backend.cli", *args],
         cwd=ROOT,
-        env=env,
+        env=environment(*filter(None, [folder]), NO_COLOR="1"),
         capture_output=True,
         text=True,
         timeout=120,
@@ -54,7 +78,7 @@ def recipe(tmp_path):
 @pytest.mark.parametrize("command", ["train", "check"])
 def test_a_wrong_recipe_is_exit_code_2_with_every_mistake_on_standard_error(command, recipe, tmp_path):
     path = recipe(model={"path": "x", "dtyp": "float32"}, actor={"optimizer": {"lr": -1}})
-    ended = slipstream(command, path, pythonpath=tmp_path)
+    ended = started(command, path, folder=tmp_path)
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert "model.dtyp" in ended.stderr
@@ -64,48 +88,50 @@ def test_a_wrong_recipe_is_exit_code_2_with_every_mistake_on_standard_error(comm
 
 
 @pytest.mark.parametrize("command", ["train", "check"])
-def test_a_recipe_that_is_not_there_is_exit_code_2(command, tmp_path):
+def test_a_recipe_that_is_not_there_is_exit_code_2(slipstream, command, tmp_path):
     ended = slipstream(command, str(tmp_path / "no.yaml"))
     assert ended.returncode == 2
     assert "no.yaml" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
-def test_an_override_that_is_wrong_is_exit_code_2(recipe, tmp_path):
-    ended = slipstream("check", recipe(), "run.steps=none", pythonpath=tmp_path)
+def test_an_override_that_is_wrong_is_exit_code_2(slipstream, recipe, tmp_path):
+    ended = slipstream("check", recipe(), "run.steps=none")
     assert ended.returncode == 2
     assert "run.steps" in ended.stderr
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])
-def test_changed_inputs_are_accepted_of_a_resumed_run_only(command, recipe, tmp_path):
-    ended = slipstream(command, recipe(), "--accept-changed-inputs", pythonpath=tmp_path)
+def test_changed_inputs_are_accepted_of_a_resumed_run_only(slipstream, command, recipe, tmp_path):
+    ended = slipstream(command, recipe(), "--accept-changed-inputs")
     assert ended.returncode == 2
     assert "--accept-changed-inputs has no meaning without --resume" in ended.stderr
 
 
-def test_a_recipe_with_nothing_wrong_is_exit_code_0(recipe, tmp_path):
-    ended = slipstream("check", recipe(), "run.steps=12", pythonpath=tmp_path)
+def test_a_recipe_with_nothing_wrong_is_exit_code_0(slipstream, recipe, tmp_path):
+    ended = slipstream("check", recipe(), "run.steps=12")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.strip().endswith("nothing wrong (test, 12 steps)")
 
 
 def test_a_preparation_that_fails_is_exit_code_1_with_the_cause(recipe, tmp_path):
-    ended = slipstream("train", recipe(), pythonpath=tmp_path)
+    ended = started("train", recipe(), folder=tmp_path)
     assert ended.returncode == 1
     assert "PrepareFailed: my_inputs.raises failed with exit code 1" in ended.stderr
     assert "OSError: no room [on] the disk" in ended.stderr
     assert not (tmp_path / "runs").exists()
 
 
-def test_inputs_that_cannot_be_used_are_exit_code_2_all_at_once_and_nothing_is_started(recipe, tmp_path):
+def test_inputs_that_cannot_be_used_are_exit_code_2_all_at_once_and_nothing_is_started(
+    slipstream, recipe, tmp_path
+):
     make_checkpoint(tmp_path / "model")
     (tmp_path / "data.jsonl").write_text('{"question": 1}\n')
     earlier = tmp_path / "runs" / "test"
     earlier.mkdir(parents=True)
     path = recipe(prepare=None)
     overrides = ["rollout.workflow=slipstream.rollout.workflow.NoSuch", "rollout.sampling.max_new_tokens=64"]
-    ended = slipstream("train", path, *overrides, pythonpath=tmp_path)
+    ended = slipstream("train", path, *overrides)
     assert ended.returncode == 2
     for part in ("data.path", "line 1", "rollout.workflow", "NoSuch", "model.path"):  # it has no tokenizer
         assert part in ended.stderr
@@ -113,17 +139,17 @@ def test_inputs_that_cannot_be_used_are_exit_code_2_all_at_once_and_nothing_is_s
     assert list(earlier.parent.iterdir()) == [earlier]
 
 
-def test_a_model_that_is_not_mapped_is_exit_code_2(recipe, tmp_path):
+def test_a_model_that_is_not_mapped_is_exit_code_2(slipstream, recipe, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "bert"}')
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
-    ended = slipstream("check", recipe(prepare=None), pythonpath=tmp_path)
+    ended = slipstream("check", recipe(prepare=None))
     assert ended.returncode == 2
     assert "model_type 'bert' is not mapped; " in ended.stderr
     assert "; supported: deepseek_v3, " in ended.stderr
 
 
-def test_the_files_of_every_model_are_checked(recipe, tmp_path):
+def test_the_files_of_every_model_are_checked(slipstream, recipe, tmp_path):
     make_checkpoint(tmp_path / "model", tied=False)
     for name in ("teacher", "critic"):
         shutil.copytree(tmp_path / "model", tmp_path / name)
@@ -142,14 +168,14 @@ def test_the_files_of_every_model_are_checked(recipe, tmp_path):
         },
         critic={"path": str(tmp_path / "critic")},
     )
-    ended = slipstream("check", path, pythonpath=tmp_path)
+    ended = slipstream("check", path)
     assert ended.returncode == 2
     assert "actor.advantage.scores.path" in ended.stderr and "missing: lm_head.weight" in ended.stderr
     assert "critic" not in ended.stderr
     assert ended.stderr.count("model.path: ") == 1 and "has no tokenizer" in ended.stderr
 
 
-def test_the_doctor_says_what_it_found_and_its_exit_code_whether_something_is_wrong():
+def test_the_doctor_says_what_it_found_and_its_exit_code_whether_something_is_wrong(slipstream):
     from slipstream.backend.commands.doctor import examine
 
     ended = slipstream("doctor")
@@ -159,6 +185,6 @@ def test_the_doctor_says_what_it_found_and_its_exit_code_whether_something_is_wr
 
 
 def test_without_a_command_the_commands_are_listed():
-    ended = slipstream("--help")
+    ended = started("--help")
     assert ended.returncode == 0
     assert all(command in ended.stdout for command in ("train", "check", "doctor"))
