@@ -337,9 +337,13 @@ def test_a_folder_that_is_no_run_is_never_deleted(config: RunConfig):
     assert (config.run.folder / "thesis.tex").exists()
 
 
-def test_an_empty_folder_is_used(config: RunConfig):
-    config.run.folder.mkdir(parents=True)
+def test_an_empty_folder_is_used_and_not_replaced(config: RunConfig):
+    """Another process may have made it a moment ago, to take its lease next."""
+    config.run.folder.mkdir(parents=True, mode=0o700)
+    before = config.run.folder.stat().st_ino
     live(config)
+    assert config.run.folder.stat().st_ino == before
+    assert oct(config.run.folder.stat().st_mode & 0o777) == oct(int(config.run.mode, 8))
 
 
 def test_a_run_that_cannot_be_opened_is_given_back(config: RunConfig):

@@ -76,17 +76,18 @@ async def start_folder(config: RunConfig, progress: Progress, earlier: EarlierRu
     """
     folder = config.run.folder
     inputs = current_inputs(config)
-    if folder.exists() and not any(folder.iterdir()):
-        folder.rmdir()
-    elif folder.exists():
+    if folder.exists() and any(folder.iterdir()):
         await _make_way(config, progress, earlier)
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir()
     except FileExistsError:
-        raise LedgerBusy(
-            f"{folder}: another process has just started this run: choose another run.name"
-        ) from None
+        if any(folder.iterdir()):
+            raise LedgerBusy(
+                f"{folder}: another process has just started this run: choose another run.name"
+            ) from None
+        # An empty folder stays: another process may have made it, and the lease decides between the two.
+        apply_mode(config)
     lease = await hold_folder(config, progress)
     with lease.released_on_error():
         (folder / LOGS).mkdir()
