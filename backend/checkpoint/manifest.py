@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError, describe
 from slipstream.rollout.ledger.rows.watermark import Watermark
@@ -57,7 +57,7 @@ class CheckpointRecord:
     """Numbers of groups, by state."""
     ledger: Watermark | None = None
     """How far the ledger was; None in a run without a ledger."""
-    feedback: Mapping[str, Any] | None = None
+    feedback: Mapping[str, object] | None = None
     """What earlier steps have measured for later ones: ``Feedback.state``; None in a supervised run."""
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from rich.console import Console, Group
 from rich.markup import escape
@@ -89,7 +88,7 @@ async def _run(
     return episodes
 
 
-def facts(config: RunConfig, inputs: Inputs) -> Any:
+def facts(config: RunConfig, inputs: Inputs) -> object:
     """Return a table of what the episodes are made of."""
     rollout, sampling = config.rollout, config.rollout.sampling
     template = "the tokenizer's" if inputs.tokenizer.chat_template else "none: prompts must be texts"
@@ -182,10 +181,10 @@ def verdict(episodes: Sequence[TriedEpisode], max_new_tokens: int) -> Iterator[s
         yield f"  {cut} cut off at {max_new_tokens} tokens (rollout.sampling.max_new_tokens)"
 
 
-def plain(episode: TriedEpisode, tokenizer: Tokenizer) -> dict[str, Any]:
+def plain(episode: TriedEpisode, tokenizer: Tokenizer) -> dict[str, object]:
     """Return an episode for scripts."""
     trajectory = episode.trajectory
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "prompt": episode.prompt.id,
         "label": episode.prompt.label,
         "reward": None,

@@ -27,7 +27,7 @@ class Course:
     """Record of each training step, by ``train/step``, ascending."""
     evaluations: dict[int, Record] = field(default_factory=dict[int, Record])
     """Record of each evaluation, by the number of training steps behind the policy."""
-    recipe: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    recipe: Mapping[str, object] = field(default_factory=dict[str, object])
     """The recipe with which the run was last started."""
     starts: int = 0
     """Number of times that the run was started."""
@@ -36,14 +36,14 @@ class Course:
     def total_steps(self) -> int | None:
         """Number of training steps that the recipe asks for; None: it is not known."""
         run = self.recipe.get("run")
-        steps = cast("Mapping[str, Any]", run).get("steps") if isinstance(run, dict) else None
+        steps = cast("Mapping[str, object]", run).get("steps") if isinstance(run, dict) else None
         return steps if isinstance(steps, int) else None
 
     @property
     def bound(self) -> int | None:
         """Bound of staleness in versions; None: it is not known."""
         rollout = self.recipe.get("rollout")
-        settings = cast("Mapping[str, Any]", rollout) if isinstance(rollout, dict) else {}
+        settings = cast("Mapping[str, object]", rollout) if isinstance(rollout, dict) else {}
         bound = settings.get("max_head_offpolicyness")
         return bound if isinstance(bound, int) else None
 
@@ -96,9 +96,9 @@ def _forget(course: Course, step_of: dict[int, int], step: int) -> None:
         del step_of[version]
 
 
-def _recipe(text: str) -> Mapping[str, Any]:
+def _recipe(text: str) -> Mapping[str, object]:
     try:
         recipe: object = yaml.safe_load(text.removeprefix("```yaml\n").removesuffix("```"))
     except yaml.YAMLError:
         return {}
-    return cast("Mapping[str, Any]", recipe) if isinstance(recipe, dict) else {}
+    return cast("Mapping[str, object]", recipe) if isinstance(recipe, dict) else {}

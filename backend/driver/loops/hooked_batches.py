@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -110,7 +109,7 @@ class HookedBatches:
             self._note(f"{error}; Slipstream logs its own metrics")
             return False
 
-    async def _ask(self, question: BatchQuestion) -> Any:
+    async def _ask(self, question: BatchQuestion) -> object:
         """Return what a hook says. Raises HookProcessFailed."""
         hook = f"rollout.hooks.{question.setting} ({self._paths[question.setting]})"
         request = await asyncio.to_thread(msgspec.msgpack.encode, question)

@@ -76,7 +76,7 @@ class Feedback:
             metrics["train/lr"], batch.rate_factor, lags, metrics["staleness/kl"], metrics["train/ess"]
         )
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Return what a checkpoint holds: JSON."""
         drift = {} if self.drift is None else asdict(self.drift)
         return {

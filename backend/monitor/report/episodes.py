@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
-from slipstream.rollout.ledger.episode_log.files import episode_files, read_rows
+from slipstream.rollout.ledger.episode_log.files import Row, episode_files, read_rows
 from slipstream.rollout.ledger.episode_log.rows import TRAINED
 
 LARGEST_TEXT = 20_000
@@ -23,7 +22,7 @@ Group = tuple[int, str, int]
 class ChosenEpisodes:
     """Rows for a page, in the order of steps and groups."""
 
-    rows: Sequence[dict[str, Any]]
+    rows: Sequence[Row]
     recorded: int
     """Number of rows in the log."""
 
@@ -94,7 +93,7 @@ def _halving(steps: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(order))
 
 
-def _shortened(row: dict[str, Any]) -> dict[str, Any]:
+def _shortened(row: Row) -> Row:
     texts = {name: str(row.get(name, ""))[:LARGEST_TEXT] for name in ("prompt", "response")}
     tokens = row.get("tokens") or {}
     return {**row, **texts, "tokens": {name: column[:LARGEST_TEXT] for name, column in tokens.items()}}

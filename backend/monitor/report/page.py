@@ -121,7 +121,7 @@ def _state(folder: Path, audit: AuditResult) -> str:
     return "killed"
 
 
-def render(runs: Sequence[Mapping[str, Any]], differences: Sequence[Mapping[str, Any]]) -> str:
+def render(runs: Sequence[Mapping[str, object]], differences: Sequence[Mapping[str, object]]) -> str:
     """Return the page of runs, which ``run_data`` has given."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(PARTS), autoescape=True, undefined=jinja2.StrictUndefined
@@ -143,11 +143,11 @@ def _part(name: str) -> Markup:
     return Markup((PARTS / name).read_text(encoding="utf-8"))
 
 
-def differences(recipes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def differences(recipes: Mapping[str, Mapping[str, object]]) -> list[dict[str, object]]:
     """Return the settings in which recipes differ, with the value of each run, by the runs' names."""
     flat = {name: dict(_flat(recipe)) for name, recipe in recipes.items()}
     keys = dict.fromkeys(key for settings in flat.values() for key in settings)
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     for key in keys:
         values = [_shown(settings[key]) if key in settings else "-" for settings in flat.values()]
         if len(set(values)) > 1 and key != "run.name":
@@ -203,10 +203,10 @@ def _thinned(points: Sequence[tuple[int, float]]) -> list[list[float]]:
     return [[step, float(f"{value:.5g}")] for step, value in kept]
 
 
-def _lag_columns(lags: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> list[list[Any]]:
+def _lag_columns(lags: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> list[list[object]]:
     """Return [first step, last step, {lag: tokens}] of each column of the heat map."""
     every = max(1, -(-len(lags) // MOST_LAGS_STEPS))
-    columns: list[list[Any]] = []
+    columns: list[list[object]] = []
     for start in range(0, len(lags), every):
         part = lags[start : start + every]
         tokens: dict[int, int] = {}
@@ -217,7 +217,7 @@ def _lag_columns(lags: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> list[
     return columns
 
 
-def _end(course: Course) -> dict[str, Any]:
+def _end(course: Course) -> dict[str, object]:
     """Return the latest reward of training and of the held-out prompts."""
     rewards, held_out = course.series("reward/mean"), course.series("eval/reward")
     return {

@@ -6,7 +6,6 @@ requests at once. Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUm
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from slipstream.backend.monitor.report.timeline import Event, last_life
 
@@ -14,7 +13,7 @@ TRAINER = 1
 """Number of the trainer's process; engines follow it."""
 
 
-def trace_events(events: Mapping[str, Sequence[Event]]) -> list[dict[str, Any]]:
+def trace_events(events: Mapping[str, Sequence[Event]]) -> list[dict[str, object]]:
     """Return the events of a run's last life, times in microseconds; empty if no step is finished."""
     steps = last_life(events["step"])
     if not steps:
@@ -29,7 +28,9 @@ def trace_events(events: Mapping[str, Sequence[Event]]) -> list[dict[str, Any]]:
     ]
 
 
-def _trainer(steps: Sequence[Event], publications: Sequence[Event], begin: float) -> Iterator[dict[str, Any]]:
+def _trainer(
+    steps: Sequence[Event], publications: Sequence[Event], begin: float
+) -> Iterator[dict[str, object]]:
     for step in steps:
         start = step["end_s"] - step["step_s"]
         of_step = {"version": step["version"]}
@@ -42,7 +43,7 @@ def _trainer(steps: Sequence[Event], publications: Sequence[Event], begin: float
         yield _span(TRAINER, 0, "publish weights", start, event["total_s"], sizes)
 
 
-def _engines(requests: Sequence[Event], begin: float) -> Iterator[dict[str, Any]]:
+def _engines(requests: Sequence[Event], begin: float) -> Iterator[dict[str, object]]:
     by_engine: dict[str, list[Event]] = {}
     for event in requests:
         by_engine.setdefault(str(event["engine"]), []).append(event)
@@ -64,11 +65,11 @@ def _engines(requests: Sequence[Event], begin: float) -> Iterator[dict[str, Any]
 
 
 def _span(
-    process: int, thread: int, name: str, start_s: float, seconds: float, details: Mapping[str, Any]
-) -> dict[str, Any]:
+    process: int, thread: int, name: str, start_s: float, seconds: float, details: Mapping[str, object]
+) -> dict[str, object]:
     times = {"ts": round(1e6 * start_s, 1), "dur": round(1e6 * max(seconds, 0.0), 1)}
     return {"ph": "X", "pid": process, "tid": thread, "name": name, **times, "args": dict(details)}
 
 
-def _named(kind: str, process: int, name: str) -> dict[str, Any]:
+def _named(kind: str, process: int, name: str) -> dict[str, object]:
     return {"ph": "M", "pid": process, "tid": 0, "name": kind, "args": {"name": name}}

@@ -68,7 +68,7 @@ class Bubble:
     meaning: str
 
 
-def timeline(events: Mapping[str, Sequence[Event]]) -> dict[str, Any] | None:
+def timeline(events: Mapping[str, Sequence[Event]]) -> dict[str, object] | None:
     """Return lanes and bubbles of the last life as JSON has them; None: no step is finished."""
     steps = last_life(events["step"])[-MOST_STEPS:]
     if not steps:
@@ -110,7 +110,7 @@ def _step(event: Event, begin: float) -> list[float]:
     return [event["version"], *map(_short, (start, event["wait_s"], event["train_s"], event["step_s"]))]
 
 
-def _window(lanes: Sequence[Sequence[Event]], steps: Sequence[Event], begin: float) -> dict[str, Any]:
+def _window(lanes: Sequence[Sequence[Event]], steps: Sequence[Event], begin: float) -> dict[str, object]:
     """Return how many requests each engine serves on average in each column from the first step on."""
     first, last = steps[0]["end_s"] - steps[0]["step_s"], steps[-1]["end_s"]
     return {

@@ -22,7 +22,7 @@ class WandbTracker:
 
     setting = "log.wandb"
 
-    def __init__(self, settings: WandbConfig, run: str, folder: Path, recipe: Mapping[str, Any]) -> None:
+    def __init__(self, settings: WandbConfig, run: str, folder: Path, recipe: Mapping[str, object]) -> None:
         """``run``: name of the run. ``recipe``: shown as its configuration."""
         self._settings, self._name, self._folder, self._recipe = settings, run, folder, recipe
         self._wandb: Any = None
@@ -56,7 +56,7 @@ class WandbTracker:
         self._run.define_metric("*", step_metric=VERSION)
 
     def log(self, record: MetricsRecord) -> None:
-        values: dict[str, Any] = {VERSION: record.step, **record.scalars}
+        values: dict[str, object] = {VERSION: record.step, **record.scalars}
         for name, buckets in record.histograms.items():
             if buckets:
                 values[name] = self._wandb.Histogram(np_histogram=counts_and_edges(buckets))
@@ -66,7 +66,7 @@ class WandbTracker:
         self._run.finish()
 
 
-def counts_and_edges(buckets: Sequence[HistogramBucket]) -> tuple[Any, Any]:
+def counts_and_edges(buckets: Sequence[HistogramBucket]) -> tuple[np.ndarray, np.ndarray]:
     """Return buckets of integers as ``numpy.histogram`` does; the bucket of k spans k-1/2 to k+1/2."""
     edges = [buckets[0].first - 0.5, *(bucket.last + 0.5 for bucket in buckets)]
     return np.array([bucket.count for bucket in buckets]), np.array(edges)

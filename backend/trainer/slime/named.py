@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -36,9 +36,9 @@ class NamedHook:
 
     setting: str
     path: str
-    function: Callable[..., Any]
+    function: Callable[..., object]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Call the function. Raises HookError for whatever it raises."""
         try:
             return self.function(*args, **kwargs)
@@ -84,7 +84,13 @@ def checked_scalar(hook: NamedHook, name: str, value: object) -> Tensor:
 
 
 def checked_list(
-    hook: NamedHook, name: str, values: object, lengths: Sequence[int], *, dtype: torch.dtype, device: Any
+    hook: NamedHook,
+    name: str,
+    values: object,
+    lengths: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """Return the numbers of one sample after the other, as one tensor of ``dtype``, without gradient.
 

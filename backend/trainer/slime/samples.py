@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -66,7 +67,7 @@ class Samples:
         self.behaviour_R = self._moved(self._joined("logprobs_T", starts, np.float32))
         """Log-probs of the policies that sampled the tokens; 0 where none did."""
 
-    def _joined(self, name: str, starts: Sequence[int], dtype: Any) -> np.ndarray:
+    def _joined(self, name: str, starts: Sequence[int], dtype: npt.DTypeLike) -> np.ndarray:
         parts = [
             getattr(trajectory, name)[start:]
             for trajectory, start in zip(self.trajectories, starts, strict=True)
@@ -163,7 +164,7 @@ class _Summed(torch.autograd.Function):
         return grad, None
 
 
-Lists = dict[str, Any]
+Lists = dict[str, list[Any]]
 """By slime's name: one value for each sample."""
 
 FIXED = ("total_lengths", "response_lengths", "tokens", "rollout_log_probs")

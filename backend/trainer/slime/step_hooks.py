@@ -16,7 +16,7 @@ custom_loss_function gives the total itself, from logits.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -103,7 +103,7 @@ class StepData:
 
     # ---- the view
 
-    def _view(self, scores: Sequence[Scores], targets: Sequence[Targets | None]) -> dict[str, Any]:
+    def _view(self, scores: Sequence[Scores], targets: Sequence[Targets | None]) -> dict[str, object]:
         by_micro: list[Lists] = []
         for samples, score, target in zip(self._samples, scores, targets, strict=True):
             masks = samples.whole(samples.mask())
@@ -143,7 +143,7 @@ class StepData:
     # ---- what is read back
 
     def _read(
-        self, hook: NamedHook, data: dict[str, Any], targets: Sequence[Targets]
+        self, hook: NamedHook, data: dict[str, object], targets: Sequence[Targets]
     ) -> list[Targets | None]:
         """Return the targets that ``data`` holds after ``hook``. Raises HookError."""
         self._require_fixed(hook, data)
@@ -166,7 +166,7 @@ class StepData:
         is_live_M = torch.tensor([place in live for place in samples.micro.trajectory_M.tolist()])
         return torch.where(is_live_M.to(advantage_M.device), target.advantage_M, advantage_M)
 
-    def _values(self, hook: NamedHook, data: dict[str, Any], name: str) -> list[Tensor]:
+    def _values(self, hook: NamedHook, data: dict[str, object], name: str) -> list[Tensor]:
         """Return the values [M] of each micro-batch. Raises HookError."""
         lengths = [length for samples in self._samples for length in samples.held_lengths]
         like = self._samples[0].behaviour_R
@@ -179,7 +179,7 @@ class StepData:
             require_finite(hook, f'rollout_data["{name}"]', value_M)
         return gathered
 
-    def _read_masks(self, hook: NamedHook, data: dict[str, Any]) -> None:
+    def _read_masks(self, hook: NamedHook, data: dict[str, object]) -> None:
         lengths = [length for samples in self._samples for length in samples.response_lengths]
         like = self._samples[0].behaviour_R
         name = 'rollout_data["loss_masks"]'
@@ -195,7 +195,7 @@ class StepData:
             if not bool(kept_M.all()):
                 self.kept[id(samples.micro)] = kept_M
 
-    def _require_fixed(self, hook: NamedHook, data: dict[str, Any]) -> None:
+    def _require_fixed(self, hook: NamedHook, data: dict[str, object]) -> None:
         """Raise HookError if a hook has changed what was sampled."""
         sampled = joined([fixed_lists(each, each.behaviour_R.device) for each in self._samples])
         for name in FIXED:
@@ -203,7 +203,7 @@ class StepData:
                 raise hook.wrong(f'changes rollout_data["{name}"], which is what the engines have sampled')
 
 
-def _are_equal(values: object, expected: Sequence[Any]) -> bool:
+def _are_equal(values: object, expected: Sequence[object]) -> bool:
     if not isinstance(values, list | tuple) or len(values) != len(expected):
         return False
     for value, other in zip(values, expected, strict=True):
@@ -341,7 +341,7 @@ class HookedLoss(MicroBatchLoss):
             self._metrics[HOOK + name] = samples.summed(number) * samples.micro.scale
         return self._scaled(loss)
 
-    def _batch(self, policy: "LanguageModel") -> dict[str, Any]:
+    def _batch(self, policy: "LanguageModel") -> dict[str, object]:
         """Return slime's ``batch``: the micro-batch by slime's names; None where a value was not computed."""
         samples, device = self._samples, self._mask_R.device
         held = policy.on_device(samples.micro)
