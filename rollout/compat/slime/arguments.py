@@ -66,7 +66,7 @@ def slime_arguments(config: RunConfig) -> SlimeArguments:
     return SlimeArguments(**values)
 
 
-def _constants() -> dict[str, Any]:
+def _constants() -> dict[str, object]:
     """Return names whose values are the same in every run: what Slipstream does not do, or does otherwise."""
     off = (
         "ci_test",
@@ -108,11 +108,11 @@ def _constants() -> dict[str, Any]:
     }
 
 
-def _recipe_values(config: RunConfig) -> dict[str, Any]:
+def _recipe_values(config: RunConfig) -> dict[str, object]:
     return {**_of_generation(config), **_of_data(config), **_of_training(config)}
 
 
-def _of_generation(config: RunConfig) -> dict[str, Any]:
+def _of_generation(config: RunConfig) -> dict[str, object]:
     rollout, engine, sampling = config.rollout, config.rollout.engine, config.rollout.sampling
     engines = engine.count
     return {
@@ -138,7 +138,7 @@ def _of_generation(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _of_data(config: RunConfig) -> dict[str, Any]:
+def _of_data(config: RunConfig) -> dict[str, object]:
     evaluation = config.eval
     sampled = evaluation.sampling if evaluation is not None else EvalSamplingConfig()
     columns = config.data.columns if config.data is not None else ColumnsConfig()
@@ -172,7 +172,7 @@ def _of_data(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _of_training(config: RunConfig) -> dict[str, Any]:
+def _of_training(config: RunConfig) -> dict[str, object]:
     actor, parallel, optimizer = config.actor, config.actor.parallel, config.actor.optimizer
     hooks = config.rollout.hooks
     groups = config.rollout.batch_size * config.rollout.n_samples_per_prompt
@@ -218,7 +218,7 @@ def _of_training(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _hook_values(hooks: HooksConfig) -> dict[str, Any]:
+def _hook_values(hooks: HooksConfig) -> dict[str, object]:
     return {
         **{f"{name}_path": getattr(hooks, name) for name in HOOK_NAMES},
         **{name: getattr(hooks, name) for name in _PLAIN},

@@ -16,6 +16,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.rollout.compat.hooks import BatchQuestion, HookSetup, RecordedEpisode
 from slipstream.rollout.compat.slime import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import SlimeArguments, slime_arguments
+from slipstream.rollout.compat.slime.episode_samples import SampleLike
 from slipstream.rollout.compat.slime.group_hooks import SampleRebuilder
 from slipstream.rollout.system.plugins import resolve
 from slipstream.rollout.system.programs.hook_process import WrongAnswer, serve_answers
@@ -34,7 +35,7 @@ class BatchHooksProcess:
         config = RunConfig.model_validate_json(setup.config)
         self._args: SlimeArguments = slime_arguments(config)
         self._rebuilder = SampleRebuilder(self._args, load_tokenizer(Path(self._args.hf_checkpoint)))
-        self._hooks: dict[str, Callable[..., Any]] = {
+        self._hooks: dict[str, Callable[..., object]] = {
             setting: resolve(path) for setting, path in setup.hooks.items()
         }
 
@@ -53,9 +54,9 @@ class BatchHooksProcess:
         sampled = [_sampled(sample) for sample in samples]
         return train_data_of(hook(self._args, samples), sampled)
 
-    def _samples(self, episodes: Sequence[RecordedEpisode]) -> list[Any]:
+    def _samples(self, episodes: Sequence[RecordedEpisode]) -> list[SampleLike]:
         """Return the samples of all trajectories, group by group."""
-        samples: list[Any] = []
+        samples: list[SampleLike] = []
         for number, records in itertools.groupby(episodes, key=lambda episode: episode.group):
             members = list(records)
             trajectories = tuple(decode_trajectory(each.chunks, each.header) for each in members)
@@ -63,7 +64,7 @@ class BatchHooksProcess:
             samples += itertools.chain.from_iterable(self._rebuilder.of_group(group))
         return samples
 
-    def _evaluation(self, evaluated: EvaluatedSet) -> dict[str, Any]:
+    def _evaluation(self, evaluated: EvaluatedSet) -> dict[str, object]:
         return {
             "rewards": evaluated.rewards,
             "truncated": evaluated.truncated,
@@ -83,7 +84,7 @@ def rewards_of(value: object, count: int) -> list[float]:
     return _numbers("the rewards", rewards, count)
 
 
-def train_data_of(value: object, sampled: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def train_data_of(value: object, sampled: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """Return rewards and loss masks of training data, one for each sample in order. Raises WrongAnswer.
 
     ``sampled``: the tokens, response length, loss mask and log-probs of each sample, which the data must

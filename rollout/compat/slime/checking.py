@@ -9,7 +9,6 @@ import inspect
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from slipstream.configs.schema import HooksConfig, RunConfig
 from slipstream.rollout.compat.slime import make_slime_importable
@@ -145,7 +144,7 @@ def _problem_with_class(hook: object, signature: HookSignature) -> str | None:
     return _problem_with_call(hook, signature)
 
 
-def _problem_with_call(hook: Callable[..., Any], signature: HookSignature) -> str | None:
+def _problem_with_call(hook: Callable[..., object], signature: HookSignature) -> str | None:
     try:
         parameters = inspect.signature(hook)
     except (TypeError, ValueError):

@@ -82,7 +82,7 @@ class Source:
     def _give_back(self, group: GivenBack) -> str | None:
         """Give a group back, as slime does when it aborts one. Return what the source has raised."""
         prompt = Prompt(group.position, group.prompt, group.label, group.metadata)
-        samples: list[Any] = []
+        samples: list[object] = []
         for number in range(self._episodes):
             sample: Any = self._kind(prompt=group.prompt, label=group.label, metadata=metadata_of(prompt))
             drawn_onto(sample, prompt, number)
@@ -96,7 +96,7 @@ class Source:
             return f"{type(error).__name__}: {error}"
         return None
 
-    def _row(self, group: object) -> dict[str, Any]:
+    def _row(self, group: object) -> dict[str, object]:
         """Return a group as it is written down. Raises WrongAnswer."""
         samples = cast("list[Any]", group if isinstance(group, list) else [group])
         if len(samples) != self._episodes or not all(isinstance(each, self._kind) for each in samples):
@@ -111,10 +111,10 @@ class Source:
         others = [self._others(each) for each in samples]
         if all(each == others[0] for each in others):
             others = others[:1]
-        row: dict[str, Any] = {
+        row: dict[str, object] = {
             "prompt": first.prompt,
             "label": first.label,
-            "metadata": cast("dict[str, Any]", first.metadata or {}) | {DRAWN: others},
+            "metadata": cast("dict[str, object]", first.metadata or {}) | {DRAWN: others},
         }
         try:
             json.dumps(row)
@@ -122,7 +122,7 @@ class Source:
             raise WrongAnswer(f"get_samples returned a sample that cannot be written down: {error}") from None
         return row
 
-    def _others(self, sample: Any) -> dict[str, Any]:
+    def _others(self, sample: Any) -> dict[str, object]:
         """Return what a sample holds besides its prompt: whatever differs from a new sample."""
         defaults = self._kind().to_dict()
         return {

@@ -13,7 +13,7 @@ from slipstream.rollout.compat.slime.sample_matching import SampledReplies, matc
 from slipstream.rollout.reward.value import Judgement, NoNumber, is_part_name, judgement_of
 from slipstream.rollout.tokens.teacher import TeacherScores
 from slipstream.rollout.tokens.tokenizer import Tokenizer
-from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Messages, Prompt, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
 
 _LONGEST_SHOWN = 80
@@ -33,18 +33,18 @@ class SampleLike(Protocol):
     index: int | None
     group_index: int | None
     rollout_id: int | None
-    prompt: Any
+    prompt: str | Messages
     tokens: list[int]
     response: str
     response_length: int
-    label: Any
-    reward: Any
+    label: object
+    reward: object
     loss_mask: list[int] | None
     rollout_log_probs: list[float] | None
-    teacher_log_probs: Any
+    teacher_log_probs: object
     remove_sample: bool
     status: SampleStatus
-    metadata: dict[str, Any]
+    metadata: dict[str, object]
     custom_rm_path: str | None
     weight_versions: list[str]
 
@@ -74,7 +74,7 @@ PARTS = "recipe_reward_parts"
 """Attribute of samples whose reward is a number: the parts that the recipe's own reward has given besides."""
 
 
-def fields_of(prompt: Prompt, args: SlimeArguments, tokenizer: Tokenizer) -> dict[str, Any]:
+def fields_of(prompt: Prompt, args: SlimeArguments, tokenizer: Tokenizer) -> dict[str, object]:
     """Return the fields of the sample that an episode begins with."""
     text: object = prompt.prompt
     is_rendered = DRAWN in prompt.metadata and isinstance(text, str)  # by the data source
@@ -82,7 +82,7 @@ def fields_of(prompt: Prompt, args: SlimeArguments, tokenizer: Tokenizer) -> dic
         text = tokenizer.apply_chat_template(
             prompt.messages(), tokenize=False, add_generation_prompt=True, **args.apply_chat_template_kwargs
         )
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "prompt": text,
         "label": prompt.label,
         "metadata": metadata_of(prompt),
@@ -92,14 +92,14 @@ def fields_of(prompt: Prompt, args: SlimeArguments, tokenizer: Tokenizer) -> dic
     return copy.deepcopy(fields)
 
 
-def metadata_of(prompt: Prompt) -> dict[str, Any]:
+def metadata_of(prompt: Prompt) -> dict[str, object]:
     """Return a prompt's metadata as hooks see them."""
     return {name: value for name, value in prompt.metadata.items() if name != DRAWN}
 
 
 def drawn_onto(sample: SampleLike, prompt: Prompt, number: int) -> SampleLike:
     """Return the sample with what a data source has put on the one with this number in its group."""
-    drawn = cast("Sequence[Mapping[str, Any]]", prompt.metadata.get(DRAWN) or ())
+    drawn = cast("Sequence[Mapping[str, object]]", prompt.metadata.get(DRAWN) or ())
     if not drawn:
         return sample
     for name, value in drawn[number if len(drawn) > 1 else 0].items():

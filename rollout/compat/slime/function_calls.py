@@ -99,7 +99,7 @@ class _InThread:
         self._call = call
         self._path = path
         self._loop = asyncio.get_running_loop()
-        self.result: asyncio.Future[Any] = self._loop.create_future()
+        self.result: asyncio.Future[object] = self._loop.create_future()
         self.has_ended = False
         self._thread = threading.Thread(target=self._run, name="rollout function", daemon=True)
         self._thread.start()
@@ -225,13 +225,13 @@ def evaluated_set(name: str, values: object, path: str, reward_key: str) -> Eval
     )
 
 
-def datasets(args: SlimeArguments) -> list[Any]:
+def datasets(args: SlimeArguments) -> list[object]:
     """Return the sets of an evaluation in slime's form."""
     words = cast("list[str]", args.eval_prompt_data or [])
     return [_dataset(args, name, path) for name, path in zip(words[::2], words[1::2], strict=True)]
 
 
-def _dataset(args: SlimeArguments, name: str, path: str) -> Any:
+def _dataset(args: SlimeArguments, name: str, path: str) -> object:
     values = {
         "name": name,
         "path": path,

@@ -20,7 +20,7 @@ import numpy as np
 from slipstream.configs.schema import HooksConfig
 from slipstream.configs.schema.rollout import JudgingConfig
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
-from slipstream.rollout.compat.slime.episode_samples import judgement_of_reward, metadata_of
+from slipstream.rollout.compat.slime.episode_samples import SampleLike, judgement_of_reward, metadata_of
 from slipstream.rollout.reward.judge.judge_errors import JudgingFailed
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.system.plugins import resolve
@@ -43,11 +43,11 @@ class SampleRebuilder:
 
     def __init__(self, args: SlimeArguments, tokenizer: Tokenizer) -> None:
         """``slime`` must be importable."""
-        self._sample: Callable[..., Any] = resolve("slime.utils.types.Sample")
+        self._sample: Callable[..., SampleLike] = resolve("slime.utils.types.Sample")
         self._reward_key: str | None = args.reward_key
         self._tokenizer = tokenizer
 
-    def of_group(self, group: Group) -> list[list[Any]]:
+    def of_group(self, group: Group) -> list[list[SampleLike]]:
         """Return the samples of each episode of a group: several where it has several trajectories."""
         count = len(group.trajectories)
         return [
@@ -55,7 +55,7 @@ class SampleRebuilder:
             for index, episode in enumerate(group.trajectories)
         ]
 
-    def sample(self, trajectory: Trajectory, prompt: Prompt, group: int, index: int | None) -> Any:
+    def sample(self, trajectory: Trajectory, prompt: Prompt, group: int, index: int | None) -> SampleLike:
         """Return the sample of one trajectory. ``index``: of its episode over the run, if known."""
         sampled = trajectory.versions_T != UNSAMPLED
         start = int(sampled.argmax())
@@ -77,10 +77,10 @@ class SampleRebuilder:
             status=statuses.TRUNCATED if trajectory.finish is Finish.LENGTH else statuses.COMPLETED,
         )
 
-    def of_set(self, evaluated: EvaluatedSet) -> list[Any]:
+    def of_set(self, evaluated: EvaluatedSet) -> list[SampleLike]:
         """Return the samples of an evaluation, of which only lengths and rewards are recorded."""
         statuses = cast("Any", self._sample).Status
-        samples: list[Any] = []
+        samples: list[SampleLike] = []
         for number, reward in enumerate(evaluated.rewards):
             prompt = evaluated.prompts[number] if evaluated.prompts else None
             index = number if prompt is None else prompt.id
@@ -97,7 +97,7 @@ class SampleRebuilder:
         return samples
 
 
-def _asked(prompt: Prompt) -> dict[str, Any]:
+def _asked(prompt: Prompt) -> dict[str, object]:
     """Return what a sample says of its prompt."""
     return {"prompt": prompt.prompt, "label": prompt.label, "metadata": metadata_of(prompt)}
 
@@ -116,9 +116,9 @@ class ReturnedSamples:
         """``most``: number of episodes to keep the samples of. The oldest ones are given up."""
         self._most = most
         self._episodes: deque[list[_Key]] = deque()
-        self._samples: dict[_Key, list[object]] = {}
+        self._samples: dict[_Key, list[SampleLike]] = {}
 
-    def keep(self, prompt: Prompt, trajectories: Sequence[Trajectory], samples: Sequence[object]) -> None:
+    def keep(self, prompt: Prompt, trajectories: Sequence[Trajectory], samples: Sequence[SampleLike]) -> None:
         """Keep the samples that the trajectories of an episode were made of."""
         keys = [_key(prompt, trajectory) for trajectory in trajectories]
         for key, sample in zip(keys, samples, strict=True):
@@ -131,10 +131,10 @@ class ReturnedSamples:
                 if not kept:
                     del self._samples[key]
 
-    def of(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[object | None]:
+    def of(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[SampleLike | None]:
         """Return the sample of each trajectory, none of them twice; None where there is none."""
         taken: Counter[_Key] = Counter()
-        samples: list[object | None] = []
+        samples: list[SampleLike | None] = []
         for trajectory in trajectories:
             key = _key(prompt, trajectory)
             kept = self._samples.get(key, ())
@@ -157,18 +157,20 @@ class GroupSamples:
         self._reward_key = cast("str | None", arguments.reward_key)
         self._returned = returned
 
-    def of(self, prompt: Prompt, trajectories: Sequence[Trajectory], group: int | None = None) -> list[Any]:
+    def of(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], group: int | None = None
+    ) -> list[SampleLike | list[SampleLike]]:
         """Return a sample for each trajectory of a group, and a list for one with siblings.
 
         ``group``: number of the group; None: the samples keep the indices that they have.
         """
         parts = [trajectory.split() for trajectory in trajectories]
         returned = iter(self._returned.of(prompt, [part for siblings in parts for part in siblings]))
-        samples: list[Any] = []
+        samples: list[SampleLike | list[SampleLike]] = []
         for number, (trajectory, siblings) in enumerate(zip(trajectories, parts, strict=True)):
             # A sum of all parts has the reward of the episode; a sample that was returned has its own.
             of_episode = [next(returned) or self._made(prompt, part) for part in siblings]
-            for sample in cast("list[Any]", of_episode):
+            for sample in of_episode:
                 if sample.reward is None or not (self._reward_key and isinstance(sample.reward, Mapping)):
                     sample.reward = self._reward(trajectory, sample.reward)
                 if group is not None:
@@ -185,19 +187,15 @@ class GroupSamples:
             return trajectory.reward
         return {self._reward_key: trajectory.reward, **dict(trajectory.reward_parts)}
 
-    def _made(self, prompt: Prompt, trajectory: Trajectory) -> Any:
+    def _made(self, prompt: Prompt, trajectory: Trajectory) -> SampleLike:
         sample = self._rebuild.sample(trajectory, prompt, prompt.id, None)
         sample.reward = None
         return sample
 
 
-def flat(samples: Sequence[Any]) -> list[Any]:
+def flat(samples: Sequence[SampleLike | list[SampleLike]]) -> list[SampleLike]:
     """Return the samples of a group without the lists of siblings."""
-    return [
-        sample
-        for each in samples
-        for sample in (cast("list[Any]", each) if isinstance(each, list) else [each])
-    ]
+    return [sample for each in samples for sample in (each if isinstance(each, list) else [each])]
 
 
 class GroupJudge:
@@ -250,7 +248,7 @@ class GroupJudge:
     async def _judgements(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Judgement]:
         samples = self._samples.of(prompt, trajectories)
         everything = flat(samples)
-        rewards = list(cast("Sequence[Any]", await self._ask(self._arguments.copied(), everything)))
+        rewards = list(cast("Sequence[object]", await self._ask(self._arguments.copied(), everything)))
         if len(rewards) != len(everything):
             raise ValueError(f"it returned {len(rewards)} rewards for {len(everything)} samples")
         judgements = iter([judgement_of_reward(reward, self._reward_key) for reward in rewards])
@@ -310,7 +308,7 @@ class HookFilter:
             return None
         return [_trained(*pair) for pair in zip(group.trajectories, samples, strict=True)]
 
-    def _is_kept(self, args: SlimeArguments, samples: list[Any]) -> bool:
+    def _is_kept(self, args: SlimeArguments, samples: list[SampleLike | list[SampleLike]]) -> bool:
         if self._filter is None:
             return True
         return bool(_called("dynamic_sampling_filter", self._call, self._filter, args, samples).keep)
@@ -327,7 +325,7 @@ def _called(name: str, hook: Hook, *args: object) -> Any:
         raise HookFailed(f"rollout.hooks.{name} raised {type(error).__name__}: {error}") from error
 
 
-def _trained(trajectory: Trajectory, sample: Any) -> Trajectory:
+def _trained(trajectory: Trajectory, sample: SampleLike | list[SampleLike]) -> Trajectory:
     """Return a trajectory without the loss of the samples that hooks have removed."""
     siblings = flat([sample])
     if not any(each.remove_sample for each in siblings):

@@ -19,6 +19,7 @@ from slipstream.configs.schema import HooksConfig
 from slipstream.rollout.compat.slime.arguments import SlimeArguments, address, prepare_requests
 from slipstream.rollout.compat.slime.episode_samples import (
     SampleLike,
+    SampleStatus,
     WrongReturn,
     attest,
     declared,
@@ -27,7 +28,7 @@ from slipstream.rollout.compat.slime.episode_samples import (
     is_done,
     trajectory_of,
 )
-from slipstream.rollout.compat.slime.group_hooks import ReturnedSamples
+from slipstream.rollout.compat.slime.group_hooks import Hook, ReturnedSamples
 from slipstream.rollout.compat.slime.sample_matching import SampledReplies
 from slipstream.rollout.system.plugins import resolve
 from slipstream.rollout.tokens.tokenizer import Tokenizer
@@ -36,8 +37,6 @@ from slipstream.rollout.workflow import WorkflowContext
 from slipstream.rollout.workflow.endpoint import Reply
 
 log = logging.getLogger(__name__)
-
-Hook = Callable[..., Any]
 
 
 class HookWorkflow:
@@ -197,12 +196,12 @@ def _prompt_ids(prompt: Prompt, sample: SampleLike, tokenizer: Tokenizer) -> lis
     )
 
 
-def _status(sample: SampleLike, value: str) -> Any:
+def _status(sample: SampleLike, value: str) -> SampleStatus:
     """Return the member of slime's statuses with a value."""
     return type(sample.status)(value)  # pyright: ignore[reportCallIssue]
 
 
-def _sampling_params(args: SlimeArguments) -> dict[str, Any]:
+def _sampling_params(args: SlimeArguments) -> dict[str, object]:
     """Return the sampling parameters that hooks send with their requests, which they may change."""
     return {
         "temperature": args.rollout_temperature,

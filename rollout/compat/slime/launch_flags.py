@@ -50,21 +50,21 @@ def _one_of(**names: object) -> Callable[[str], object]:
     return convert
 
 
-def _object(text: str) -> dict[str, Any]:
+def _object(text: str) -> dict[str, object]:
     try:
         value = json.loads(text)
     except ValueError:
         value = None
     if not isinstance(value, dict):
         raise FlagError(f"expected a JSON object, found {text!r}")
-    return cast("dict[str, Any]", value)
+    return cast("dict[str, object]", value)
 
 
 PIPELINE = ("sglang-pp-size", "sglang-pp", "sglang-pipeline-parallel-size")
 DATA = ("sglang-dp-size", "sglang-dp", "sglang-data-parallel-size")
 """Flags of one setting, by every name that SGLang has for it."""
 
-Setting = tuple[str, Callable[[str], Any]]
+Setting = tuple[str, Callable[[str], object]]
 
 SETTINGS: dict[str, Setting] = {
     "hf-checkpoint": ("model.path", _text),
@@ -381,7 +381,7 @@ class FlagOutcome:
 class ImportedRecipe:
     """A recipe made of a script."""
 
-    settings: Settings = field(default_factory=dict[str, Any])
+    settings: Settings = field(default_factory=Settings)
     """By dotted path."""
     outcomes: list[FlagOutcome] = field(default_factory=list[FlagOutcome])
     notes: list[str] = field(default_factory=list[str])

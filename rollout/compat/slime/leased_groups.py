@@ -11,7 +11,7 @@ bounds the age of the samples.
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 
@@ -19,7 +19,7 @@ GROUP = "leased_group"
 """Attribute of samples: the number under which their group was leased, whatever functions write into
 ``group_index``."""
 
-SampleGroup = list[Any]
+SampleGroup = list[object]
 """A group as rollout functions have it: a sample, or a list of siblings, for each episode."""
 
 
@@ -37,7 +37,7 @@ class LeasedGroups:
     def __init__(
         self,
         args: SlimeArguments,
-        buffer_filter: Callable[[Any, Any, list[SampleGroup], int], Sequence[SampleGroup]],
+        buffer_filter: Callable[[object, object, list[SampleGroup], int], Sequence[SampleGroup]],
         *,
         prompts: int,
         patience_s: float,

@@ -5,10 +5,10 @@ Functions run on loops of their own: the question goes to the loop of the collec
 """
 
 import asyncio
-from typing import Any
 
 import numpy as np
 
+from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.episode_samples import PARTS, SampleLike, finish_of, response_of
 from slipstream.rollout.reward.value import EpisodeJudge
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Prompt, Trajectory
@@ -31,7 +31,7 @@ def answer_by(judge: EpisodeJudge) -> None:
     _Answering.judge, _Answering.loop = judge, asyncio.get_running_loop()
 
 
-async def score(args: Any, samples: SampleLike | list[SampleLike], **kwargs: object) -> object:
+async def score(args: SlimeArguments, samples: SampleLike | list[SampleLike], **kwargs: object) -> object:
     """Return the reward of a sample, or those of several.
 
     None where the recipe's reward sees whole groups: the collector asks it when the group is complete. Raises
@@ -42,7 +42,7 @@ async def score(args: Any, samples: SampleLike | list[SampleLike], **kwargs: obj
     return await _score(args, samples)
 
 
-async def _score(args: Any, sample: SampleLike) -> object:
+async def _score(args: SlimeArguments, sample: SampleLike) -> object:
     judge, prompt = _Answering.judge, getattr(sample, PROMPT, None)
     assert judge is not None
     if judge.of_groups and prompt is not None:

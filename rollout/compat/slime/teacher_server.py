@@ -6,12 +6,13 @@ the log-probs belong to a sample before it is recorded, so that one function doe
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
+from slipstream.rollout.compat.slime.episode_samples import SampleLike
 from slipstream.rollout.system.plugins import resolve
 
-Post = Callable[[str, Mapping[str, Any]], Awaitable[object]]
+Post = Callable[[str, Mapping[str, object]], Awaitable[object]]
 
 TASK_REWARD = 0.0
 """Reward of a sample whose only signal is the teacher, as in slime."""
@@ -21,14 +22,14 @@ class WrongReply(RuntimeError):
     """The teacher's server does not say how likely each token of a response is."""
 
 
-async def taught_by_server(args: SlimeArguments, sample: Any) -> Any:
+async def taught_by_server(args: SlimeArguments, sample: SampleLike | list[SampleLike]) -> object:
     """Set ``teacher_log_probs`` of a sample, or of each of several, and return the reward 0 for each.
 
     The server is asked at ``args.rm_url`` (``rollout.hooks.rm_url``): the address of SGLang's ``/generate``.
     Raises WrongReply, and what a failed request raises; either is a failed attempt at the episode.
     """
     if isinstance(sample, list):
-        return [await taught_by_server(args, each) for each in cast("list[Any]", sample)]
+        return [await taught_by_server(args, each) for each in sample]
     payload = {
         "input_ids": list(sample.tokens),
         "sampling_params": {
@@ -47,9 +48,9 @@ async def taught_by_server(args: SlimeArguments, sample: Any) -> Any:
 
 def _log_probs(reply: object, tokens: int, response: int) -> list[float]:
     """Return the log-probs of the last ``response`` of ``tokens`` tokens. Raises WrongReply."""
-    meta = cast("Mapping[str, Any]", reply).get("meta_info") if isinstance(reply, Mapping) else None
+    meta = cast("Mapping[str, object]", reply).get("meta_info") if isinstance(reply, Mapping) else None
     entries = (
-        cast("Mapping[str, Any]", meta).get("input_token_logprobs") if isinstance(meta, Mapping) else None
+        cast("Mapping[str, object]", meta).get("input_token_logprobs") if isinstance(meta, Mapping) else None
     )
     if not isinstance(entries, Sequence) or len(cast("Sequence[object]", entries)) != tokens:
         shown = (
@@ -61,11 +62,10 @@ def _log_probs(reply: object, tokens: int, response: int) -> list[float]:
             "a teacher with the policy's vocabulary"
         )
     # The first token of the whole has no log-prob, and is never one of the response.
-    values = [
-        cast("Sequence[Any]", entry)[0] for entry in cast("Sequence[object]", entries)[tokens - response :]
-    ]
-    if not all(isinstance(value, int | float) for value in values):
+    of_response = cast("Sequence[Sequence[object]]", entries)[tokens - response :]
+    values = [entry[0] for entry in of_response if isinstance(entry[0], int | float)]
+    if len(values) < len(of_response):
         raise WrongReply(
             "rollout.hooks.rm_url: a token of the response has no log-prob in the server's reply"
         )
-    return [float(value) for value in values]
+    return list(map(float, values))
