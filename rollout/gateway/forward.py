@@ -18,7 +18,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, cast
+from typing import cast
 
 import aiohttp
 import orjson
@@ -264,13 +264,13 @@ def _headers(scope: Scope) -> dict[str, str]:
     return headers
 
 
-def _values(body: bytes) -> Mapping[str, Any]:
+def _values(body: bytes) -> Mapping[str, object]:
     """Return the body as an object, if it may name a session; else an empty one."""
     if any(name in body for name in NAMED_IN_BODY):
         with suppress(ValueError):
             values = orjson.loads(body)
             if isinstance(values, dict):
-                return cast("dict[str, Any]", values)
+                return cast("dict[str, object]", values)
     return {}
 
 

@@ -15,6 +15,8 @@ from types import SimpleNamespace
 from typing import Any, Protocol, Self, cast
 
 import orjson
+from fastapi.responses import ORJSONResponse
+from openai_harmony import Message
 from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 from sglang.srt.entrypoints.harmony_utils import parse_response_input
 from sglang.srt.entrypoints.openai import serving_chat
@@ -23,9 +25,11 @@ from sglang.srt.entrypoints.openai.protocol import (
     ChatCompletionResponse,
     CompletionRequest,
     CompletionResponse,
+    ErrorResponse,
     MessageProcessingResult,
     ResponsesRequest,
     ResponsesResponse,
+    ToolCallConstraint,
 )
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
@@ -51,7 +55,7 @@ def _let_calls_be_repeated() -> None:
     """
     as_objects = serving_chat.normalize_assistant_tool_call_arguments
 
-    def as_objects_if_they_are(message: dict[str, Any], *, strict: bool = True) -> None:
+    def as_objects_if_they_are(message: ChatMessage, *, strict: bool = True) -> None:
         for call in message.get("tool_calls") or ():
             function = call.get("function") if isinstance(call, dict) else None
             if isinstance(function, dict) and function.get("arguments") == "":
@@ -67,8 +71,8 @@ _let_calls_be_repeated()
 class Application(Protocol):
     """The part of a tokenizer that applies its chat template."""
 
-    def apply_chat_template(self, conversation: list[ChatMessage], /, **settings: Any) -> Any: ...
-    def encode(self, text: str, **settings: Any) -> list[int]: ...
+    def apply_chat_template(self, conversation: list[ChatMessage], /, **settings: object) -> Any: ...
+    def encode(self, text: str, **settings: object) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,8 @@ class AppliedTemplate:
 
     tokenizer: Application
     messages: Sequence[ChatMessage]
-    settings: Mapping[str, Any]
-    encoding: Mapping[str, Any]
+    settings: Mapping[str, object]
+    encoding: Mapping[str, object]
     text: str
 
     def render(self, messages: Sequence[ChatMessage], *, answer: bool) -> str:
@@ -182,11 +186,11 @@ class Chatting(OpenAIServingChat):
 
     def _render_and_encode_chat_template(
         self,
-        messages: list[dict[str, Any]],
+        messages: list[ChatMessage],
         *,
-        tools: list[dict[str, Any]] | None,
-        template_kwargs: dict[str, Any],
-        encode_kwargs: dict[str, Any],
+        tools: list[dict[str, object]] | None,
+        template_kwargs: dict[str, object],
+        encode_kwargs: dict[str, object],
         use_cache: bool,
     ) -> tuple[Any, str | None]:
         tokenizer: Any = self.tokenizer_manager.tokenizer
@@ -258,7 +262,7 @@ class Chat(Chatting):
 
     async def _handle_non_streaming_request(
         self, adapted_request: GenerateReqInput, request: ChatCompletionRequest, raw_request: object
-    ) -> Any:
+    ) -> ChatCompletionResponse | ErrorResponse | ORJSONResponse:
         response = await super()._handle_non_streaming_request(adapted_request, request, raw_request)  # pyright: ignore
         if isinstance(response, ChatCompletionResponse):
             await self.call.record(
@@ -343,7 +347,7 @@ class TextCompletion(OpenAIServingCompletion):
 
     async def _handle_non_streaming_request(
         self, adapted_request: GenerateReqInput, request: CompletionRequest, raw_request: object
-    ) -> Any:
+    ) -> CompletionResponse | ErrorResponse | ORJSONResponse:
         response = await super()._handle_non_streaming_request(adapted_request, request, raw_request)  # pyright: ignore
         if isinstance(response, CompletionResponse):
             await self._record()
@@ -373,7 +377,7 @@ class Responses(Chatting, OpenAIServingResponses):
         bound = self.bound_to(call)
         bound.response_store, bound.msg_store = {}, {}
         if exchanges:
-            items: list[Any] = []
+            items: list[dict[str, Any]] = []
             for exchange in exchanges:
                 items += [*exchange["input"], *exchange["response"]["output"]]
             last: Any = SimpleNamespace(id=exchanges[-1]["response"]["id"], output=items)
@@ -382,7 +386,7 @@ class Responses(Chatting, OpenAIServingResponses):
         return bound
 
     @classmethod
-    def _normalize_response_message_for_chat(cls, message: Any) -> Any:
+    def _normalize_response_message_for_chat(cls, message: object) -> object:
         """Leave out the phase, which would keep the reasoning and the text of a turn apart in the chat."""
         normalized = super()._normalize_response_message_for_chat(message)
         if isinstance(normalized, dict):
@@ -392,7 +396,9 @@ class Responses(Chatting, OpenAIServingResponses):
     def _validate_model(self, model: str | None) -> None:
         """Requests may name any model."""
 
-    async def _make_request(self, request: ResponsesRequest, prev_response: Any, tokenizer: Any) -> Any:
+    async def _make_request(
+        self, request: ResponsesRequest, prev_response: ResponsesResponse | None, tokenizer: object
+    ) -> object:
         with _reading(self.call):
             messages, _, _, processed = await super()._make_request(request, prev_response, tokenizer)
             sampling = self._sampling(request, processed.stop, processed.tool_call_constraint)
@@ -405,7 +411,9 @@ class Responses(Chatting, OpenAIServingResponses):
         prompts = [list(self.call.input_ids)]
         return messages, prompts, prompts, processed
 
-    def _make_request_with_harmony(self, request: ResponsesRequest, prev_response: Any) -> Any:
+    def _make_request_with_harmony(
+        self, request: ResponsesRequest, prev_response: ResponsesResponse | None
+    ) -> object:
         with _reading(self.call):
             made = super()._make_request_with_harmony(request, prev_response)
             sampling = self._sampling(request, request.stop, None)
@@ -417,7 +425,9 @@ class Responses(Chatting, OpenAIServingResponses):
         request.request_id = f"resp_{self.call.answer_id}"
         self._is_stored = bool(request.store)
 
-    def _sampling(self, request: ResponsesRequest, stop: Any, constraint: Any) -> dict[str, Any]:
+    def _sampling(
+        self, request: ResponsesRequest, stop: str | list[str] | None, constraint: ToolCallConstraint | None
+    ) -> dict[str, Any]:
         """Return the sampling parameters as SGLang makes them later, with exactly the length asked for."""
         parameters = request.to_sampling_params(
             self.tokenizer_manager.model_config.context_len,
@@ -427,7 +437,9 @@ class Responses(Chatting, OpenAIServingResponses):
         )
         return parameters | {"max_new_tokens": request.max_output_tokens}
 
-    async def responses_full_generator(self, request: ResponsesRequest, *args: Any, **settings: Any) -> Any:
+    async def responses_full_generator(
+        self, request: ResponsesRequest, *args: Any, **settings: Any
+    ) -> ResponsesResponse | ORJSONResponse:
         response = await super().responses_full_generator(request, *args, **settings)
         if isinstance(response, ResponsesResponse):
             await self._record(response.model_dump(mode="json", by_alias=True))
@@ -470,7 +482,7 @@ class Responses(Chatting, OpenAIServingResponses):
         )
 
 
-def _text(content: Any) -> str:
+def _text(content: str | list[dict[str, str]] | None) -> str:
     """Return the text of a message's content, which may be a list of parts."""
     if isinstance(content, list):
         return "".join(part.get("text", "") for part in content)
@@ -482,10 +494,10 @@ def as_batch(ids: Any) -> list[list[int]]:
     return ids if ids and isinstance(ids[0], list) else [ids]
 
 
-def _harmony_messages(items: Sequence[Mapping[str, Any]]) -> list[Any]:
+def _harmony_messages(items: Sequence[dict[str, Any]]) -> list[Message]:
     """Return the items of a conversation as gpt-oss reads them."""
-    before: list[Any] = []
-    messages: list[Any] = []
+    before: list[dict[str, Any]] = []
+    messages: list[Message] = []
     for item in items:
         messages.append(parse_response_input(dict(item), before))  # pyright: ignore[reportArgumentType]
         before.append(item)

@@ -83,7 +83,7 @@ class HeadAsGet:
         await self._app({**scope, "method": "GET"} if is_head else scope, receive, send)
 
 
-def _add(app: FastAPI, method: str, path: str, take: Callable[[Request], Any]) -> None:
+def _add(app: FastAPI, method: str, path: str, take: Callable[[Request], Awaitable[Response]]) -> None:
     """Add a route. What is below /v1 is below the path of a session as well."""
 
     async def route(request: Request) -> Response:
@@ -130,7 +130,7 @@ def _add_state(
         "max_model_len": card.context,
     }
 
-    def known(build: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    def known(build: Callable[[Request], object]) -> Callable[[Request], Awaitable[Response]]:
         async def route(request: Request) -> Response:
             handler.user(request)
             built = build(request)
@@ -138,12 +138,12 @@ def _add_state(
 
         return _refusing(route)
 
-    def one_model(request: Request) -> dict[str, Any]:
+    def one_model(request: Request) -> dict[str, object]:
         if request.path_params["model"] != card.name:
             raise Refusal(404, f"the model is {card.name}", param="model", code="model_not_found")
         return model
 
-    def model_info(_request: Request) -> dict[str, Any]:
+    def model_info(_request: Request) -> dict[str, object]:
         return {
             "model_path": card.path,
             "tokenizer_path": card.path,
@@ -153,7 +153,7 @@ def _add_state(
             "max_model_len": card.context,
         }
 
-    def workers(request: Request) -> dict[str, Any]:
+    def workers(request: Request) -> dict[str, object]:
         # A client that names itself in its URL goes on to do so: it may abort its requests at the workers.
         named = credentials_of(request.headers)
         url = f"{request.url.scheme}://{named and named + '@'}{request.url.netloc}"

@@ -101,7 +101,7 @@ class LiveCall:
     """One HTTP request."""
 
     def __init__(
-        self, shared: SharedParts, envelope: Envelope, body: Mapping[str, Any], previous: str = ""
+        self, shared: SharedParts, envelope: Envelope, body: Mapping[str, object], previous: str = ""
     ) -> None:
         """``body``: as the client has sent it. ``previous``: id of the request whose answer it names as the
         one before.

@@ -59,7 +59,7 @@ class AnswerContents:
         self, turn: RunningTurn, answer: RunningAnswer, form: Form, known: int, step: AnswerPart
     ) -> Content:
         """Return the part of an answer between ``known`` tokens and those of ``step``."""
-        meta: dict[str, Any] = {
+        meta: dict[str, object] = {
             "id": form.id,
             "finish_reason": None if step.finish is None else _finish_reason(step),
             "prompt_tokens": len(turn.begun.input_ids),

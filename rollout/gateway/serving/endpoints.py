@@ -1,7 +1,7 @@
 """The endpoints that answer: what each reads of a body, whom it asks, and in whose words. Imports SGLang."""
 
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +19,8 @@ from slipstream.rollout.gateway.serving.answering import Chat, Messages, Respons
 from slipstream.rollout.gateway.serving.call import LiveCall
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.native import GenerateBody, Native
-from slipstream.rollout.gateway.serving.replies import Protocols
+from slipstream.rollout.gateway.serving.replies import Protocols, Result
 from slipstream.rollout.gateway.serving.stand_in import StandIn
-
-Result = dict[str, Any] | AsyncIterator[str | bytes]
-"""A reply as JSON, or the events of a stream."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Endpoint:
             raise Refusal(400, f"the body cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _check_messages(given: dict[str, Any], limits: LimitsConfig) -> None:
+def _check_messages(given: dict[str, object], limits: LimitsConfig) -> None:
     for name in ("messages", "input"):
         messages = given.get(name)
         if isinstance(messages, list) and len(messages) > limits.messages:
@@ -173,7 +170,7 @@ def _defaults(body: type[BaseModel]) -> dict[str, object]:
     return {name: field.default for name, field in body.model_fields.items()}
 
 
-def _result(reply: Any) -> Result:
+def _result(reply: object) -> Result:
     """Return a reply of SGLang as JSON or as events. Raises Refusal for an error."""
     if isinstance(reply, StreamingResponse):
         return reply.body_iterator  # pyright: ignore[reportReturnType]

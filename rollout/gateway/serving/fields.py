@@ -7,7 +7,7 @@ clients send them, have no effect and are left out.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any, cast
+from typing import cast
 
 from slipstream.rollout.gateway.serving.limits import Refusal
 
@@ -144,8 +144,8 @@ REMOTE_TOOLS = frozenset({"mcp", "web_search", "web_search_preview", "file_searc
 
 
 def check_fields(
-    body: Mapping[str, Any], allowed: Collection[str], known: Mapping[str, object]
-) -> dict[str, Any]:
+    body: Mapping[str, object], allowed: Collection[str], known: Mapping[str, object]
+) -> dict[str, object]:
     """Return the fields of a body that the endpoint reads.
 
     ``known``: the default of every field that SGLang's endpoint reads. A field that is null, or has its

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from typing import Any
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
@@ -25,7 +24,7 @@ from slipstream.rollout.gateway.serving import replies
 from slipstream.rollout.gateway.serving.call import FULL_AGAIN_S, Envelope, LiveCall, SharedParts
 from slipstream.rollout.gateway.serving.limits import Rates, Refusal
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
-from slipstream.rollout.gateway.serving.replies import ClientGone, EventStream, unless_disconnected
+from slipstream.rollout.gateway.serving.replies import ClientGone, EventStream, Result, unless_disconnected
 from slipstream.rollout.gateway.serving.schema import EndpointPort
 from slipstream.rollout.gateway.source import TokenSource
 
@@ -37,7 +36,7 @@ def envelope_of(
     path_session: str | None,
     response_session: str | None,
     headers: Mapping[str, str],
-    body: Mapping[str, Any],
+    body: Mapping[str, object],
     raw: bytes,
     now_s: float,
 ) -> Envelope:
@@ -156,7 +155,7 @@ class RequestHandler:
             if not is_streamed:
                 await self._end(call)
 
-    async def _ask(self, endpoint: EndpointPort, call: LiveCall, parsed: Any) -> Any:
+    async def _ask(self, endpoint: EndpointPort, call: LiveCall, parsed: object) -> Result:
         """Return the reply, or the events of one whose first tokens have come. Raises Refusal."""
         try:
             result = await endpoint.answer(call, parsed)
@@ -170,7 +169,7 @@ class RequestHandler:
             await call.started()
         return result
 
-    def _reply(self, endpoint: EndpointPort, call: LiveCall, result: Any) -> Response:
+    def _reply(self, endpoint: EndpointPort, call: LiveCall, result: Result) -> Response:
         headers = {"x-request-id": call.id, **replies.session_headers(call.session)}
         if isinstance(result, AsyncIterator):
             return EventStream(
@@ -205,7 +204,7 @@ class RequestHandler:
 
     # ---- answers that are named later
 
-    def _previous(self, user: User, body: dict[str, Any]) -> tuple[str, str | None]:
+    def _previous(self, user: User, body: dict[str, object]) -> tuple[str, str | None]:
         """Return the request whose answer a request continues by name, and its session.
 
         Empty and None: it names none. Raises Refusal with 404.
@@ -291,7 +290,7 @@ def _path_session(request: Request) -> str | None:
         raise Refusal(400, str(error)) from error
 
 
-def _json(raw: bytes) -> dict[str, Any]:
+def _json(raw: bytes) -> dict[str, object]:
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:

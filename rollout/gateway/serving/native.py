@@ -1,7 +1,6 @@
 """SGLang's own /generate, for programs that send ids: one prompt or several, text or ids. Imports SGLang."""
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -10,6 +9,7 @@ from slipstream.rollout.gateway.serving.answering import as_batch
 from slipstream.rollout.gateway.serving.call import LiveCall, PromptParts
 from slipstream.rollout.gateway.serving.contents import Content, Form
 from slipstream.rollout.gateway.serving.limits import Refusal
+from slipstream.rollout.gateway.serving.replies import Result
 from slipstream.rollout.gateway.serving.stand_in import StandIn
 
 
@@ -81,7 +81,7 @@ class Native:
     def __init__(self, stand_in: StandIn) -> None:
         self._stand_in = stand_in
 
-    async def answer(self, call: LiveCall, body: GenerateBody) -> Any:
+    async def answer(self, call: LiveCall, body: GenerateBody) -> Result:
         top = body.top_logprobs_num if body.return_logprob else 0
         sampling = body.sampling_params.model_dump(exclude_none=True)
         try:

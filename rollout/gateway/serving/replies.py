@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+Result = dict[str, Any] | list[dict[str, Any]] | AsyncIterator[str | bytes]
+"""A reply as JSON, or the events of a stream."""
+
 
 class Protocols(StrEnum):
     """Whose words an endpoint uses."""
@@ -42,7 +45,7 @@ _ANTHROPIC_TYPES = {
 }
 
 
-def error_body(refused: Refusal, protocol: Protocols) -> dict[str, Any]:
+def error_body(refused: Refusal, protocol: Protocols) -> dict[str, object]:
     """Return the body of an error as the clients of a protocol expect it."""
     other = "invalid_request_error" if refused.status < 500 else "api_error"
     if protocol is Protocols.ANTHROPIC:
@@ -57,7 +60,7 @@ def error_reply(refused: Refusal, protocol: Protocols) -> Response:
     return json_reply(error_body(refused, protocol), status=refused.status, headers=refused.headers)
 
 
-def json_reply(content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_reply(content: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(
         orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS),
         status_code=status,

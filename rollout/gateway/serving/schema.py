@@ -1,26 +1,26 @@
 """The OpenAPI description of the endpoints: exactly what a client may set."""
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from pydantic import BaseModel
 
 from slipstream.configs.schema import LimitsConfig
 from slipstream.rollout.gateway.serving.call import LiveCall
-from slipstream.rollout.gateway.serving.replies import Protocols
+from slipstream.rollout.gateway.serving.replies import Protocols, Result
 
 _REFERENCE = "#/components/schemas/{model}"
-_OWN: dict[str, Any] = {
+_OWN: dict[str, object] = {
     "session_id": {"type": "string", "maxLength": 256},
     "turn_type": {"enum": ["main", "side"]},
     "session_done": {"enum": [True, False, "1", "true", "yes", "on"]},
 }
-_ABORT: dict[str, Any] = {
+_ABORT: dict[str, object] = {
     "type": "object",
     "required": ["rid"],
     "properties": {"rid": {"type": "string"}, "abort_all": {"const": False}},
 }
-_REWARD: dict[str, Any] = {
+_REWARD: dict[str, object] = {
     "type": "object",
     "required": ["reward"],
     "properties": {"reward": {"type": "number"}, "turn": {"type": "integer", "minimum": 0}},
@@ -43,7 +43,7 @@ class EndpointPort(Protocol):
     @property
     def generates(self) -> bool: ...
     @property
-    def answer(self) -> Callable[[LiveCall, Any], Awaitable[Any]]: ...
+    def answer(self) -> Callable[[LiveCall, Any], Awaitable[Result]]: ...
 
     def read(self, body: object, limits: LimitsConfig) -> BaseModel: ...
 
@@ -67,5 +67,5 @@ def describe(document: dict[str, Any], endpoints: Sequence[EndpointPort]) -> dic
     return document
 
 
-def _set_body(operation: dict[str, Any], schema: dict[str, Any]) -> None:
+def _set_body(operation: dict[str, object], schema: Mapping[str, object]) -> None:
     operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}

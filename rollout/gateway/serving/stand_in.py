@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Self
 
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.managers.io_struct import GenerateReqInput
@@ -72,7 +72,7 @@ class ModelFacts:
             "top_k": model.sampling.top_k,
         }
 
-    def get_default_sampling_params(self) -> dict[str, Any]:
+    def get_default_sampling_params(self) -> dict[str, object]:
         """Return the recipe's sampling: SGLang would take the model's own defaults."""
         return dict(self._defaults)
 
@@ -86,7 +86,7 @@ class StandIn:
     call: LiveCall
 
     def __init__(self, model: ServedModel) -> None:
-        settings: dict[str, Any] = {
+        settings: dict[str, object] = {
             "model_path": UNPUBLISHED,
             "device": "cpu",
             "incremental_streaming_output": True,  # else every chunk repeats all text before it
