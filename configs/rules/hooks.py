@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import yaml
 
@@ -126,7 +126,7 @@ def custom_config_is_a_mapping(config: RunConfig) -> Iterator[Violation]:
         yield Violation(f"{SECTION}.custom_config_path", str(path), f"expected a YAML file: {error}")
 
 
-def read_custom_config(path: Path) -> dict[str, Any]:
+def read_custom_config(path: Path) -> dict[str, object]:
     """Return the names and values of a file at ``custom_config_path``. Raises OSError, ValueError."""
     try:
         values: object = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -134,10 +134,10 @@ def read_custom_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no YAML: {error}") from None
     if values is None:
         return {}
-    names = list(cast("dict[Any, Any]", values)) if isinstance(values, dict) else [None]
+    names = list(cast("dict[object, object]", values)) if isinstance(values, dict) else [None]
     if not all(isinstance(name, str) for name in names):
         raise ValueError(f"{path} holds no mapping of names to values")
-    return cast("dict[str, Any]", values)
+    return cast("dict[str, object]", values)
 
 
 def _default_path(place: str) -> str | None:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from slipstream.rollout.ledger.storage.database import LedgerError
@@ -71,7 +72,7 @@ def ids_of(turn: KnownTurn, read: Read) -> tuple[bytes, bytes]:
     raise CorruptRecord("the turn has no tokens")
 
 
-def _int32(ids: npt.NDArray[Any]) -> bytes:
+def _int32(ids: npt.NDArray[np.integer]) -> bytes:
     return ids.astype("<i4").tobytes()
 
 

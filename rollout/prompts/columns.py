@@ -18,7 +18,7 @@ from slipstream.configs.schema import ColumnsConfig, PromptFile
 from slipstream.configs.schema.data import template_parts
 from slipstream.rollout.prompts.chat import prompt_problem
 from slipstream.rollout.prompts.rows import shown
-from slipstream.rollout.tokens.trajectory import Prompt
+from slipstream.rollout.tokens.trajectory import Messages, Prompt
 
 ABSENT = object()
 """What a row has under a name that it does not have."""
@@ -26,11 +26,11 @@ ABSENT = object()
 _USUAL = ColumnsConfig()
 
 
-def value_at(columns: Mapping[str, Any], name: str) -> Any:
+def value_at(columns: Mapping[str, object], name: str) -> Any:
     """Return what a row has under a name, or ABSENT."""
     if name in columns:
         return columns[name]
-    value: object = columns
+    value: Any = columns
     for part in name.split("."):
         if not isinstance(value, Mapping):
             return ABSENT
@@ -53,7 +53,7 @@ class RowReader:
         """Return the prompt of a row, or what is wrong with it."""
         if not isinstance(row, dict):
             return f"it holds {shown(row)}, expected an object with {self._expected}"
-        columns = cast("dict[str, Any]", row)
+        columns = cast("dict[str, object]", row)
         try:
             prompt = self._prompt(columns)
             label = self._label(columns)
@@ -66,7 +66,7 @@ class RowReader:
             return f"{error}; write such a value as a text"
         return Prompt(number, prompt, label, metadata, file, line, self._name)
 
-    def _prompt(self, columns: Mapping[str, Any]) -> Any:
+    def _prompt(self, columns: Mapping[str, object]) -> str | Messages:
         if self._template is not None:
             return "".join(
                 text + ("" if name is None else self._text(columns, name)) for text, name in self._template
@@ -76,15 +76,15 @@ class RowReader:
             prompt = _without_nulls(cast("list[object]", prompt))
         if (reason := prompt_problem(prompt)) is not None:
             raise _WrongRow(reason.replace("`prompt`", f"`{self._columns.prompt}`", 1))
-        return prompt
+        return cast("str | Messages", prompt)
 
-    def _label(self, columns: Mapping[str, Any]) -> Any:
+    def _label(self, columns: Mapping[str, object]) -> object:
         name = self._columns.label
         if name is None or name == _USUAL.label:
             return columns.get(name) if name else None
         return self._at(columns, name)
 
-    def _metadata(self, columns: dict[str, Any]) -> dict[str, Any]:
+    def _metadata(self, columns: dict[str, object]) -> dict[str, object]:
         name = self._columns.metadata
         if name is None:
             return {column: value for column, value in columns.items() if column not in self._taken}
@@ -96,9 +96,9 @@ class RowReader:
                 """It is said below."""
         if value is not None and not isinstance(value, dict):
             raise _WrongRow(f"`{name}` is {shown(value)}, expected an object, or the JSON text of one")
-        return cast("dict[str, Any]", value or {})
+        return cast("dict[str, object]", value or {})
 
-    def _at(self, columns: Mapping[str, Any], name: str) -> Any:
+    def _at(self, columns: Mapping[str, object], name: str) -> object:
         """Return what a row has under a name. Raises _WrongRow."""
         value = value_at(columns, name)
         if value is ABSENT:
@@ -109,7 +109,7 @@ class RowReader:
             )
         return value
 
-    def _text(self, columns: Mapping[str, Any], name: str) -> str:
+    def _text(self, columns: Mapping[str, object], name: str) -> str:
         value = self._at(columns, name)
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             return str(value)

@@ -45,7 +45,7 @@ class ComputeScore:
             ) from None
 
     @property
-    def score(self) -> Callable[[Prompt, str, Trajectory], Any]:
+    def score(self) -> Callable[[Prompt, str, Trajectory], object]:
         """``Reward.score``: a coroutine function if the function is one."""
         return self._waited if inspect.iscoroutinefunction(self._function) else self._called
 

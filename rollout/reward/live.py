@@ -1,7 +1,7 @@
 """Judges of live turns: what a turn was worth, from what came next. A recipe names one as ``live.judge``."""
 
 import re
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -139,7 +139,7 @@ class RuleJudge:
         return Verdict(1.0) if praise else Verdict(-1.0)
 
 
-def text_of(message: dict[str, Any]) -> str:
+def text_of(message: Mapping[str, object]) -> str:
     """Return the text of a message, whose content is a text, or a list of parts."""
     content: object = message.get("content")
     if isinstance(content, str):

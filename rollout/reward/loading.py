@@ -8,7 +8,7 @@ path, args ──► class     ──► instance ──► its method `score` o
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, TypeGuard, cast
 
 from slipstream.rollout.system import plugins
 
@@ -31,7 +31,7 @@ REWARDS = (EPISODES, GROUPS)
 class LoadedJudge(NamedTuple):
     """Code that judges, ready to be called."""
 
-    call: Callable[..., Any]
+    call: Callable[..., object]
     """The method or function: a coroutine function or a plain one."""
     kind: JudgeKind
     plugin: object
@@ -88,7 +88,7 @@ def check_judge(
             _check_signature(path, kind, partial(method, None))
 
 
-def wants_model(factory: object) -> bool:
+def wants_model(factory: object) -> TypeGuard[Callable[..., object]]:
     """True if a class or function has a parameter ``judge_model``."""
     try:
         return callable(factory) and MODEL in inspect.signature(factory).parameters
@@ -105,7 +105,7 @@ def _with_model(
     """
     if MODEL in args or not wants_model(factory):
         return args
-    if model is None and inspect.signature(cast(Any, factory)).parameters[MODEL].default is None:
+    if model is None and inspect.signature(factory).parameters[MODEL].default is None:
         return args
     if model is None:
         raise plugins.PluginError(
@@ -115,7 +115,7 @@ def _with_model(
     return {**args, MODEL: model()}
 
 
-def is_concurrent(call: Callable[..., Any]) -> bool:
+def is_concurrent(call: Callable[..., object]) -> bool:
     """True if ``call`` is a coroutine function, so that calls may overlap."""
     method = getattr(type(call), "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(method)
@@ -150,7 +150,7 @@ def _kind_of_object(path: str, plugin: object, kinds: Sequence[JudgeKind]) -> Ju
     )
 
 
-def _check_signature(path: str, kind: JudgeKind, call: Callable[..., Any]) -> None:
+def _check_signature(path: str, kind: JudgeKind, call: Callable[..., object]) -> None:
     try:
         signature = inspect.signature(call)
     except (TypeError, ValueError):  # a callable that Python cannot look into

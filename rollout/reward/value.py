@@ -5,7 +5,7 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, SupportsFloat, cast
+from typing import Protocol, SupportsFloat, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -64,26 +64,25 @@ def _is_taken(name: str) -> bool:
     return name in RESERVED or name.startswith(OF_SOURCES)
 
 
-def number_of(value: Any) -> float:
+def number_of(value: object) -> float:
     """Return what a reward returned as a float. Raises NoNumber, and whatever a type of the user's raises."""
     if isinstance(value, np.ndarray | np.generic):
-        array = cast("npt.NDArray[Any]", value)
+        array = cast("npt.NDArray[np.generic]", value)
         if array.size != 1 or array.dtype.kind not in "biuf":
             raise NoNumber(_refusal(array))
         value = array.item()
-    number = cast(object, value)
-    if not isinstance(number, SupportsFloat):
-        raise NoNumber(_refusal(number))
+    if not isinstance(value, SupportsFloat):
+        raise NoNumber(_refusal(value))
     try:
-        result = float(number)
+        result = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise NoNumber(_refusal(number)) from error
+        raise NoNumber(_refusal(value)) from error
     if not math.isfinite(result):
-        raise NoNumber(_refusal(number))
+        raise NoNumber(_refusal(value))
     return result
 
 
-def judgement_of(value: Any, key: str) -> Judgement:
+def judgement_of(value: object, key: str) -> Judgement:
     """Return the judgement that a reward's return value stands for.
 
     ``key``: name of the number that trains, where the value is a mapping (``rollout.reward_key``). Texts in a

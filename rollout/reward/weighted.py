@@ -5,7 +5,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from slipstream.rollout.reward.loading import EPISODES, is_concurrent, load_judge
 from slipstream.rollout.reward.value import is_part_name, judgement_of
@@ -18,7 +18,7 @@ SETTINGS = frozenset({"path", "args", "weight", "key"})
 @dataclass(frozen=True)
 class _Part:
     plugin: object
-    call: Callable[..., Any]
+    call: Callable[..., object]
     weight: float
     key: str
     """Name of the number that counts, where the part returns a mapping."""
@@ -61,7 +61,7 @@ class Weighted:
         self._overlap = all(part.is_concurrent for part in self._parts.values())
 
     @property
-    def score(self) -> Callable[[Prompt, str, Trajectory], Any]:
+    def score(self) -> Callable[[Prompt, str, Trajectory], object]:
         """``Reward.score``: a coroutine function if all parts have one."""
         return self._side_by_side if self._overlap else self._one_by_one
 
@@ -84,13 +84,13 @@ class Weighted:
         return self._rest(values, prompt, response, trajectory)
 
     async def _rest(
-        self, values: dict[str, Any], prompt: Prompt, response: str, trajectory: Trajectory
+        self, values: dict[str, object], prompt: Prompt, response: str, trajectory: Trajectory
     ) -> dict[str, float]:
         return await self._finished(values | self._called(prompt, response, trajectory, concurrent=True))
 
     def _called(
         self, prompt: Prompt, response: str, trajectory: Trajectory, *, concurrent: bool
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return what the parts return that are coroutine functions, or those that are not."""
         return {
             name: part.call(prompt, response, trajectory)
@@ -98,7 +98,7 @@ class Weighted:
             if part.is_concurrent is concurrent
         }
 
-    async def _finished(self, values: dict[str, Any]) -> dict[str, float]:
+    async def _finished(self, values: dict[str, object]) -> dict[str, float]:
         """Return the sum when every part has its value. Raises what the first failed part has raised."""
         waiting = {name: value for name, value in values.items() if inspect.isawaitable(value)}
         results = await asyncio.gather(*waiting.values(), return_exceptions=True)
@@ -107,7 +107,7 @@ class Weighted:
                 raise result
         return self._sum(values | dict(zip(waiting, results, strict=True)))
 
-    def _sum(self, values: Mapping[str, Any]) -> dict[str, float]:
+    def _sum(self, values: Mapping[str, object]) -> dict[str, float]:
         total, numbers = 0.0, dict[str, float]()
         for name, part in self._parts.items():
             try:

@@ -12,7 +12,7 @@ import hmac
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import aiohttp
 import msgspec
@@ -276,7 +276,7 @@ async def connected(
         yield OutgoingLink(socket, silence_s)
 
 
-async def until_one_ends(coroutines: Mapping[str, Coroutine[Any, Any, None]]) -> None:
+async def until_one_ends(coroutines: Mapping[str, Coroutine[object, object, None]]) -> None:
     """Run coroutines, by their names, until one of them ends, and cancel the others. Raises its error."""
     tasks = {asyncio.create_task(coroutine, name=name) for name, coroutine in coroutines.items()}
     try:

@@ -16,7 +16,6 @@ trajectory that has it.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.tokens.conversation.chains import (
@@ -35,7 +34,7 @@ from slipstream.rollout.workflow.contract import WorkflowContext
 class Dialogue:
     """Prompts and completions of one episode, in order."""
 
-    def __init__(self, context: WorkflowContext, template: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, context: WorkflowContext, template: Mapping[str, object] | None = None) -> None:
         """``template``: settings of the chat template, such as ``tools``."""
         self._context = context
         self._template = dict(template or {})

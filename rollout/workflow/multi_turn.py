@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from slipstream.configs.schema.plugin import Plugin, PluginConfig
 from slipstream.rollout.system import plugins
-from slipstream.rollout.tokens.trajectory import Prompt, Trajectory, joined
+from slipstream.rollout.tokens.trajectory import Messages, Prompt, Trajectory, joined
 from slipstream.rollout.workflow.contract import WorkflowContext
 from slipstream.rollout.workflow.dialogue import Dialogue
 from slipstream.rollout.workflow.environment.contract import Action, Environment
@@ -33,7 +33,7 @@ class MultiTurn:
 
     def __init__(
         self,
-        environment: str | Mapping[str, Any] | Callable[[], Environment],
+        environment: str | Mapping[str, object] | Callable[[], Environment],
         *,
         max_turns: int = 16,
         max_tokens: int | None = None,
@@ -41,7 +41,7 @@ class MultiTurn:
         environments: int | None = None,
         reset_timeout_s: float = 60.0,
         reset_attempts: int = 3,
-        template: Mapping[str, Any] | None = None,
+        template: Mapping[str, object] | None = None,
     ) -> None:
         """``environment``: import path, ``{path: ..., args: {...}}``, or what makes one. ``max_turns``: most
         completions. ``max_tokens``: largest number of tokens of a conversation, its next completion
@@ -77,7 +77,7 @@ class MultiTurn:
         self,
         environment: Environment,
         dialogue: Dialogue,
-        messages: list[dict[str, Any]],
+        messages: Messages,
         context: WorkflowContext,
     ) -> bool:
         """Hold the conversation. Return True if it has ended by itself."""
@@ -123,14 +123,14 @@ class ToolUse(MultiTurn):
         super().__init__(ToolEnvironment(list(tools), parser=parser, **own).another, **settings)
 
 
-def _name_of(environment: str | Mapping[str, Any] | Callable[[], Environment]) -> str:
+def _name_of(environment: str | Mapping[str, object] | Callable[[], Environment]) -> str:
     """Return how messages name an environment."""
     if isinstance(environment, str):
         return f"the environment {environment}"
     return f"the environment {environment['path']}" if isinstance(environment, Mapping) else "the environment"
 
 
-def _factory(environment: str | Mapping[str, Any]) -> Callable[[], Environment]:
+def _factory(environment: str | Mapping[str, object]) -> Callable[[], Environment]:
     """Return what makes the environments that settings describe. Raises PluginError and ValueError."""
     plugin = _PLUGIN.validate_python(environment)
     make: Callable[..., Environment] = plugins.resolve(plugin.path)

@@ -64,7 +64,7 @@ class KeyedEpisode:
         self._by_trace[trace.id] = self, trace
         self._traces.append(trace.id)
 
-    def discarded(self, trace: Any) -> None:
+    def discarded(self, trace: object) -> None:
         self.is_retried = True
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class KeyedEpisode:
 class EpisodeRunner:
     """The environment, and the episodes that run in it."""
 
-    def __init__(self, environment: Mapping[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, environment: Mapping[str, object], say: Callable[[dict[str, object]], None]) -> None:
         """Load the environment. Raises what verifiers raises."""
         self._vf = importlib.import_module("verifiers.v1")
         self.environment = load(environment)
@@ -93,8 +93,8 @@ class EpisodeRunner:
         resolve, by_trace = server.resolve_client, self._by_trace
 
         class EpisodeClient(base):  # type: ignore[misc, valid-type]
-            def _headers(self, dialect: Any, incoming: Any, session_id: str | None) -> Any:
-                headers: Any = super()._headers(dialect, incoming, session_id)
+            def _headers(self, dialect: Any, incoming: Any, session_id: str | None) -> dict[str, str]:
+                headers: dict[str, str] = super()._headers(dialect, incoming, session_id)
                 if session_id in by_trace:
                     attempt, trace = by_trace[session_id]
                     headers.update(dialect.auth_headers(attempt.key))
@@ -147,7 +147,7 @@ class EpisodeRunner:
         return numbers(episode)
 
 
-def load(environment: Mapping[str, Any]) -> Any:
+def load(environment: Mapping[str, object]) -> Any:
     """Return the environment that a configuration describes. Raises what verifiers raises."""
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
     return loaders.load_environment(loaders.resolve_env_config(dict(environment)))
@@ -177,7 +177,7 @@ def why(episode: Any) -> str:
     return "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode is not complete"
 
 
-def print_tasks(environment: Mapping[str, Any], first: int, end: int) -> None:
+def print_tasks(environment: Mapping[str, object], first: int, end: int) -> None:
     """Print the tasks ``first`` to ``end`` - 1, or all that there are of them, as lines of a prompt set."""
     for number, task in itertools.islice(enumerate(load(environment).taskset), first, end):
         prompt = task.data.prompt
@@ -198,7 +198,7 @@ async def host(socket: str) -> None:
     """Run episodes until the socket ends."""
     reader, writer = await asyncio.open_unix_connection(socket)
 
-    def say(message: dict[str, Any]) -> None:
+    def say(message: dict[str, object]) -> None:
         content = json.dumps(message).encode()
         writer.write(LENGTH.pack(len(content)) + content)
 

@@ -8,9 +8,9 @@ Nothing waits for the thread: what finds it too far behind is left out.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from slipstream.configs.schema import EpisodeLogConfig, RunConfig
 from slipstream.rollout.collection.collector.spec import CollectorSpec
@@ -44,7 +44,7 @@ MOST_BYTES = 256 * 2**20
 BYTES_OF_TOKEN = 17
 """Bytes of a token in the arrays of a trajectory."""
 
-Rows = list[Mapping[str, Any]]
+Rows = list[Mapping[str, object]]
 
 
 class UntrainedLog:
@@ -191,7 +191,7 @@ def _unfinished(sample: PriorSample, chunks: memoryview) -> Trajectory:
     )
 
 
-def _lags(trajectory: Trajectory, lags: Mapping[int, int]) -> "np.ndarray[Any, np.dtype[np.int32]]":
+def _lags(trajectory: Trajectory, lags: Mapping[int, int]) -> npt.NDArray[np.int32]:
     """Return the lags of the tokens with loss whose versions have one."""
     versions_M: list[int] = trajectory.versions_T[trajectory.loss_mask_T].tolist()
     return np.array([lags[version] for version in versions_M if version in lags], np.int32)

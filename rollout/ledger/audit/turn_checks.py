@@ -4,7 +4,7 @@ Lags of trainings are recomputed with those of groups, in ``audit_training``.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from slipstream.rollout.ledger.audit.records import Records
 from slipstream.rollout.ledger.audit.training_checks import tokens_by_version
@@ -125,7 +125,7 @@ class _Stored(NamedTuple):
 def turns_are_whole(records: Records) -> Iterator[str]:
     """Heads, scores and payload can be read, and fit what was trained and what has expired."""
     auditor = _Auditor(records)
-    rows: Iterable[tuple[Any, ...]] = records.connection.execute(
+    rows: Iterable[tuple[object, ...]] = records.connection.execute(
         f"SELECT id, state, step, sampled, version, lag, head, verdict, {', '.join(PAYLOAD)} FROM turns "
         f"WHERE gone = {KEPT}"
     )

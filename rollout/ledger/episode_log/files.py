@@ -274,7 +274,7 @@ def _schema() -> "pa.Schema":
     )
 
 
-def _flat(row: Row) -> dict[str, Any]:
+def _flat(row: Row) -> dict[str, object]:
     """Return a row as files of parquet hold it: what has names of its own in each row is no column."""
     flat = {**row, **{name: json.dumps(row.get(name, {})) for name in NAMED}}
     for column, fields in TUPLES.items():
@@ -282,7 +282,7 @@ def _flat(row: Row) -> dict[str, Any]:
     return flat
 
 
-def _unflattened(row: dict[str, Any]) -> dict[str, Any]:
+def _unflattened(row: Row) -> dict[str, object]:
     """Return a row of a file of parquet as a line of JSON would have it."""
     whole = {**row, **{name: json.loads(row[name]) for name in NAMED}}
     for column in TUPLES:

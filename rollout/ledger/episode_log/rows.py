@@ -5,7 +5,6 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +50,7 @@ def is_chosen(group: int, share: float) -> bool:
     return share >= 1 or zlib.crc32(group.to_bytes(8, "little", signed=True)) < share * 2**32
 
 
-def episode_row(episode: LoggedEpisode, text: TokenText, max_tokens: int) -> Mapping[str, Any]:
+def episode_row(episode: LoggedEpisode, text: TokenText, max_tokens: int) -> Mapping[str, object]:
     """Return the row of an episode, as JSON has it; NaN stands where a token has no such number."""
     trajectory = episode.trajectory
     ids: list[int] = trajectory.tokens_T.tolist()
@@ -83,7 +82,7 @@ def episode_row(episode: LoggedEpisode, text: TokenText, max_tokens: int) -> Map
 
 def empty_row(
     end: str, group: int, episode: int, version: int, prompt: Prompt, reason: str | None
-) -> Mapping[str, Any]:
+) -> Mapping[str, object]:
     """Return the row of an episode of which no token is known. Its prompt is as the prompt set has it."""
     asked = prompt.prompt
     return {
@@ -120,7 +119,7 @@ def _spans(trajectory: Trajectory, start: int) -> list[list[int | bool | None]]:
 
 def _tokens(
     episode: LoggedEpisode, ids: Sequence[int], start: int, text: TokenText, max_tokens: int
-) -> Mapping[str, Any]:
+) -> Mapping[str, object]:
     """Return columns with a value for each of the first tokens of the response; NaN: it has none."""
     trajectory = episode.trajectory
     end = min(len(ids), start + max_tokens)

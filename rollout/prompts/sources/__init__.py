@@ -1,7 +1,7 @@
 """Prompts that are drawn from a source beside the driver, and are on disk before they are used."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 
 class DataSource(Protocol):
@@ -13,7 +13,7 @@ class DataSource(Protocol):
     ``run.batch_timeout_s`` seconds.
     """
 
-    def prompts(self, start: int, count: int) -> Sequence[Mapping[str, Any]]:
+    def prompts(self, start: int, count: int) -> Sequence[Mapping[str, object]]:
         """Return the prompts at positions ``start``, ``start + 1`` and so on: at least one, at most
         ``count``.
 

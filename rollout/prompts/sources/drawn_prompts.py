@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 
@@ -46,9 +46,9 @@ class GivenBack(msgspec.Struct, array_like=True, frozen=True):
     """A group that its source gets back, as it was drawn."""
 
     position: int
-    prompt: str | list[dict[str, Any]]
-    label: Any
-    metadata: dict[str, Any]
+    prompt: str | list[dict[str, object]]
+    label: object
+    metadata: dict[str, object]
 
 
 class SourceRequest(msgspec.Struct, array_like=True, frozen=True):
@@ -62,9 +62,9 @@ class SourceRequest(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Row(msgspec.Struct):
-    prompt: str | list[dict[str, Any]] = ""
-    label: Any = None
-    metadata: dict[str, Any] = {}
+    prompt: str | list[dict[str, object]] = ""
+    label: object = None
+    metadata: dict[str, object] = {}
     saved: int | None = None
     """Number under which the state behind all groups so far was saved: a row of its own."""
     given_back: int | None = None
@@ -285,7 +285,7 @@ class Drawing:
             await self._give_back()
             if not (missing := self._prompts.missing(self._ahead)):
                 continue
-            rows = cast("list[dict[str, Any]]", await self._ask(SourceRequest(draw=missing)))
+            rows = cast("list[dict[str, object]]", await self._ask(SourceRequest(draw=missing)))
             await self._prompts.add([msgspec.json.encode(row) for row in rows])
             if self._save_number is not None and self._prompts.drawn_behind >= SAVE_EVERY:
                 number = self._save_number(self._prompts.drawn)
@@ -311,6 +311,6 @@ class Drawing:
         await self._process.close()
         self._prompts.close()
 
-    async def _ask(self, request: SourceRequest) -> Any:
+    async def _ask(self, request: SourceRequest) -> object:
         encoded = msgspec.msgpack.encode(request)
         return await self._process.ask(self._named, encoded, self._timeout_s, self._limit)

@@ -7,7 +7,7 @@ the others      SourceRequest ──► {"value": groups, each as a row of the f
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 
@@ -26,7 +26,7 @@ class OwnSource(msgspec.Struct, array_like=True, frozen=True):
 
     path: str
     """Import path of the class."""
-    args: dict[str, Any]
+    args: dict[str, object]
     drawn: int
     """Number of prompts that were drawn before."""
 
@@ -54,7 +54,7 @@ class _Positions:
         self._plugin = BuiltPlugin(SETTING, PluginConfig(path=setup.path, args=setup.args))
         self._next = setup.drawn
 
-    def answer(self, request: SourceRequest) -> list[dict[str, Any]]:
+    def answer(self, request: SourceRequest) -> list[dict[str, object]]:
         """Return rows of the file of drawn prompts. Raises WrongAnswer."""
         try:
             rows = self._checked(self._plugin.call("prompts", self._next, request.draw), request.draw)
@@ -63,7 +63,7 @@ class _Positions:
         self._next += len(rows)
         return rows
 
-    def _checked(self, returned: object, count: int) -> list[dict[str, Any]]:
+    def _checked(self, returned: object, count: int) -> list[dict[str, object]]:
         if not isinstance(returned, Sequence) or isinstance(returned, str | bytes):
             found = "None" if returned is None else f"a {type(returned).__name__}"
             raise self._plugin.wrong("prompts", f"returned {found}, expected a list of rows")
@@ -73,11 +73,11 @@ class _Positions:
             raise self._plugin.wrong("prompts", f"returned {len(rows)} rows, expected 1 to {count}{way_out}")
         return [self._row(position, row) for position, row in enumerate(rows, self._next)]
 
-    def _row(self, position: int, row: object) -> dict[str, Any]:
+    def _row(self, position: int, row: object) -> dict[str, object]:
         """Return a row as it is written down. Raises PluginFailed."""
         if not isinstance(row, Mapping) or "prompt" not in row:
             raise self._wrong(position, f"{row!r:.80}, expected a mapping with `prompt` (and `label`)")
-        columns = {str(name): value for name, value in cast("Mapping[object, Any]", row).items()}
+        columns = {str(name): value for name, value in cast("Mapping[object, object]", row).items()}
         if (problem := prompt_problem(columns["prompt"])) is not None:
             raise self._wrong(position, f"a row of which {problem}")
         made = {"prompt": columns.pop("prompt"), "label": columns.pop("label", None), "metadata": columns}

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 from slipstream.rollout.reward.judge.limits import Bounds
 from slipstream.rollout.reward.judge.replies import unscored, waiting_at
@@ -29,6 +29,9 @@ from slipstream.rollout.reward.judge.wire import (
 )
 from slipstream.rollout.system.stream import FrameReader
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 GRACE_S = 1.0
 """Seconds in which a cancelled question must end. Otherwise the process is replaced, because the question
 would go on slowing down the others."""
@@ -41,7 +44,7 @@ def answer_at_once(
     connection: socket.socket,
     score: Callable[[Question], Any],
     bounds: Bounds,
-    reply_with: Callable[[Question, Any], Reply],
+    reply_with: Callable[[Question, object], Reply],
 ) -> None:
     """Answer questions until the connection ends. ``reply_with``: makes a reply of what ``score`` returns."""
     selector = selectors.EpollSelector()
@@ -100,7 +103,7 @@ class _Open:
 class _Threads(ThreadPoolExecutor):
     """The event loop's default executor, which knows which question has given it work."""
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
         work = super().submit(fn, *args, **kwargs)
         question = _open_question.get()
         if question is not None:
@@ -116,7 +119,7 @@ class _Overlapping(asyncio.Protocol):
         score: Callable[[Question], Any],
         bounds: Bounds,
         loop: asyncio.AbstractEventLoop,
-        reply_with: Callable[[Question, Any], Reply],
+        reply_with: Callable[[Question, object], Reply],
     ) -> None:
         self._score = score
         self._reply_with = reply_with

@@ -6,7 +6,7 @@ import os
 import traceback
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,7 @@ LONGEST_TRACEBACK = 6000
 _HERE = os.path.dirname(__file__)
 
 
-def scored(question: Question, value: Any, key: str) -> Scored:
+def scored(question: Question, value: object, key: str) -> Scored:
     """Return the reply with a reward. ``key``, errors: as of ``judgement_of``."""
     assert isinstance(question, EpisodeQuestion)
     judgement = judgement_of(value, key)
@@ -74,7 +74,7 @@ def _encoded(teacher: TeacherScores | None, tokens: int) -> bytes:
     return encoded
 
 
-def group_scored(question: Question, value: Any, key: str) -> GroupScored:
+def group_scored(question: Question, value: object, key: str) -> GroupScored:
     """Return the reply with the rewards of a group: as many as it has episodes, in their order.
 
     Raises NoNumber and what ``judgement_of`` raises.
@@ -82,7 +82,7 @@ def group_scored(question: Question, value: Any, key: str) -> GroupScored:
     assert isinstance(question, GroupQuestion)
     expected = len(question.episodes)
     if isinstance(value, np.ndarray):
-        value = cast("npt.NDArray[Any]", value).tolist()
+        value = cast("npt.NDArray[np.generic]", value).tolist()
     if not isinstance(value, list | tuple):
         raise NoNumber(
             f"it returned something of type {type(value).__name__}, expected a list of {expected} rewards"
@@ -109,7 +109,7 @@ LONGEST_HINT = 100_000
 """Characters of a hint in a reply. The middle of a longer one is left out."""
 
 
-def ruled(question: Question, value: Any) -> Ruled:
+def ruled(question: Question, value: object) -> Ruled:
     """Return the reply with a verdict; None is one without a score. Raises what ``number_of`` raises."""
     assert isinstance(question, TurnQuestion)
     if value is None:
@@ -164,7 +164,7 @@ def traceback_of(error: BaseException) -> str:
     return shortened(text)
 
 
-def waiting_at(task: "asyncio.Task[Any]") -> str:
+def waiting_at(task: "asyncio.Task[object]") -> str:
     """Return where a task awaits, in the form of a traceback without frames of ours at its top."""
     lines = [
         f'  File "{file}", line {line}, in {name}\n    {linecache.getline(file, line).strip()}\n'
@@ -174,7 +174,7 @@ def waiting_at(task: "asyncio.Task[Any]") -> str:
     return shortened("It was awaiting at (most recent call last):\n" + "".join(lines))
 
 
-def _places(awaitable: Any) -> Iterator[tuple[str, int, str]]:
+def _places(awaitable: object) -> Iterator[tuple[str, int, str]]:
     """Yield file, line and function of every frame between a coroutine and what it finally awaits."""
     while awaitable is not None:
         for kind, awaited in (("cr", "cr_await"), ("gi", "gi_yieldfrom"), ("ag", "ag_await")):

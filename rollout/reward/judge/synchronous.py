@@ -8,7 +8,6 @@ import asyncio
 import inspect
 import socket
 from collections.abc import Callable
-from typing import Any
 
 from slipstream.rollout.reward.judge.limits import Bounds
 from slipstream.rollout.reward.judge.replies import unscored
@@ -18,9 +17,9 @@ from slipstream.rollout.system.stream import FrameReader
 
 def answer_in_turn(
     connection: socket.socket,
-    score: Callable[[Question], Any],
+    score: Callable[[Question], object],
     bounds: Bounds,
-    reply_with: Callable[[Question, Any], Reply],
+    reply_with: Callable[[Question, object], Reply],
 ) -> None:
     """Answer questions until the connection ends. ``reply_with``: makes a reply of what ``score`` returns."""
     judge = _OneByOne(score, bounds, reply_with)
@@ -34,7 +33,10 @@ def answer_in_turn(
 
 class _OneByOne:
     def __init__(
-        self, score: Callable[[Question], Any], bounds: Bounds, reply_with: Callable[[Question, Any], Reply]
+        self,
+        score: Callable[[Question], object],
+        bounds: Bounds,
+        reply_with: Callable[[Question, object], Reply],
     ) -> None:
         self._score = score
         self._reply_with = reply_with
@@ -58,14 +60,14 @@ class _OneByOne:
         bounds.watchdog.disarm()
         return [reply] if reason is None else [Retiring(reason), reply]
 
-    def _result(self, value: Any) -> Any:
+    def _result(self, value: object) -> object:
         """Return ``value``, or what it becomes if a plain function has returned an awaitable."""
         if not inspect.isawaitable(value):
             return value
         if self._runner is None:
             self._runner = asyncio.Runner()
 
-        async def result() -> Any:
+        async def result() -> object:
             return await value
 
         return self._runner.run(result())

@@ -13,7 +13,6 @@ Arrays travel as raw little-endian bytes. Nothing is pickled, so that user code 
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -43,11 +42,11 @@ QUESTION = "question_"
 class ModelSetup(msgspec.Struct, array_like=True, frozen=True):
     """The language model that the recipe's section ``judge`` names, for code that asks it."""
 
-    settings: dict[str, Any]
+    settings: dict[str, object]
     """The section, as plain data."""
     policy: str
     """Folder of the policy, whose tokenizer the policy's engines and the teacher have."""
-    template_args: dict[str, Any] = {}
+    template_args: dict[str, object] = {}
     """Variables of the policy's chat template."""
 
 
@@ -56,7 +55,7 @@ class JudgeSetup(msgspec.Struct, array_like=True):
 
     path: str
     """Import path of the reward."""
-    args: dict[str, Any]
+    args: dict[str, object]
     timeout_s: float
     start_timeout_s: float
     memory_mb: int | None

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from slipstream.rollout.reward.judge.asynchronous import answer_at_once
 from slipstream.rollout.reward.judge.limits import Bounds, ForkGuard, MemoryWatch, Watchdog, WorkingDirectory
@@ -116,7 +115,7 @@ def _answer(connection: socket.socket, judge: LoadedJudge, bounds: Bounds, setup
     answer(connection, partial(_ask, judge.call), bounds, _replies(judge.kind, setup.reward_key))
 
 
-def _ask(call: Callable[..., Any], question: Question) -> Any:
+def _ask(call: Callable[..., object], question: Question) -> object:
     if question.engines:
         from slipstream.rollout.engine.serving import ENGINES
 
@@ -124,7 +123,7 @@ def _ask(call: Callable[..., Any], question: Question) -> Any:
     return call(*question.arguments())
 
 
-def _replies(kind: JudgeKind, key: str) -> Callable[[Question, Any], Reply]:
+def _replies(kind: JudgeKind, key: str) -> Callable[[Question, object], Reply]:
     """Return what makes a reply of a question and of what the code has returned for it."""
     if kind is TURNS:
         return ruled

@@ -3,8 +3,8 @@
 import asyncio
 import inspect
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple, TypeVar, cast
 
 from slipstream.configs.schema.plugin import PluginConfig
 from slipstream.rollout.reward.live import JudgedTurn
@@ -178,7 +178,7 @@ class ModelVotes:
         if not self._ask_turn or not self._turn_parser:
             return ()
         turns = turns_in(trajectory)
-        asked: list[Any] = []
+        asked: list[Awaitable[float]] = []
         for turn, following in zip(turns, [*turns[1:], None], strict=True):
             judged, next_state = self._shown(trajectory, turn, following)
             asked.append(self._decided(self._ask_turn(judged, next_state), self._turn_parser))

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from slipstream.configs.schema.plugin import PluginConfig
 from slipstream.rollout.reward.live import JudgedTurn
@@ -83,12 +83,12 @@ def _messages(path: str, value: object) -> Messages:
     return cast(Messages, messages)
 
 
-def _vote(path: str, value: Any) -> Vote | None:
+def _vote(path: str, value: object) -> Vote | None:
     """Return what a parser has returned as a vote. Raises TypeError for what is none, NoNumber."""
     if value is None or isinstance(value, Vote):
         return value
-    is_pair = isinstance(value, tuple) and len(cast("tuple[Any, ...]", value)) == 2
-    score, hint = cast("tuple[Any, Any]", value if is_pair else (value, None))
+    is_pair = isinstance(value, tuple) and len(cast("tuple[object, ...]", value)) == 2
+    score, hint = cast("tuple[object, object]", value if is_pair else (value, None))
     if score is None:
         return None
     if hint is not None and not isinstance(hint, str):

@@ -13,7 +13,7 @@ for example.
 import copy
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -75,7 +75,7 @@ def _from_last_user(messages: Messages) -> Messages:
     raise NoPlace("the conversation has no user message")
 
 
-def _for_template(message: dict[str, Any]) -> dict[str, Any]:
+def _for_template(message: Mapping[str, Any]) -> dict[str, object]:
     """Return a message with the arguments of its tool calls as objects: a request holds them as JSON."""
     calls = copy.deepcopy(message.get("tool_calls") or [])
     for call in calls:
@@ -104,7 +104,7 @@ def _tail(tokenizer: Tokenizer, messages: Messages, is_answered: bool) -> str | 
     return tail if mark else None
 
 
-def _marked(message: dict[str, Any]) -> dict[str, Any]:
+def _marked(message: Mapping[str, object]) -> dict[str, object]:
     """Return a message whose last text ends with ``MARK``."""
     content: object = message["content"]
     if isinstance(content, str):
@@ -118,7 +118,7 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": parts}
 
 
-def _texts(message: dict[str, Any]) -> list[str]:
+def _texts(message: Mapping[str, object]) -> list[str]:
     content: object = message.get("content")
     if isinstance(content, str):
         return [content]

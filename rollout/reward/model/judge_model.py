@@ -89,7 +89,7 @@ class JudgeModel:
 
     @classmethod
     def of(
-        cls, settings: Mapping[str, Any], policy: str, template_args: Mapping[str, object] | None = None
+        cls, settings: Mapping[str, object], policy: str, template_args: Mapping[str, object] | None = None
     ) -> "JudgeModel":
         """Return the model of a section as plain data. Raises ValueError as the constructor does."""
         judge: ModelJudge = TypeAdapter[Any](Judge).validate_python(settings)

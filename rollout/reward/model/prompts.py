@@ -6,8 +6,8 @@ A prompt is a function that returns messages. It gets what its parameters name: 
 """
 
 import json
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 from slipstream.rollout.reward.live import JudgedTurn, text_of
 from slipstream.rollout.tokens.trajectory import Messages
@@ -90,7 +90,7 @@ def transcript(messages: Messages) -> str:
     return "\n\n".join(map(_headed, messages))
 
 
-def message_text(message: dict[str, Any]) -> str:
+def message_text(message: Mapping[str, object]) -> str:
     """Return the text of a message and its tool calls."""
     parts = [text_of(message)]
     for call in cast("Sequence[object]", message.get("tool_calls") or ()):
@@ -100,7 +100,7 @@ def message_text(message: dict[str, Any]) -> str:
     return cut("\n".join(part for part in parts if part)) or "(empty)"
 
 
-def _headed(message: dict[str, Any]) -> str:
+def _headed(message: Mapping[str, object]) -> str:
     role = message.get("role") or "unknown"
     name = message.get("name") or message.get("tool_call_id")
     return f"[{role}{f' {name}' if name else ''}]\n{message_text(message)}"

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from slipstream.rollout.system.child import Child
 from slipstream.rollout.system.programs.start import kept, python_calling
@@ -43,7 +42,7 @@ class HookProcess:
         self._child: Child | None = None
         self._reply: asyncio.Future[bytes] | None = None
 
-    async def ask(self, hook: str, request: bytes, timeout_s: float, limit: str) -> Any:
+    async def ask(self, hook: str, request: bytes, timeout_s: float, limit: str) -> object:
         """Return what a hook says. Raises HookProcessFailed; the process is ended if it does not answer.
 
         ``hook``: its name, and ``limit``: that of the setting behind ``timeout_s``, for messages.
@@ -67,11 +66,11 @@ class HookProcess:
             await self.close()
             raise HookProcessFailed(f"{hook} or another hook of its process {reply['error']}")
 
-    async def _exchanged(self, hook: str, request: bytes, timeout_s: float, limit: str) -> dict[str, Any]:
+    async def _exchanged(self, hook: str, request: bytes, timeout_s: float, limit: str) -> dict[str, object]:
         is_answered = False
         try:
             async with asyncio.timeout(timeout_s):
-                reply: dict[str, Any] = json.loads(await self._answer(framed(request)))
+                reply: dict[str, object] = json.loads(await self._answer(framed(request)))
             is_answered = True
             return reply
         except TimeoutError:

@@ -29,7 +29,7 @@ _IMPORTING = threading.Lock()
 """Environments ask for parsers in threads. Each import puts the process's variables back as it found them."""
 
 
-def call_parser(name: str, tools: Sequence[Mapping[str, Any]]) -> CallParser:
+def call_parser(name: str, tools: Sequence[Mapping[str, object]]) -> CallParser:
     """Return SGLang's parser of this name. Raises ValueError for a name that it does not have."""
     with _IMPORTING, importing_sglang():
         from sglang.srt.entrypoints.openai.protocol import Tool  # pyright: ignore[reportMissingTypeStubs]
@@ -49,7 +49,7 @@ def call_parser(name: str, tools: Sequence[Mapping[str, Any]]) -> CallParser:
     return calls_of
 
 
-Function = Callable[..., Awaitable[Any]]
+Function = Callable[..., Awaitable[object]]
 
 
 class ToolError(Exception):
@@ -80,7 +80,7 @@ class Tool:
         parameters = self._arguments.model_json_schema()
         parameters.pop("title", None)
         described = {"name": self.name, "description": self.description, "parameters": parameters}
-        self.schema: dict[str, Any] = {"type": "function", "function": described}
+        self.schema: dict[str, object] = {"type": "function", "function": described}
         """The tool as OpenAI's protocol describes it, which chat templates read."""
 
     async def result(self, arguments: str) -> str:
@@ -123,7 +123,7 @@ def _fields(path: str, function: Function) -> dict[str, Any]:
 class _Reader:
     """Reads calls. The parser is made for the first episode, so that the driver imports no SGLang."""
 
-    def __init__(self, parser: str, schemas: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, parser: str, schemas: Sequence[Mapping[str, object]]) -> None:
         self._name = parser
         self._schemas = schemas
         self._parser: CallParser | None = None
@@ -170,12 +170,12 @@ class ToolEnvironment:
         return copy.copy(self)
 
     @property
-    def schemas(self) -> list[dict[str, Any]]:
+    def schemas(self) -> list[dict[str, object]]:
         """The tools as chat templates read them."""
         return [tool.schema for tool in self._tools.values()]
 
     @property
-    def template(self) -> Mapping[str, Any]:
+    def template(self) -> Mapping[str, object]:
         """Settings of the chat template."""
         return {"tools": self.schemas}
 
