@@ -195,7 +195,7 @@ class Run:
         prompts = [Prompt(number, text, "10000", {"level": 1}) for number in range(1000)]
         intake = Intake(PromptStream(PromptSet.of(prompts), shuffle=True, seed=0))
         self.gate = AdmissionGate(control, intake, ledger, Silent())
-        self.roster = EngineRoster(control, limit=load.concurrent)
+        self.roster = EngineRoster(lambda: control.version, limit=load.concurrent)
         self.assignments = Assignments(
             self.gate, ledger, Silent(), share_of=self.roster.share_of, samples=load.samples
         )

@@ -221,7 +221,7 @@ async def _drive(task: LiveRunTask) -> None:
         vocab=VOCABULARY,
     )
     key = new_key()
-    roster = EngineRoster(control, limit=1)
+    roster = EngineRoster(lambda: control.version, limit=1)
     receiver = GatewayReceiver(key, turns, roster, limit=gateway.limits.concurrent)
     (run / "logs").mkdir()
 

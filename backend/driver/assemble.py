@@ -209,7 +209,7 @@ def _patience_s(config: RunConfig) -> float:
 def _roster(config: RunConfig, gate: AdmissionGate, epoch: int) -> EngineRoster:
     follow_timeout_s = max(FOLLOW_TIMEOUT_S, _patience_s(config))
     limit = config.rollout.max_concurrent
-    return EngineRoster(ServedVersion(gate), limit=limit, epoch=epoch, follow_timeout_s=follow_timeout_s)
+    return EngineRoster(lambda: gate.served, limit=limit, epoch=epoch, follow_timeout_s=follow_timeout_s)
 
 
 def _controller(config: RunConfig) -> ConcurrencyController | None:
@@ -392,18 +392,6 @@ def _askable(config: RunConfig, roster: EngineRoster) -> Callable[[], bytes]:
     if not asks and own_engines(config.judge) is None:
         return bytes
     return lambda: encoded((each.address for each in roster.clients) if asks else (), roster.judge)
-
-
-@dataclass(frozen=True)
-class ServedVersion:
-    """The owner of the policy version as the roster asks it."""
-
-    gate: AdmissionGate
-
-    @property
-    def version(self) -> int:
-        """Version that every engine in the roster holds."""
-        return self.gate.served
 
 
 def _devices(config: RunConfig, trainer: RunTrainer, roster: EngineRoster) -> Devices:

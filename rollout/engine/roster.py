@@ -16,7 +16,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.engine.routing import PoolStatus, Routing, ServingEngine
@@ -34,13 +33,6 @@ stands still holds up no update for longer: it loses its connection, and comes b
 
 RECORDS_OF_AN_EPOCH = 1 << 32
 """Numbers of one driver's records. Those of the next driver are larger, however many the last one made."""
-
-
-class PolicyVersion(Protocol):
-    """The owner of the policy version: the control core."""
-
-    @property
-    def version(self) -> int: ...
 
 
 @dataclass
@@ -66,17 +58,18 @@ class EngineRoster:
 
     def __init__(
         self,
-        policy: PolicyVersion,
+        version: Callable[[], int],
         *,
         limit: int,
         epoch: int = 0,
         follow_timeout_s: float = FOLLOW_TIMEOUT_S,
         gateway_timeout_s: float = GATEWAY_TIMEOUT_S,
     ) -> None:
-        """``limit``: number of requests that run at one time. ``epoch``: of the run. ``follow_timeout_s``: in
-        which a collector follows a record; ``gateway_timeout_s``: in which a gateway does.
+        """``version``: returns the policy version that every engine must hold. ``limit``: number of requests
+        that run at one time. ``epoch``: of the run. ``follow_timeout_s``: in which a collector follows a
+        record; ``gateway_timeout_s``: in which a gateway does.
         """
-        self._policy = policy
+        self._version = version
         self._limit = limit
         self._follow_timeout_s = follow_timeout_s
         self._gateway_timeout_s = gateway_timeout_s
@@ -107,7 +100,7 @@ class EngineRoster:
     @property
     def version(self) -> int:
         """Policy version that every engine in the roster holds."""
-        return self._policy.version
+        return self._version()
 
     @property
     def clients(self) -> list[EngineClient]:

@@ -62,17 +62,6 @@ class _Said(Listener):
         self.notes.append(text)
 
 
-class _Version:
-    """The version that the roster announces."""
-
-    def __init__(self, gate: AdmissionGate) -> None:
-        self._gate = gate
-
-    @property
-    def version(self) -> int:
-        return self._gate.version
-
-
 class Driver:
     """One life of a driver."""
 
@@ -129,7 +118,7 @@ class Driver:
 
     async def start(self) -> None:
         """Listen, judge and train."""
-        self.roster = EngineRoster(_Version(self.gate), limit=256, epoch=self.ledger.epoch)
+        self.roster = EngineRoster(lambda: self.gate.version, limit=256, epoch=self.ledger.epoch)
         for engine in self._engines.serving():
             self.roster.add(engine)
         key = new_key()

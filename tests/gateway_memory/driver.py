@@ -102,7 +102,7 @@ class Driver:
         self.gate = AdmissionGate(
             self.core, Intake(prompts), self.ledger, SilentListener(), live=self.live, live_wait_s=0.2
         )
-        self.roster = EngineRoster(self.gate, limit=64)
+        self.roster = EngineRoster(lambda: self.gate.version, limit=64)
         self.key = new_key()
         self.receiver = GatewayReceiver(self.key, self.live, self.roster, limit=64)
         judge = CodeJudge(ask_again_s=0.05)

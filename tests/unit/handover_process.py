@@ -22,7 +22,6 @@ from slipstream.rollout.live.driver_address import DriverAddress
 from slipstream.rollout.live.receiver import GatewayReceiver
 from slipstream.rollout.system.key import new_key
 from slipstream.rollout.tokens.turn_entries import Entry, encode_entry
-from tests.unit.doubles import Policy
 from tests.unit.gateway_entries import end, next_state, turn
 
 FLUSH_S = 0.01
@@ -94,7 +93,7 @@ class NoPool:
 async def drive(run: Path) -> None:
     intake = FileIntake(run / "taken.jsonl")
     key = new_key()
-    receiver = GatewayReceiver(key, intake, EngineRoster(Policy(), limit=8), limit=4)
+    receiver = GatewayReceiver(key, intake, EngineRoster(lambda: 0, limit=8), limit=4)
     async with receiver.serving("127.0.0.1") as url:
         DriverAddress(url, key).write(run)
         print("listening", flush=True)

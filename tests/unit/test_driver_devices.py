@@ -17,7 +17,7 @@ from slipstream.rollout.engine.client import EngineError
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.routing import PoolStatus
 from slipstream.rollout.system.time_limit import TimeLimit
-from tests.unit.doubles import Collector, Policy
+from tests.unit.doubles import Collector
 
 ALL, WEIGHTS = {"weights", "kv_cache", "cuda_graph"}, {"weights"}
 
@@ -105,7 +105,7 @@ class Roster(EngineRoster):
     """Remembers which engines were condemned."""
 
     def __init__(self, *clients: Any) -> None:
-        super().__init__(Policy(), limit=8)
+        super().__init__(lambda: 0, limit=8)
         self.condemned: dict[str, str] = {}
         for client in clients:
             self.add(client)

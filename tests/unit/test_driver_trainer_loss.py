@@ -178,13 +178,8 @@ class World:
 
 def world_of(*engines: str, stock: Stock | None = None, dies: tuple[str, ...] = ()) -> World:
     gate = Gate()
-
-    class Version:
-        @property
-        def version(self) -> int:
-            return gate.served
-
-    trainer, roster, interrupted = Trainer([*dies]), EngineRoster(Version(), limit=4), Interrupted(stock)
+    trainer, interrupted = Trainer([*dies]), Interrupted(stock)
+    roster = EngineRoster(lambda: gate.served, limit=4)
     for name in engines:
         client: Any = Client(name)
         roster.add(client)

@@ -203,7 +203,7 @@ async def serving(
     world: World, *names: str, starts_served: bool = True
 ) -> tuple[ServedWeights, EngineRoster, Trainer]:
     trainer, policy = Trainer(), Policy()
-    roster = EngineRoster(policy, limit=4)
+    roster = EngineRoster(lambda: policy.version, limit=4)
     for name in names:
         roster.add(world.connect(engine(name)))
     weights = ServedWeights(
@@ -233,7 +233,7 @@ def test_a_version_without_room_is_tried_again_until_there_is_and_told_once(monk
 
     async def main():
         world, notes, owner = World(), list[str](), Policy()
-        trainer, roster = Trainer(), EngineRoster(owner, limit=4)
+        trainer, roster = Trainer(), EngineRoster(lambda: owner.version, limit=4)
         roster.add(world.connect(engine("a")))
         trainer.reports = [{"no_room": "make room in /versions"}] * 3
         weights = ServedWeights(trainer, roster, Separate(), owner, note=notes.append)

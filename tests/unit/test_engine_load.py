@@ -8,7 +8,6 @@ from slipstream.rollout.engine.client import EngineError, EngineLost
 from slipstream.rollout.engine.engine_load import follow_load, sample
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.routing import PoolStatus
-from tests.unit.doubles import Policy
 
 FULL = EngineLoad(running=10, waiting=0, kv_use=0.99)
 
@@ -51,7 +50,7 @@ def running(n: int, taken_s: float = 0.0) -> EngineLoad:
 
 
 def roster_of(*engines: FakeEngine) -> EngineRoster:
-    roster = EngineRoster(Policy(), limit=100)
+    roster = EngineRoster(lambda: 0, limit=100)
     for engine in engines:
         roster.add(engine)
     return roster
@@ -121,9 +120,9 @@ def test_a_new_version_tells_the_controller_of_the_disturbance():
     async def main():
         engine = FakeEngine("a", running(1))
         roster, controller = roster_of(engine), Controller()
+        roster._version = lambda: 1 if len(controller.observed) >= 2 else 0
 
         def until() -> bool:
-            roster._policy.version = 1 if len(controller.observed) >= 2 else 0
             return len(controller.observed) >= 5
 
         await followed(roster, controller, until)

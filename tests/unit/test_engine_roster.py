@@ -13,7 +13,7 @@ from slipstream.rollout.engine.roster import RECORDS_OF_AN_EPOCH, EngineRoster
 from slipstream.rollout.engine.routing import LostEngine, PoolStatus
 from slipstream.rollout.system.key import Key
 from slipstream.rollout.tokens.trajectory import Finish
-from tests.unit.doubles import Collector, Policy
+from tests.unit.doubles import Collector
 
 
 class ControlClient:
@@ -71,7 +71,7 @@ class Generating(Collector):
 
 
 def make(*clients: ControlClient, limit: int = 8, follow_timeout_s: float = 60.0, **more) -> EngineRoster:
-    roster = EngineRoster(Policy(), limit=limit, follow_timeout_s=follow_timeout_s, **more)
+    roster = EngineRoster(lambda: 0, limit=limit, follow_timeout_s=follow_timeout_s, **more)
     for client in clients:
         roster.add(client)
     return roster
@@ -118,7 +118,7 @@ def test_all_changes_of_one_tick_are_sent_once_and_as_the_whole_truth():
         collector.records.clear()
         roster.add(b)
         roster.limit = 3
-        roster._policy.version = 2
+        roster._version = lambda: 2
         roster.announce()
         roster.remove(a)
         await settle()

@@ -10,7 +10,7 @@ from slipstream.rollout.engine.client import EngineAddress, EngineLost
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.supervisor import EngineGone, Supervisor
-from tests.unit.doubles import Collector, Policy
+from tests.unit.doubles import Collector
 
 
 class FakeHandle:
@@ -48,7 +48,7 @@ class World:
 
     def __init__(self, n: int, restarts: int | None, pause_s: float = 0.0) -> None:
         self.handles = [FakeHandle(f"engine-{i}") for i in range(n)]
-        self.roster = EngineRoster(Policy(), limit=8)
+        self.roster = EngineRoster(lambda: 0, limit=8)
         self.pool = Collector(self.roster).pool
         self.notes: list[str] = []
         self.synced: list[str] = []

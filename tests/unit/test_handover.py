@@ -34,7 +34,6 @@ from slipstream.rollout.system.key import Key, new_key
 from slipstream.rollout.tokens.turn_entries import SessionEnd, decode_entry, encode_entry
 from tests.environment import environment
 from tests.selection import shortened
-from tests.unit.doubles import Policy
 from tests.unit.gateway_entries import end, next_state, plain, turn
 from tests.unit.handover_process import NoPool
 
@@ -82,7 +81,7 @@ class World:
         self.pool = NoPool()
         self.address: DriverAddress | None = None
         self.key = new_key()
-        self.roster = EngineRoster(Policy(), limit=8)
+        self.roster = EngineRoster(lambda: 0, limit=8)
 
     @asynccontextmanager
     async def gateway(self):

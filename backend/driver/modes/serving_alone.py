@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from slipstream.backend.cluster.actors import EngineActors
 from slipstream.backend.cluster.placement import place_engines
 from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
-from slipstream.backend.driver.assemble import ServedVersion, live_turns, live_users
+from slipstream.backend.driver.assemble import live_turns, live_users
 from slipstream.backend.driver.loops.job_end import stop_after_s
 from slipstream.backend.driver.loops.live_users import LiveUsers
 from slipstream.backend.driver.loops.stop import Stop
@@ -104,7 +104,7 @@ async def _serve(
         placement = place_engines(nodes, config)
         actors = EngineActors(config, placement, folder / LOGS, inputs.engine_model.path)
         roster = EngineRoster(
-            ServedVersion(gate), limit=config.rollout.max_concurrent, epoch=state.ledger.epoch
+            lambda: gate.served, limit=config.rollout.max_concurrent, epoch=state.ledger.epoch
         )
         limits = EngineLimits.of(config, inputs.spec.geometry)
         live = live_users(config, limits, turns, new_key(), roster, folder / LOGS, listener)

@@ -25,7 +25,7 @@ from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import reference_logprobs, reference_model
 from tests.ranks import run_ranks
 from tests.runs.engines.conftest import VOCAB, Server, serve, version_of
-from tests.unit.doubles import Collector, Policy
+from tests.unit.doubles import Collector
 
 ONE_TOKEN = SamplingConfig(max_new_tokens=1)
 
@@ -62,7 +62,7 @@ class Serving:
 
     def __init__(self, *clients: EngineClient) -> None:
         self._clients: dict[str, EngineClient] = {}
-        self.roster = EngineRoster(Policy(), limit=8)
+        self.roster = EngineRoster(lambda: 0, limit=8)
         collector = Collector(
             self.roster, connect=lambda address: self._clients[address.name], wait_timeout_s=60
         )
