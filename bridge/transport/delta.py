@@ -23,9 +23,8 @@ from slipstream.bridge.publish.publication import Publication
 from slipstream.bridge.shards.fp8 import sent_by
 from slipstream.bridge.shards.plan import ExportPlan
 from slipstream.bridge.transport import patches
-from slipstream.bridge.transport.initial import StartingWeights
 from slipstream.bridge.transport.patches import ByteArray
-from slipstream.bridge.transport.replica import Opening, ReplicaFile
+from slipstream.bridge.transport.replica import Opening, ReplicaFile, StartingWeights
 
 log = logging.getLogger(__name__)
 

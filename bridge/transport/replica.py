@@ -25,10 +25,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+import torch
 
-from slipstream.bridge.hf.index import INDEX, ITEMSIZE, SAFETENSORS_NAMES, HfCheckpointError
+from slipstream.bridge.hf.files import HFCheckpoint
+from slipstream.bridge.hf.index import (
+    INDEX,
+    ITEMSIZE,
+    SAFETENSORS_NAMES,
+    HfCheckpointError,
+    StoredTensor,
+    stored_tensors,
+)
 from slipstream.bridge.transport import patches
-from slipstream.bridge.transport.initial import StartingWeights
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -65,6 +73,35 @@ class ReplicaFile(msgspec.Struct, array_like=True, frozen=True):
     def size(self) -> int:
         """Bytes of the tensors."""
         return sum(map(prod, self.shapes)) * ITEMSIZE[self.dtype]
+
+
+class StartingWeights:
+    """The HF checkpoint from which the engines of a run start. Its index is read when it is first needed.
+
+    Trainer and engine each read it from their own node. A patch may then start from what no one has sent.
+    """
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._stored: dict[str, StoredTensor] | None = None
+
+    def copy_into(self, target: patches.ByteArray, file: ReplicaFile) -> None:
+        """Write the tensors of ``file`` into ``target``, in its dtype.
+
+        A tensor that the checkpoint lacks, or has in another shape, becomes zeros. Raises HfCheckpointError.
+        """
+        if self._stored is None:
+            self._stored = stored_tensors(self._model)
+        dtype, end = getattr(torch, file.dtype), 0
+        with HFCheckpoint(self._stored) as checkpoint:
+            for name, shape in zip(file.names, file.shapes, strict=True):
+                start, end = end, end + prod(shape) * ITEMSIZE[file.dtype]
+                stored = self._stored.get(name)
+                if stored is None or stored.shape != shape:
+                    target[start:end] = 0
+                else:
+                    weights = checkpoint.tensor(name).to(dtype).reshape(-1)
+                    target[start:end] = weights.view(torch.uint8).numpy()
 
 
 class Opening(msgspec.Struct, array_like=True, frozen=True):

@@ -29,8 +29,7 @@ from slipstream.bridge.shards.quantize import engine_buckets
 from slipstream.bridge.transport import patches
 from slipstream.bridge.transport.delta import DeltaTransport
 from slipstream.bridge.transport.disk import DiskTransport
-from slipstream.bridge.transport.initial import StartingWeights
-from slipstream.bridge.transport.replica import Opening, Replica
+from slipstream.bridge.transport.replica import Opening, Replica, StartingWeights
 from tests.bridge_cases import CONFIG, DEEPSEEK, empty_parameters
 from tests.quantized_models import FP8, INT4, write_quantized
 

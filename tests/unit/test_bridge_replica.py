@@ -20,8 +20,7 @@ from slipstream.bridge.publish.bucket_stream import BucketStream
 from slipstream.bridge.publish.publication import Publication, Timeouts
 from slipstream.bridge.transport import patches
 from slipstream.bridge.transport.delta import DeltaTransport
-from slipstream.bridge.transport.initial import StartingWeights
-from slipstream.bridge.transport.replica import ROUTE, Opening, Replica, ReplicaFile, mount
+from slipstream.bridge.transport.replica import ROUTE, Opening, Replica, ReplicaFile, StartingWeights, mount
 
 FILES = [
     ReplicaFile(("a", "b"), ((3, 5), (7,)), "bfloat16"),
