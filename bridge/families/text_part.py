@@ -6,18 +6,14 @@ tensors       those of the language model have a prefix; those of other parts ar
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from slipstream.bridge.hf.config import HfConfig, UnsupportedModel, section
 from slipstream.bridge.model.geometry import Geometry
 from slipstream.bridge.model.mapping import Mappings
 
-
-class TextFamily(Protocol):
-    """The family of the language model, see ``Family``."""
-
-    def geometry(self, hf: HfConfig) -> Geometry: ...
-    def mappings(self, geometry: Geometry) -> Mappings: ...
+if TYPE_CHECKING:
+    from slipstream.bridge.families import Family
 
 
 @dataclass(frozen=True)
@@ -27,7 +23,7 @@ class TextPart:
     Trajectories are text, so gradients reach the language model only.
     """
 
-    text: TextFamily
+    text: "Family"
     model_types: tuple[str, ...]
     """``model_type`` of the ``text_config`` in its checkpoints."""
     prefixes: Mapping[str, str]
