@@ -9,10 +9,10 @@ without their folder every recipe without hooks runs as before. ``backend.traine
 the ranks of the trainer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import msgspec
 
@@ -72,14 +72,9 @@ def imported_script(script: Path, out: Path, overrides: Sequence[str], *, as_jso
 # ---- a collector
 
 
-class EvaluatesSets(Protocol):
-    """Evaluates whole sets of prompts by itself."""
-
-    async def evaluate(self, rollout_id: int) -> tuple[list[EvaluatedSet], NamedNumbers]:
-        """Return what it says of each set, and metrics of the whole evaluation. Raises NoEngine, and whatever
-        user code raises.
-        """
-        ...
+EvaluateSets = Callable[[int], Awaitable[tuple[list[EvaluatedSet], NamedNumbers]]]
+"""Evaluates whole sets of prompts by itself, given the number of the rollout: returns what it says of each
+set, and metrics of the whole evaluation. Raises NoEngine, and whatever user code raises."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,7 @@ class HookParts:
     workflow: Workflow | None = None
     filter: GroupChoice | None = None
     reward: EpisodeJudge | None = None
-    evaluation: EvaluatesSets | None = None
+    evaluation: EvaluateSets | None = None
 
 
 def hook_parts(

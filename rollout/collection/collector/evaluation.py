@@ -12,7 +12,7 @@ from slipstream.rollout.collection.collector.groups import wait_for_end
 from slipstream.rollout.collection.collector.outbox import Outbox
 from slipstream.rollout.collection.collector.recording import GrowingGenerator
 from slipstream.rollout.collection.messages import Question
-from slipstream.rollout.compat.hooks import EvaluatesSets
+from slipstream.rollout.compat.hooks import EvaluateSets
 from slipstream.rollout.engine.engine_pool import NoEngine
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.sampling import LiveSampling
@@ -79,7 +79,7 @@ class Evaluations:
         context: WorkflowContext,
         episodes: Episodes,
         judge: EpisodeJudge,
-        function: EvaluatesSets | None = None,
+        function: EvaluateSets | None = None,
         log: EvaluationLog | None = None,
     ) -> None:
         """``context``: what a workflow may use in an evaluation. ``function``: evaluates whole sets. ``log``:
@@ -138,7 +138,7 @@ class Evaluations:
             self._failed(question, "the recipe has no function that evaluates")
             return
         try:
-            sets, metrics = await self._function.evaluate(question.version)
+            sets, metrics = await self._function(question.version)
         except (NoEngine, asyncio.CancelledError):
             raise
         except Exception as error:  # user code

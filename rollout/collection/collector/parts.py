@@ -22,7 +22,7 @@ from slipstream.rollout.collection.collector.seeded import seeded_engines
 from slipstream.rollout.compat.hooks import (
     UNREWARDED,
     CallSurroundings,
-    EvaluatesSets,
+    EvaluateSets,
     HookParts,
     hook_parts,
 )
@@ -126,7 +126,7 @@ class EpisodeParts:
     """Returns a trajectory as it is to be trained. Raises ValueError."""
     judge: EpisodeJudge
     group_filter: NamedFilter | None
-    evaluation: EvaluatesSets | None
+    evaluation: EvaluateSets | None
     """Evaluates whole sets; None: evaluations are episodes."""
     endpoints: "CollectorEndpoint | None"
     evaluated: tuple[UnrecordedGenerator, Judge]

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from math import isfinite
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -20,13 +21,6 @@ _LONGEST_SHOWN = 80
 """Characters of a wrong value in an error."""
 
 
-class SampleStatus(Protocol):
-    """A member of slime's `Sample.Status`."""
-
-    @property
-    def value(self) -> str: ...
-
-
 class SampleLike(Protocol):
     """The fields of slime's `Sample` that are read here: a checkout has its own class."""
 
@@ -43,7 +37,7 @@ class SampleLike(Protocol):
     rollout_log_probs: list[float] | None
     teacher_log_probs: object
     remove_sample: bool
-    status: SampleStatus
+    status: Enum
     metadata: dict[str, object]
     custom_rm_path: str | None
     weight_versions: list[str]
@@ -104,7 +98,7 @@ def drawn_onto(sample: SampleLike, prompt: Prompt, number: int) -> SampleLike:
         return sample
     for name, value in drawn[number if len(drawn) > 1 else 0].items():
         if name == "status":
-            sample.status = type(sample.status)(value)  # pyright: ignore[reportCallIssue]
+            sample.status = type(sample.status)(value)
         elif name not in ("spec_info", "prefix_cache_info"):
             setattr(sample, name, value)
     return sample

@@ -13,13 +13,13 @@ import inspect
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from enum import Enum
 from typing import Any, cast
 
 from slipstream.configs.schema import HooksConfig
 from slipstream.rollout.compat.slime.arguments import SlimeArguments, address, prepare_requests
 from slipstream.rollout.compat.slime.episode_samples import (
     SampleLike,
-    SampleStatus,
     WrongReturn,
     attest,
     declared,
@@ -196,9 +196,9 @@ def _prompt_ids(prompt: Prompt, sample: SampleLike, tokenizer: Tokenizer) -> lis
     )
 
 
-def _status(sample: SampleLike, value: str) -> SampleStatus:
+def _status(sample: SampleLike, value: str) -> Enum:
     """Return the member of slime's statuses with a value."""
-    return type(sample.status)(value)  # pyright: ignore[reportCallIssue]
+    return type(sample.status)(value)
 
 
 def _sampling_params(args: SlimeArguments) -> dict[str, object]:

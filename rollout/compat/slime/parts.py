@@ -40,7 +40,7 @@ def hook_parts(
             shared.custom_rm_path = RECIPE_REWARD
             answer_by(judge)
         calls = FunctionCalls(shared, groups, around)
-        evaluation = SetEvaluation(path, calls, rollout.reward_key)
+        evaluation = SetEvaluation(path, calls, rollout.reward_key).evaluate
         if hooks.rollout_function is not None:  # it calls the other hooks of episodes and groups itself
             rollouts = RolloutCalls(hooks.rollout_function, calls, groups)
             workflow = FunctionWorkflow(

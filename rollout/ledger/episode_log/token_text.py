@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 from slipstream.rollout.tokens.tokenizer import load_tokenizer
 
@@ -14,10 +13,8 @@ LONGEST_CHARACTER = 4
 """Bytes of the longest character in UTF-8, each of which may be a token."""
 
 
-class Decoder(Protocol):
-    """Makes text of token ids, special tokens included."""
-
-    def __call__(self, ids: Sequence[int], /) -> str: ...
+Decoder = Callable[[Sequence[int]], str]
+"""Makes text of token ids, special tokens included."""
 
 
 def load_decoder(model: Path) -> Decoder:

@@ -133,7 +133,7 @@ class JudgePool:
             raise
         self._is_open = True
         for seat in self._seats:
-            keeping = self._loop.create_task(seat.keep(self))
+            keeping = self._loop.create_task(seat.keep(self._next, self._attempt_failed))
             keeping.add_done_callback(self._on_seat_lost)
             self._keeping.append(keeping)
         return self
@@ -247,7 +247,7 @@ class JudgePool:
 
     # -- Questions, as seats see them
 
-    def next(self) -> OpenQuestion | None:
+    def _next(self) -> OpenQuestion | None:
         """Return the longest waiting question, and forget it. None: there is none."""
         while self._queue:
             question = self._queue.popleft()
@@ -255,7 +255,7 @@ class JudgePool:
                 return question
         return None
 
-    def attempt_failed(self, question: OpenQuestion, cause: str, ask: Callable[[], None] | None) -> None:
+    def _attempt_failed(self, question: OpenQuestion, cause: str, ask: Callable[[], None] | None) -> None:
         """Charge a question with an attempt, and ask it again after a wait: by ``ask``, or in the queue."""
         self._failed_attempts += 1
         question.causes.append(cause)

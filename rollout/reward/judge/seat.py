@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from slipstream.rollout.reward.judge.judge_errors import Ending, JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.judge.judge_process import GRACE_S, JudgeProcess
@@ -55,16 +54,9 @@ class OpenQuestion:
     """True if that process has had another question open meanwhile."""
 
 
-class QuestionSource(Protocol):
-    """Where a seat gets questions from, and where it brings failed attempts."""
-
-    def next(self) -> OpenQuestion | None:
-        """Return the longest waiting question, and forget it. None: there is none."""
-        ...
-
-    def attempt_failed(self, question: OpenQuestion, cause: str, ask: Callable[[], None] | None) -> None:
-        """Charge a question with an attempt. ``ask`` is to be called for the next one; None: queue it."""
-        ...
+Charge = Callable[[OpenQuestion, str, Callable[[], None] | None], None]
+"""Charges a question with an attempt, which has failed for the cause given. The last argument is to be called
+for the next attempt; None: the question is queued."""
 
 
 class Seat:
@@ -80,7 +72,7 @@ class Seat:
         self._delay = delay
         self._log = log
         self._loop = asyncio.get_running_loop()
-        self._questions: QuestionSource | None = None
+        self._take: Callable[[], OpenQuestion | None] | None = None
         self._process: JudgeProcess | None = None
         self._open: dict[int, OpenQuestion] = {}
         self._apart: list[list[OpenQuestion]] = []
@@ -103,9 +95,12 @@ class Seat:
         self._process = await self._start_process()
         self.of_groups = self._process.of_groups
 
-    async def keep(self, questions: QuestionSource) -> None:
-        """Ask questions until the task is cancelled. Raises JudgeStartFailed if no process can be started."""
-        self._questions = questions
+    async def keep(self, take: Callable[[], OpenQuestion | None], charge: Charge) -> None:
+        """Ask questions until the task is cancelled. Raises JudgeStartFailed if no process can be started.
+
+        ``take``: returns the longest waiting question, and forgets it; None: there is none.
+        """
+        self._take, self._charge = take, charge
         idle_ends = 0
         try:
             while True:
@@ -138,7 +133,7 @@ class Seat:
     def feed(self) -> None:
         """Give the process as many questions as it may have."""
         process = self._process
-        if process is None or self._questions is None:
+        if process is None or self._take is None:
             return
         if self._is_retiring:
             if not self._open:
@@ -151,7 +146,7 @@ class Seat:
                     self._is_apart |= self._ask(process, question)
         capacity = self._concurrency if process.concurrent else 1
         while not self._is_apart and not self._apart and len(self._open) < capacity:
-            question = self._questions.next()
+            question = self._take()
             if question is None:
                 break
             self._ask(process, question)
@@ -214,10 +209,6 @@ class Seat:
             self._apart.append([question])
         else:
             self._charge(question, reply.reason, None)
-
-    def _charge(self, question: OpenQuestion, cause: str, ask: Callable[[], None] | None) -> None:
-        assert self._questions is not None
-        self._questions.attempt_failed(question, cause, ask)
 
     # -- Time
 
