@@ -65,26 +65,15 @@ class Present(Protocol):
     def lag(self, version: int) -> int: ...
 
 
-@dataclass(frozen=True)
-class TakenTurn:
-    """A turn in a batch."""
-
-    id: int
-    stale: frozenset[int] = frozenset()
-    """Policy versions whose tokens must not carry loss, because their lag exceeds the bound."""
-
-
-@dataclass(frozen=True)
-class ExpiredTurn:
-    """A turn of which every token is too old."""
-
-    id: int
-    lag: int
-    """Smallest lag of its tokens: larger than the bound."""
+StaleOf = dict[int, frozenset[int]]
+"""The turns of a trajectory, in the order of the conversation. Of each, the policy versions whose tokens must
+not carry loss, because their lag exceeds the bound."""
 
 
 @dataclass(slots=True)
-class _Turn:
+class TurnAtDoor:
+    """A turn as the door knows it: not its tokens, but how old they are."""
+
     id: int
     parent: int | None
     versions: frozenset[int]
@@ -109,10 +98,10 @@ class LiveDoor:
         self.ends: Counter[TurnEnd] = Counter()
         """Number of turns that reached each end."""
         self.states: dict[TurnState, int] = dict.fromkeys(TurnState, 0)
-        self.training: list[tuple[TakenTurn, ...]] = []
-        """The live trajectories of the batch in training: their turns in the order of the conversation."""
+        self.training: list[StaleOf] = []
+        """The live trajectories of the batch in training."""
         self._present = present
-        self._turns: dict[int, _Turn] = {}
+        self._turns: dict[int, TurnAtDoor] = {}
         self._by_standing: dict[int, set[int]] = {}
         """Turns that may expire, by standing."""
         self._undecided: set[int] = set()
@@ -120,9 +109,9 @@ class LiveDoor:
         self._ready: list[tuple[int, int, int]] = []
         """Heap of (standing, order, id). Entries of turns that are no longer ready are skipped."""
         self._withheld: set[int] = set()
-        self._plan: list[list[_Turn]] | None = None
+        self._plan: list[list[TurnAtDoor]] | None = None
         """The trajectories of the next batch; None: to be made anew."""
-        self._expired: list[ExpiredTurn] = []
+        self._expired: dict[int, int] = {}
         self._next_order = 0
 
     # ---- events of one turn
@@ -196,9 +185,11 @@ class LiveDoor:
             for child in turn.children:
                 self._turns[child].parent = None
 
-    def take_expired(self) -> list[ExpiredTurn]:
-        """Return the turns that have expired since the last call."""
-        expired, self._expired = self._expired, []
+    def take_expired(self) -> dict[int, int]:
+        """Return the turns that have expired since the last call: of each, the smallest lag of its tokens,
+        which is larger than the bound.
+        """
+        expired, self._expired = self._expired, {}
         return expired
 
     # ---- batches, as the core takes them
@@ -211,8 +202,7 @@ class LiveDoor:
     def take(self) -> None:
         """Move the turns of the next batch to training."""
         for path in self._planned():
-            taken = tuple(TakenTurn(turn.id, self._stale(turn)) for turn in path)
-            self.training.append(taken)
+            self.training.append({turn.id: self._stale(turn) for turn in path})
             for turn in path:
                 self._unstand(turn)
                 self._move(turn, TurnState.TRAINING)
@@ -265,14 +255,14 @@ class LiveDoor:
 
     # ---- paths
 
-    def _planned(self) -> list[list[_Turn]]:
+    def _planned(self) -> list[list[TurnAtDoor]]:
         """Return the trajectories of the next batch: those of the turns that expire first."""
         if self._plan is None:
             self._plan = self._paths(self.trajectories)
         return self._plan
 
-    def _paths(self, most: int) -> list[list[_Turn]]:
-        paths: list[list[_Turn]] = []
+    def _paths(self, most: int) -> list[list[TurnAtDoor]]:
+        paths: list[list[TurnAtDoor]] = []
         chosen: set[int] = set()
         passed: list[tuple[int, int, int]] = []
         while self._ready and len(paths) < most:
@@ -291,7 +281,7 @@ class LiveDoor:
             heapq.heappush(self._ready, entry)
         return paths
 
-    def _path_through(self, turn: _Turn, chosen: set[int]) -> list[_Turn]:
+    def _path_through(self, turn: TurnAtDoor, chosen: set[int]) -> list[TurnAtDoor]:
         """Return the ready turns on the longest path through ``turn`` that are not chosen yet."""
         deepest, most = turn, 0
         below = [(turn, 0)]
@@ -302,7 +292,7 @@ class LiveDoor:
                 if is_free and trainable + 1 > most:
                     deepest, most = child, trainable + 1
                 below.append((child, trainable + is_free))
-        path: list[_Turn] = []
+        path: list[TurnAtDoor] = []
         node = deepest
         while node is not None:
             if self._is_trainable(node) and node.id not in chosen:
@@ -311,12 +301,12 @@ class LiveDoor:
         return path[::-1]
 
     @staticmethod
-    def _is_trainable(turn: _Turn) -> bool:
+    def _is_trainable(turn: TurnAtDoor) -> bool:
         return turn.state is TurnState.READY and not turn.is_withheld
 
     # ---- ages
 
-    def _stand(self, turn: _Turn) -> None:
+    def _stand(self, turn: TurnAtDoor) -> None:
         """Find the standing of a turn, and let the turn expire by it."""
         present = self._present
         decided = turn.versions - {present.version_in_the_making}
@@ -328,7 +318,7 @@ class LiveDoor:
         self._by_standing.setdefault(turn.standing, set()).add(turn.id)
         self._plan = None
 
-    def _unstand(self, turn: _Turn) -> None:
+    def _unstand(self, turn: TurnAtDoor) -> None:
         """Keep a turn from expiring."""
         self._undecided.discard(turn.id)
         turns = self._by_standing.get(turn.standing)
@@ -341,30 +331,30 @@ class LiveDoor:
         for standing in [each for each in self._by_standing if each < oldest]:
             for id_ in sorted(self._by_standing[standing], reverse=True):
                 turn = self._turns[id_]
-                self._expired.append(ExpiredTurn(id_, self._present.step - standing))
+                self._expired[id_] = self._present.step - standing
                 self._end(turn, TurnEnd.EXPIRED)
 
-    def _stale(self, turn: _Turn) -> frozenset[int]:
+    def _stale(self, turn: TurnAtDoor) -> frozenset[int]:
         present = self._present
         return frozenset(version for version in turn.versions if present.lag(version) > present.bound)
 
     # ---- states
 
-    def _add(self, id_: int, versions: frozenset[int], parent: int | None) -> _Turn:
+    def _add(self, id_: int, versions: frozenset[int], parent: int | None) -> TurnAtDoor:
         if id_ in self._turns:
             raise ControlError(f"turn {id_} has arrived before")
         before = self._turns.get(parent) if parent is not None else None
-        turn = _Turn(id_, parent if before is not None else None, versions, self._next_order)
+        turn = TurnAtDoor(id_, parent if before is not None else None, versions, self._next_order)
         self._next_order += 1
         self._turns[id_] = turn
         if before is not None:
             before.children.append(id_)
         return turn
 
-    def _in_training(self) -> list[_Turn]:
-        return [self._turns[taken.id] for path in self.training for taken in path]
+    def _in_training(self) -> list[TurnAtDoor]:
+        return [self._turns[id_] for path in self.training for id_ in path]
 
-    def _move(self, turn: _Turn, state: TurnState | None) -> None:
+    def _move(self, turn: TurnAtDoor, state: TurnState | None) -> None:
         if turn.state is not None:
             self.states[turn.state] -= 1
         if state is not None:
@@ -372,7 +362,7 @@ class LiveDoor:
         turn.state = state
         self._plan = None
 
-    def _end(self, turn: _Turn, end: TurnEnd) -> None:
+    def _end(self, turn: TurnAtDoor, end: TurnEnd) -> None:
         if turn.state is not TurnState.TRAINING:
             self._unstand(turn)
         turn.is_withheld = False

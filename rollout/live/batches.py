@@ -7,7 +7,7 @@ count as sampled by nobody.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.rollout.control.live_door import TakenTurn
+from slipstream.rollout.control.live_door import StaleOf
 from slipstream.rollout.ledger.writing.transaction import Training
 from slipstream.rollout.live.baseline import Score
 from slipstream.rollout.live.known import KnownTurn, branch_of
@@ -65,12 +65,11 @@ class LiveTrajectory:
             yield Training(turn.id, head_lag, trained, sampled - trained, sampled, tuple(tokens.items()))
 
 
-def live_trajectory(taken: Sequence[TakenTurn], turns: Sequence[KnownTurn]) -> LiveTrajectory:
+def live_trajectory(stale: StaleOf, turns: Sequence[KnownTurn]) -> LiveTrajectory:
     """Return the trajectory of turns on one branch, each of which has a verdict.
 
-    ``taken``: the same turns, as the control core has taken them.
+    ``stale``: of the same turns, as the control core has taken them.
     """
-    stale = {each.id: each.stale for each in taken}
     runs: list[Run] = []
     ends: list[tuple[int, float | None]] = []
     kept: list[int] = []

@@ -270,8 +270,8 @@ class LiveTurns:
     def trajectories(self) -> list[LiveTrajectory]:
         """Return the live trajectories of the batch that the core has taken."""
         batch = [
-            live_trajectory(taken, [self._table.turns[each.id] for each in taken])
-            for taken in self._table.core.live.training
+            live_trajectory(stale, [self._table.turns[id_] for id_ in stale])
+            for stale in self._table.core.live.training
         ]
         scores = [each.scores for each in batch]
         advantages = iter(self._baseline.advantages(list(chain.from_iterable(scores))))

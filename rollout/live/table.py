@@ -70,7 +70,7 @@ class TurnTable:
         self.sessions.setdefault(turn.session, Session()).turns[turn.id] = turn
 
     def is_in_training(self, id_: int) -> bool:
-        return any(taken.id == id_ for path in self.core.live.training for taken in path)
+        return any(id_ in path for path in self.core.live.training)
 
     def erase(self) -> None:
         """Have what is forgotten written over, unless a training step may read it."""
@@ -95,12 +95,10 @@ class TurnTable:
         """Write down the turns that have expired, and return their sessions."""
         sessions: set[int] = set()
         now = self.clock()
-        for expired in self.core.live.take_expired():
-            turn = self.turns[expired.id]
+        for id_, lag in self.core.live.take_expired().items():
+            turn = self.turns[id_]
             sessions.add(turn.session)
-            self.ledger.turns.ended(
-                turn.id, TurnEnd.EXPIRED, Loss.STALE, version=self.core.version, lag=expired.lag
-            )
-            self.since.expired_lags.append(expired.lag)
+            self.ledger.turns.ended(turn.id, TurnEnd.EXPIRED, Loss.STALE, version=self.core.version, lag=lag)
+            self.since.expired_lags.append(lag)
             self.since.expired_ages_s.append(max(0.0, now - turn.head.ended_s))
         return sessions

@@ -378,11 +378,11 @@ class Schedule(RuleBasedStateMachine):
         )
 
     def note_expired(self) -> None:
-        for old in self.core.live.take_expired():
-            turn = self.turns[old.id]
+        for turn_id, lag in self.core.live.take_expired().items():
+            turn = self.turns[turn_id]
             assert turn.end is None and not self.is_trained(turn, self.version), "a turn ends once"
             assert turn not in self.turns_in_training
-            assert old.lag == min(map(self.lag, turn.versions)) > self.eta, "expired without need"
+            assert lag == min(map(self.lag, turn.versions)) > self.eta, "expired without need"
             turn.end = TurnEnd.EXPIRED
             self.totals["turns expired"] += 1
         for id_, loss in self.core.take_expired().items():
@@ -602,18 +602,18 @@ class Schedule(RuleBasedStateMachine):
         """Check the turns of a batch that was taken."""
         trainable = self.trainable()
         paths = self.core.live.training
-        ids = [taken.id for path in paths for taken in path]
+        ids = [id_ for path in paths for id_ in path]
         assert len(ids) == len(set(ids)), "a turn is in a batch twice"
         assert len(paths) <= self.live_trajectories
         assert len(paths) == self.live_trajectories or len(ids) == len(trainable), "a turn is left out"
         for path in paths:
-            turns = [self.turns[taken.id] for taken in path]
+            turns = [self.turns[id_] for id_ in path]
             for former, later in pairwise(turns):
                 assert later.comes_after(former), "a trajectory is one path"
-            for turn, taken in zip(turns, path, strict=True):
+            for turn, stale in zip(turns, path.values(), strict=True):
                 assert turn in trainable, "not judged, ended, trained or withheld"
                 beyond = {version for version in turn.versions if self.lag(version) > self.eta}
-                assert taken.stale == beyond, "trained beyond the bound, or masked within it"
+                assert stale == beyond, "trained beyond the bound, or masked within it"
                 assert beyond < set(turn.versions), "no token carries loss"
             # Nothing that is ready and continues the path, or leads to it, is left for another trajectory.
             for turn in trainable:

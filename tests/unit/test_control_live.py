@@ -6,7 +6,7 @@ from slipstream.configs.schema.live import LiveConfig, live_places
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.rollout.control.control_errors import ControlError, UnknownVersion
 from slipstream.rollout.control.core import RolloutControl
-from slipstream.rollout.control.live_door import ExpiredTurn, TakenTurn, TurnEnd, TurnState
+from slipstream.rollout.control.live_door import TurnEnd, TurnState
 from slipstream.rollout.control.policies import make_control
 
 
@@ -27,7 +27,7 @@ def take(core: RolloutControl) -> list[list[int]]:
     if core.take_batch() is None:
         core.turns_wait_is_over()
         assert core.take_batch() is not None
-    return [[taken.id for taken in path] for path in core.live.training]
+    return [list(path) for path in core.live.training]
 
 
 def train(core: RolloutControl) -> list[list[int]]:
@@ -53,7 +53,7 @@ def test_a_batch_waits_for_turns_until_it_is_told_not_to():
     assert core.lacks_turns
     core.turns_wait_is_over()
     assert list(core.take_batch()) == [0]
-    assert core.live.training == [(TakenTurn(-1),)]
+    assert core.live.training == [{-1: frozenset()}]
 
 
 def test_without_prompts_and_turns_nothing_is_waited_for():
@@ -94,7 +94,7 @@ def test_a_turn_that_waits_expires_when_all_of_its_tokens_are_too_old():
     for version in range(2):
         ready(core, -3 - version, versions=(version,))
         train(core)
-    assert core.live.take_expired() == [ExpiredTurn(-1, 2), ExpiredTurn(-2, 2)]
+    assert core.live.take_expired() == {-1: 2, -2: 2}
     assert core.live.ends[TurnEnd.EXPIRED] == 2
     with pytest.raises(ControlError, match="turn -1 does not wait"):
         core.live.ready(-1)
@@ -105,11 +105,11 @@ def test_a_turn_comes_in_too_late():
     ready(core, -1)
     train(core)
     core.live.arrived(-2, (0,))
-    assert core.live.take_expired() == [ExpiredTurn(-2, 1)]
+    assert core.live.take_expired() == {-2: 1}
     core.live.arrived(-3, (0, 1))
     core.live.ready(-3)
     take(core)
-    assert core.live.training == [(TakenTurn(-3, frozenset({0})),)]
+    assert core.live.training == [{-3: {0}}]
 
 
 def test_tokens_of_a_version_in_the_making_are_as_old_as_what_becomes_of_it():
@@ -120,12 +120,12 @@ def test_tokens_of_a_version_in_the_making_are_as_old_as_what_becomes_of_it():
     core.live.arrived(-2, (version,))
     core.live.ready(-2)
     core.give_back()
-    assert core.live.take_expired() == [ExpiredTurn(-2, 1)], "its version is one of a dead branch"
+    assert core.live.take_expired() == {-2: 1}, "its version is one of a dead branch"
     take(core)
     version = core.begin_step()
     core.live.arrived(-3, (version,))
     core.published(version)
-    assert core.live.take_expired() == []
+    assert core.live.take_expired() == {}
 
 
 def test_a_path_goes_over_turns_that_have_ended_and_ends_where_a_session_is_over():
