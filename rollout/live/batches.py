@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.rollout.control.live_door import StaleOf
+from slipstream.rollout.ledger.rows.stored_turns import KnownTurn, branch_of
 from slipstream.rollout.ledger.writing.transaction import Training
 from slipstream.rollout.live.baseline import Score
-from slipstream.rollout.live.known import KnownTurn, branch_of
 from slipstream.rollout.tokens.record import cut_chunks
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Run, TrajectoryHeader, count_tokens
 
@@ -77,8 +77,8 @@ def live_trajectory(stale: StaleOf, turns: Sequence[KnownTurn]) -> LiveTrajector
     end = 0
     parts = branch_of(turns[-1])
     for turn, tokens in parts:
-        assert turn.payload.chunk is not None
-        refs.append(turn.payload.chunk)
+        assert turn.chunk is not None
+        refs.append(turn.chunk)
         kept.append(tokens)
         if turn.id not in stale:
             end += tokens
@@ -86,8 +86,8 @@ def live_trajectory(stale: StaleOf, turns: Sequence[KnownTurn]) -> LiveTrajector
             continue
         assert tokens == turn.own_length
         assert turn.verdict is not None
-        if turn.payload.teacher is not None:
-            refs.append(turn.payload.teacher)
+        if turn.teacher is not None:
+            refs.append(turn.teacher)
         if turn.head.context:
             end += turn.head.context
             _extend(runs, (UNSAMPLED, False, end))

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from slipstream.rollout.ledger.rows.stored_turns import KnownTurn
 from slipstream.rollout.ledger.storage.segments import Buffer
-from slipstream.rollout.live.known import KnownTurn
 from slipstream.rollout.tokens.record import CorruptRecord, decode_chunks
 from slipstream.rollout.tokens.teacher import TeacherNeeds, TeacherScores
 from slipstream.rollout.tokens.turn_entries import Turn

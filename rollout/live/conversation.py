@@ -10,12 +10,13 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
+import msgspec
 import numpy.typing as npt
 
+from slipstream.rollout.ledger.rows.stored_turns import KnownTurn, branch_of
 from slipstream.rollout.ledger.storage.database import LedgerError
-from slipstream.rollout.live.known import KnownTurn, branch_of, decode_said
 from slipstream.rollout.reward.live import JudgedTurn
+from slipstream.rollout.system.frames import UNREADABLE
 from slipstream.rollout.tokens.record import CorruptRecord, decode_chunks
 from slipstream.rollout.tokens.trajectory import Messages
 
@@ -28,6 +29,30 @@ Read = Callable[[bytes], bytes]
 """Returns the payload that references point to. Raises LedgerError."""
 
 
+class Said(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What is stored of a request and its answer, for the judge."""
+
+    session: str
+    key: str
+    kept: int
+    """Messages of the conversation before that the request repeats: ``Turn.kept``."""
+    messages: bytes
+    """JSON list."""
+    answer: bytes
+    """JSON."""
+
+
+_SAID = msgspec.msgpack.Decoder(Said)
+
+
+def decode_said(data: bytes) -> Said:
+    """Return what was said. Raises CorruptRecord."""
+    try:
+        return _SAID.decode(data)
+    except UNREADABLE as error:
+        raise CorruptRecord(f"not the messages of a turn: {error}") from error
+
+
 def question_of(
     turn: KnownTurn, read: Read, longest: int = LONGEST_HISTORY, *, with_ids: bool = False
 ) -> tuple[JudgedTurn, Messages]:
@@ -36,9 +61,9 @@ def question_of(
 
     Raises LedgerError and CorruptRecord when the turn itself cannot be read.
     """
-    assert turn.payload.said is not None
-    assert turn.payload.next is not None
-    said = decode_said(read(turn.payload.said))
+    assert turn.said is not None
+    assert turn.next is not None
+    said = decode_said(read(turn.said))
     history = history_of(turn, said.kept, read, longest)
     prompt_ids, answer_ids = ids_of(turn, read) if with_ids else (b"", b"")
     judged = JudgedTurn(
@@ -53,7 +78,7 @@ def question_of(
         prompt_ids,
         answer_ids,
     )
-    return judged, _decoded(read(turn.payload.next))
+    return judged, _decoded(read(turn.next))
 
 
 def ids_of(turn: KnownTurn, read: Read) -> tuple[bytes, bytes]:
@@ -63,9 +88,9 @@ def ids_of(turn: KnownTurn, read: Read) -> tuple[bytes, bytes]:
     """
     before: list[bytes] = []
     for each, kept in branch_of(turn):
-        if each.payload.chunk is None:
+        if each.chunk is None:
             raise CorruptRecord("tokens before the turn are not there any more")
-        for context, tokens, _ in decode_chunks(read(each.payload.chunk)):
+        for context, tokens, _ in decode_chunks(read(each.chunk)):
             if each is turn:
                 return b"".join([*before, _int32(context)]), _int32(tokens)
             before.append((_int32(context) + _int32(tokens))[: ID_BYTES * kept])
@@ -83,9 +108,9 @@ def history_of(turn: KnownTurn, kept: int, read: Read, longest: int = LONGEST_HI
     """
     newest_first: list[Messages] = []
     before, room = turn.parent, longest
-    while kept and before is not None and before.payload.said is not None:
+    while kept and before is not None and before.said is not None:
         try:
-            data = read(before.payload.said)
+            data = read(before.said)
             room -= len(data)
             if room < 0:
                 break

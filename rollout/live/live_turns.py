@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
 
 from slipstream.rollout.control.control_errors import UnknownVersion
 from slipstream.rollout.control.core import RolloutControl
@@ -22,6 +21,7 @@ from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.live_door import TurnEnd
 from slipstream.rollout.ledger.rows.stored_turns import (
     CLIENT,
+    KnownTurn,
     RecoveredTurns,
     Stage,
     TurnHead,
@@ -35,7 +35,7 @@ from slipstream.rollout.ledger.writing.writer import Ledger
 from slipstream.rollout.live.baseline import Score, ScoreBaseline
 from slipstream.rollout.live.batches import LiveTrajectory, live_trajectory
 from slipstream.rollout.live.checks import can_continue, check_chunk
-from slipstream.rollout.live.known import KnownTurn, Said
+from slipstream.rollout.live.conversation import Said
 from slipstream.rollout.live.status import LiveStatus, SinceLastBatch
 from slipstream.rollout.live.table import TurnTable
 from slipstream.rollout.live.verdicts import Verdicts
@@ -56,13 +56,6 @@ NOTHING_FOLLOWED = b"[]"
 
 class JournalGap(RuntimeError):
     """A gateway has left out entries of its journal: a bug, or a journal that was replaced."""
-
-
-class _Held(NamedTuple):
-    gateway: str
-    first_number: int
-    entries: Sequence[Entry]
-    chunks: Sequence[Buffer]
 
 
 class LiveTurns:
@@ -91,7 +84,8 @@ class LiveTurns:
         self._needs = needs
         self._table = TurnTable(core, ledger, clock)
         self.verdicts = Verdicts(self._table, needs, vocab)
-        self._held: list[_Held] = []
+        self._held: list[Callable[[], None]] = []
+        """What gateways have sent while the ledger is held."""
         self._taken: dict[str, int] = {}
         self._durable: dict[str, int] = {}
         self._side_reasons: Counter[str] = Counter()
@@ -110,7 +104,7 @@ class LiveTurns:
         Raises JournalGap when entries were left out.
         """
         if self._table.is_held:
-            self._held.append(_Held(gateway, first_number, entries, chunks))
+            self._held.append(partial(self.take, gateway, first_number, entries, chunks))
             return
         known = self._taken.get(gateway, 0)
         if first_number > known + 1:
@@ -172,19 +166,8 @@ class LiveTurns:
         problem = problem or self._version_problem(head)
         end, loss = self._end_at_once(entry, head, problem)
         said = encode(Said(entry.session, entry.key, entry.kept, bytes(entry.messages), bytes(entry.answer)))
-        payload = self._ledger.turns.turn(
-            id_,
-            session,
-            key,
-            parent_id if parent is not None else None,
-            head,
-            chunk,
-            said,
-            end=end,
-            loss=loss,
-            note=problem or "",
-        )
-        turn = KnownTurn(id_, session, key, parent, head, payload, is_lost=is_lost)
+        turn = KnownTurn(id_, session, key, parent, head, is_lost=is_lost)
+        self._ledger.turns.turn(turn, chunk, said, end=end, loss=loss, note=problem or "")
         self._table.remember(turn)
         self._table.sessions[session].goes_on()
         before = turn.continues
@@ -222,18 +205,16 @@ class LiveTurns:
         turn = self._table.turns.get(id_)
         if turn is None or turn.has_followed or not self._table.core.live.is_waiting(id_):
             return
-        turn.has_followed = True
         turn.followed_s = self._table.clock()
-        ref = self._ledger.turns.followed(id_, messages)
-        turn.payload = turn.payload._replace(next=ref)
+        self._ledger.turns.followed(turn, messages)
         self.verdicts.ask(id_)
 
     def _enter_reward(self, id_: int, reward: float) -> None:
         turn = self._table.turns.get(id_)
         if turn is None or not self._table.core.live.is_alive(id_) or self._table.is_in_training(id_):
             self._late_rewards += 1
-        elif math.isfinite(reward) and not (self._needs.alone and turn.payload.teacher is None):
-            self.verdicts.rule(turn, VerdictRow(reward, CLIENT, turn.payload.teacher is not None))
+        elif math.isfinite(reward) and not (self._needs.alone and turn.teacher is None):
+            self.verdicts.rule(turn, VerdictRow(reward, CLIENT, turn.teacher is not None))
 
     def _enter_end(self, id_: int) -> None:
         self._ledger.turns.session_ended(id_)
@@ -325,9 +306,7 @@ class LiveTurns:
         self._restore(core, recovered)
         held, self._held = self._held, []
         late = self._table.release()
-        for each in held:
-            self.take(each.gateway, each.first_number, each.entries, each.chunks)
-        for event in late:
+        for event in (*held, *late):
             event()
         self._table.erase()
 
@@ -336,13 +315,11 @@ class LiveTurns:
         self.verdicts.begin_again()
         self._baseline = self._make_baseline(recovered.trained)
         door = core.live
-        for stored in recovered.turns:
-            parent = None if stored.parent is None else self._table.turns.get(stored.parent)
-            turn = KnownTurn.stored(stored, parent)
+        for turn in recovered.turns:
             self._table.remember(turn)
             before = turn.continues
             link = None if before is None else before.id
-            if stored.state not in set(Stage):
+            if turn.id not in recovered.open:
                 door.is_context(turn.id, link)
                 continue
             door.arrived(turn.id, turn.head.versions, link)
@@ -357,7 +334,7 @@ class LiveTurns:
                 self._table.sessions[id_].has_ended = True
         for session in self._table.sessions.values():
             *_, newest = session.turns.values()
-            if not newest.payload.all:  # nothing that continues it could be trained
+            if not newest.has_payload:  # nothing that continues it could be trained
                 session.forget()
         self.settle()
         for id_ in list(self._table.sessions):

@@ -1,13 +1,33 @@
 """The turns of sessions that are not over, beside the core and the ledger that know them too."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.live_door import TurnEnd
+from slipstream.rollout.ledger.rows.stored_turns import KnownTurn
 from slipstream.rollout.ledger.writing.writer import Ledger
-from slipstream.rollout.live.known import KnownTurn, Session
 from slipstream.rollout.live.status import SinceLastBatch
+
+
+@dataclass(slots=True)
+class Session:
+    """A session that is not over."""
+
+    turns: dict[int, KnownTurn] = field(default_factory=dict[int, KnownTurn])
+    has_ended: bool = False
+    """No further turn follows."""
+    is_forgotten: bool = False
+    """It has ended by being forgotten, and the ledger is to hear of its end when nothing of it is read."""
+
+    def goes_on(self) -> None:
+        """Note that a turn has come."""
+        self.has_ended = self.is_forgotten = False
+
+    def forget(self) -> None:
+        """Note that the session was forgotten."""
+        self.has_ended = self.is_forgotten = True
 
 
 class TurnTable:

@@ -11,10 +11,9 @@ from functools import partial
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.live_door import TurnEnd
-from slipstream.rollout.ledger.rows.stored_turns import JUDGE, VerdictRow
+from slipstream.rollout.ledger.rows.stored_turns import JUDGE, KnownTurn, VerdictRow
 from slipstream.rollout.live.checks import problem_of_scores
 from slipstream.rollout.live.conversation import question_of
-from slipstream.rollout.live.known import KnownTurn
 from slipstream.rollout.live.table import TurnTable
 from slipstream.rollout.reward.live import NO_VOTES, JudgedTurn, Verdict
 from slipstream.rollout.system.changes import Changes
@@ -161,10 +160,7 @@ class Verdicts:
         self, turn: KnownTurn, verdict: VerdictRow, hint: str | None = None, scores: bytes = b""
     ) -> None:
         """Record a verdict, of whomever, that lets the turn be trained. ``scores``: a teacher's, encoded."""
-        turn.verdict = verdict
-        ref = self._table.ledger.turns.judged(turn.id, verdict, hint, scores)
-        if ref is not None:
-            turn.payload = turn.payload._replace(teacher=ref)
+        self._table.ledger.turns.judged(turn, verdict, hint, scores)
         self._table.ledger.when_durable(partial(self._has_verdict, self._table.core, turn.id))
 
     def _has_verdict(self, core: RolloutControl, id_: int) -> None:

@@ -37,7 +37,7 @@ from slipstream.rollout.ledger.audit.records import Records
 from slipstream.rollout.ledger.rows.stored_turns import KEPT, named, session_of, turn_id
 from slipstream.rollout.ledger.storage.database import LEDGER, open_for_reading
 from slipstream.rollout.ledger.storage.segments import FOLDER, Segments
-from slipstream.rollout.live.known import decode_said
+from slipstream.rollout.live.conversation import decode_said
 from slipstream.rollout.reward.live import text_of
 from slipstream.rollout.tokens.record import REF
 from slipstream.rollout.tokens.turn_entries import Turn

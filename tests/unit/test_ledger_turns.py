@@ -19,6 +19,9 @@ from slipstream.rollout.ledger.rows.stored_turns import (
     CLIENT,
     JUDGE,
     NOT_NEEDED,
+    KnownTurn,
+    RecoveredTurns,
+    Stage,
     TurnHead,
     VerdictRow,
     entry_of,
@@ -64,6 +67,15 @@ def number(entry: int, gateway: int = 1) -> int:
     return turn_id(gateway, entry)
 
 
+NO_TOKENS = TurnHead(0, 0, (), Finish.STOP, 0.0)
+
+
+def known(
+    id_: int, session: int = ALICE, parent: KnownTurn | None = None, head: TurnHead = NO_TOKENS
+) -> KnownTurn:
+    return KnownTurn(id_, session, KEY, parent, head)
+
+
 def add(
     ledger: Ledger,
     entry: int,
@@ -79,16 +91,16 @@ def add(
     head = TurnHead(0, len(TOKENS), spans, Finish.STOP, 12.5)
     chunk = encode_chunk(TOKENS, [7] * sampled, [-0.5] * sampled)
     id_ = number(entry)
-    before = None if parent is None else number(parent)
-    ledger.turns.turn(id_, session, KEY, before, head, chunk, said, end=end)
+    before = None if parent is None else known(number(parent), session)
+    ledger.turns.turn(known(id_, session, before, head), chunk, said, end=end)
     ledger.turns.taken("gateway", entry)
     return id_
 
 
 def add_ready(ledger: Ledger, entry: int, *spans: tuple[int, int], score: float = 1.0, **more) -> int:
     id_ = add(ledger, entry, *spans, **more)
-    ledger.turns.followed(id_, b'["thanks"]')
-    ledger.turns.judged(id_, VerdictRow(score, JUDGE))
+    ledger.turns.followed(known(id_), b'["thanks"]')
+    ledger.turns.judged(known(id_), VerdictRow(score, JUDGE))
     return id_
 
 
@@ -98,6 +110,13 @@ def trained_turn(id_: int, version: int = 0, tokens: int = 2, lag: int = 0) -> T
 
 def states(folder: Path) -> dict[int, str]:
     return dict(query(folder, "SELECT id, state FROM turns"))
+
+
+def read_states(folder: Path, live: RecoveredTurns) -> dict[int, str]:
+    """The states of the turns that a restart has read, which agrees on those that have not ended."""
+    found = {id_: state for id_, state in states(folder).items() if id_ in {turn.id for turn in live.turns}}
+    assert {id_ for id_, state in found.items() if state in set(Stage)} == live.open
+    return found
 
 
 def discrepancies(folder: Path) -> list[str]:
@@ -120,22 +139,21 @@ def test_a_number_of_a_turn_names_its_entry_and_no_group():
 def test_a_turn_and_the_number_of_its_entry_are_read_again(tmp_path):
     async def act(ledger):
         first = add(ledger, 1, (0, 2), (1, 3))
-        ledger.turns.followed(first, b'["next"]')
+        ledger.turns.followed(known(first), b'["next"]')
         add(ledger, 3, parent=1)
         second = add(ledger, 4, session=BOB)
-        ledger.turns.judged(second, VerdictRow(-0.5, CLIENT), hint="be kind")
+        ledger.turns.judged(known(second), VerdictRow(-0.5, CLIENT), hint="be kind")
         ledger.turns.session_ended(BOB)
 
     in_ledger(tmp_path, act)
     live = in_ledger(tmp_path, nothing).live
     assert [tuple(gateway) for gateway in live.gateways] == [(1, "gateway", 4)]
     first, second, third = live.turns
-    assert [turn.state for turn in live.turns] == ["unjudged", "waiting", "ready"]
+    assert read_states(tmp_path, live) == {first.id: "unjudged", second.id: "waiting", third.id: "ready"}
     assert first.head == TurnHead(0, 4, ((0, 2), (1, 3)), Finish.STOP, 12.5)
-    assert (second.parent, second.session, second.key) == (number(1), ALICE, KEY)
+    assert (second.parent, second.session, second.key) == (first, ALICE, KEY)
     assert third.verdict == VerdictRow(-0.5, CLIENT)
-    assert third.payload.hint is not None
-    assert first.payload.next is not None
+    assert (first.has_followed, second.has_followed) == (True, False)
     assert live.ended_sessions == {BOB}
     assert live.counts == {"unjudged": 1, "waiting": 1, "ready": 1}
 
@@ -144,7 +162,9 @@ def test_hints_are_read_with_the_scores_that_they_explain_until_they_are_forgott
     async def act(ledger):
         add(ledger, 1)
         for entry, session, hint in [(2, ALICE, "shorter"), (3, BOB, "be kind"), (4, ALICE, None)]:
-            ledger.turns.judged(add(ledger, entry, session=session), VerdictRow(entry / 10, JUDGE), hint)
+            ledger.turns.judged(
+                known(add(ledger, entry, session=session)), VerdictRow(entry / 10, JUDGE), hint
+            )
 
     in_ledger(tmp_path, act)
     alices = StoredHint("gateway", 2, "ready", 0.2, "shorter")
@@ -174,11 +194,12 @@ def test_gateways_keep_their_numbers(tmp_path):
 def test_payload_is_read_before_and_after_it_is_on_disk(tmp_path):
     async def act(ledger):
         head = TurnHead(0, 4, ((0, 1),), Finish.STOP, 0.0)
-        payload = ledger.turns.turn(number(1), ALICE, KEY, None, head, b"chunk", b"said")
+        turn = known(number(1), head=head)
+        ledger.turns.turn(turn, b"chunk", b"said")
         ledger.turns.taken("gateway", 1)
-        assert (ledger.read(payload.chunk), ledger.read(payload.said)) == (b"chunk", b"said")
+        assert (ledger.read(turn.chunk), ledger.read(turn.said)) == (b"chunk", b"said")
         await ledger.flushed()
-        assert (ledger.read(payload.chunk), ledger.read(payload.said)) == (b"chunk", b"said")
+        assert (ledger.read(turn.chunk), ledger.read(turn.said)) == (b"chunk", b"said")
 
     in_ledger(tmp_path, act)
 
@@ -186,7 +207,7 @@ def test_payload_is_read_before_and_after_it_is_on_disk(tmp_path):
 def test_a_score_of_the_client_takes_the_place_of_the_judges(tmp_path):
     async def act(ledger):
         id_ = add_ready(ledger, 1, score=1.0)
-        ledger.turns.judged(id_, VerdictRow(-1.0, CLIENT))
+        ledger.turns.judged(known(id_), VerdictRow(-1.0, CLIENT))
 
     in_ledger(tmp_path, act)
     [turn] = in_ledger(tmp_path, nothing).live.turns
@@ -209,7 +230,7 @@ def test_a_turn_that_is_trained_by_a_step_which_is_lost_is_ready_again(tmp_path)
     in_ledger(tmp_path, two_steps)
     assert set(states(tmp_path).values()) == {"trained"}
     recovered = in_ledger(tmp_path, nothing, restored=1)
-    assert {turn.id: turn.state for turn in recovered.live.turns} == {
+    assert read_states(tmp_path, recovered.live) == {
         number(1): "trained",
         number(2): "ready",
     }
@@ -284,7 +305,7 @@ def test_a_forgotten_turn_leaves_nothing_and_never_comes_back(tmp_path):
     assert b"anew" in data
     assert not discrepancies(tmp_path)
     recovered = in_ledger(tmp_path, nothing, batch_size=0)
-    assert {turn.id: turn.state for turn in recovered.live.turns} == {
+    assert read_states(tmp_path, recovered.live) == {
         number(1): "ready",
         number(2): "forgotten",
         number(3): "forgotten",
@@ -389,17 +410,18 @@ def test_segments_are_dropped_behind_sessions_and_copied_around_the_open_ones(tm
             session = named(f"session {entry}")
             head = TurnHead(0, 4, ((0, 1),), Finish.STOP, 0.0)
             chunk = encode_chunk(TOKENS, [entry], [-0.5]) * 20
-            payload = ledger.turns.turn(number(entry), session, KEY, None, head, chunk, b"said")
+            turn = known(number(entry), session, head=head)
+            ledger.turns.turn(turn, chunk, b"said")
             ledger.turns.taken("gateway", entry)
             if entry % 20:
                 ledger.turns.ended(number(entry), TurnEnd.FILTERED, Loss.FILTERED)
                 ledger.turns.session_ended(session)
             else:
-                payloads[entry] = payload, chunk
+                payloads[entry] = turn, chunk
             await ledger.flushed()
-        for payload, chunk in payloads.values():
-            assert ledger.read(payload.chunk) == chunk
-            assert ledger.read(payload.said) == b"said"
+        for turn, chunk in payloads.values():
+            assert ledger.read(turn.chunk) == chunk
+            assert ledger.read(turn.said) == b"said"
 
     in_ledger(tmp_path, act, segment_bytes=4096)
     assert len(list((tmp_path / FOLDER).iterdir())) < 12
@@ -423,7 +445,7 @@ def test_a_turn_whose_tokens_are_damaged_fails_with_those_that_continue_it(tmp_p
     data[data.index(encode_chunk(TOKENS, [7] * 2, [-0.5] * 2)) + 10] ^= 1
     path.write_bytes(data)
     recovered = in_ledger(tmp_path, nothing)
-    assert {turn.id: turn.state for turn in recovered.live.turns} == {
+    assert read_states(tmp_path, recovered.live) == {
         number(1): "failed",
         number(2): "failed",
         number(3): "ready",
@@ -438,7 +460,9 @@ def test_a_turn_whose_teachers_scores_are_damaged_is_not_trained_without_them(tm
     async def act(ledger):
         for entry in (1, 2):
             id_ = add(ledger, entry, session=entry)
-            ledger.turns.judged(id_, VerdictRow(1.0, JUDGE, entry == 1), None, encoded if entry == 1 else b"")
+            ledger.turns.judged(
+                known(id_), VerdictRow(1.0, JUDGE, entry == 1), None, encoded if entry == 1 else b""
+            )
 
     in_ledger(tmp_path, act)
     [path] = (tmp_path / FOLDER).iterdir()
@@ -446,7 +470,7 @@ def test_a_turn_whose_teachers_scores_are_damaged_is_not_trained_without_them(tm
     data[data.index(encoded) + 17] ^= 1
     path.write_bytes(data)
     recovered = in_ledger(tmp_path, nothing)
-    assert [turn.state for turn in recovered.live.turns] == ["failed", "ready"]
+    assert read_states(tmp_path, recovered.live) == {number(1): "failed", number(2): "ready"}
     assert not discrepancies(tmp_path)
 
 
@@ -460,7 +484,7 @@ def folder(tmp_path):
     async def first_life(ledger):
         turns = [add_ready(ledger, entry, (0, 2)) for entry in (1, 2)]
         add(ledger, 3, parent=1)
-        ledger.turns.followed(add(ledger, 4, session=BOB), b"[]")
+        ledger.turns.followed(known(add(ledger, 4, session=BOB)), b"[]")
         for entry, end in enumerate((TurnEnd.SIDE, TurnEnd.CANCELLED), start=5):
             add(ledger, entry, session=BOB, end=end)
         ledger.step_begins(1, 0, turns[:1])

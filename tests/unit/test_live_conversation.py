@@ -118,7 +118,7 @@ def test_the_oldest_turns_are_left_out_where_there_is_no_room(in_run):
     async def act(run):
         await run.hear(talk)
         known = run.live._table.turns[number(third)]
-        stored = len(run.ledger.read(known.parent.payload.said))
+        stored = len(run.ledger.read(known.parent.said))
         for longest, expected in [(0, []), (stored - 1, []), (stored, ["two", "2"])]:
             turn, _ = question_of(known, run.ledger.read, longest)
             assert texts(turn.history) == expected
@@ -137,7 +137,7 @@ def test_damage_before_a_turn_leaves_out_what_is_older_and_harms_no_turn(in_run)
             for broken, expected in [(first, ["two", "2"]), (second, [])]:
 
                 def read(refs: bytes, broken=broken, damage=damage) -> bytes:
-                    if refs != known[number(broken)].payload.said:
+                    if refs != known[number(broken)].said:
                         return run.ledger.read(refs)
                     if isinstance(damage, bytes):
                         return damage

@@ -4,15 +4,15 @@ Lags of trainings are recomputed with those of groups, in ``audit_training``.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any
 
 from slipstream.rollout.ledger.audit.records import Records
 from slipstream.rollout.ledger.audit.training_checks import tokens_by_version
 from slipstream.rollout.ledger.lineage import INITIAL, BrokenTree
 from slipstream.rollout.ledger.rows.stored_turns import (
     KEPT,
-    PAYLOAD,
     TurnHead,
+    TurnRow,
     decode_head,
     decode_verdict,
     entry_of,
@@ -106,31 +106,14 @@ def turns_are_trained_once(records: Records) -> Iterator[str]:
         yield f"{len(forgotten)} turns are behind the weights, but not counted as trained: {few(forgotten)}"
 
 
-class _Stored(NamedTuple):
-    id: int
-    state: str
-    step: int | None
-    sampled: int
-    version: int | None
-    lag: int | None
-    head: bytes
-    verdict: bytes | None
-    chunk: bytes | None
-    said: bytes | None
-    next: bytes | None
-    hint: bytes | None
-    teacher: bytes | None
-
-
 def turns_are_whole(records: Records) -> Iterator[str]:
     """Heads, scores and payload can be read, and fit what was trained and what has expired."""
     auditor = _Auditor(records)
-    rows: Iterable[tuple[object, ...]] = records.connection.execute(
-        f"SELECT id, state, step, sampled, version, lag, head, verdict, {', '.join(PAYLOAD)} FROM turns "
-        f"WHERE gone = {KEPT}"
+    rows: Iterable[tuple[Any, ...]] = records.connection.execute(
+        f"SELECT {', '.join(TurnRow._fields)} FROM turns WHERE gone = {KEPT}"
     )
     for row in rows:
-        auditor.check(_Stored(*row))
+        auditor.check(TurnRow(*row))
     if auditor.broken:
         yield f"{len(auditor.broken)} stored turns cannot be read: {few(auditor.broken)}"
     if auditor.mislabelled:
@@ -146,7 +129,7 @@ class _Auditor:
         self.broken: list[str] = []
         self.mislabelled: list[str] = []
 
-    def check(self, turn: _Stored) -> None:
+    def check(self, turn: TurnRow) -> None:
         try:
             head = decode_head(unsealed(turn.head, crc_of(turn.id)))
             if turn.verdict is not None:
@@ -164,8 +147,8 @@ class _Auditor:
         if problem is not None:
             self.mislabelled.append(f"{turn.id} ({problem})")
 
-    def _check_payload(self, turn: _Stored, head: TurnHead) -> None:
-        for ref in (turn.chunk, turn.said, turn.next, turn.hint, turn.teacher):
+    def _check_payload(self, turn: TurnRow, head: TurnHead) -> None:
+        for ref in turn.refs:
             if ref is not None and (len(ref) != REF.size or not self._segments.has(*REF.unpack(ref))):
                 raise CorruptRecord("its payload is damaged")
         if turn.teacher is not None:
@@ -182,7 +165,7 @@ class _Auditor:
                 f"{head.context} and {head.sampled}"
             )
 
-    def _problem(self, turn: _Stored, head: TurnHead) -> str | None:
+    def _problem(self, turn: TurnRow, head: TurnHead) -> str | None:
         """Return what is wrong with the labels of a turn, if anything."""
         if turn.sampled != head.sampled:
             return f"{turn.sampled} sampled tokens are recorded, its head has {head.sampled}"
@@ -211,7 +194,7 @@ class _Auditor:
             return f"trained tokens by version: {recorded} are recorded, its spans give {expected}"
         return None
 
-    def _problem_of_expiry(self, turn: _Stored, head: TurnHead) -> str | None:
+    def _problem_of_expiry(self, turn: TurnRow, head: TurnHead) -> str | None:
         if turn.version is None or turn.lag is None:
             return "it has expired, but nothing says how old it was"
         lags = [self._records.distance(version, turn.version) for version in head.versions]

@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from slipstream.rollout.control.ends import Loss
-from slipstream.rollout.control.live_door import TurnEnd
 from slipstream.rollout.ledger.rows.holds import Holds
 from slipstream.rollout.ledger.rows.stored_turns import (
     FORGOTTEN,
     KEPT,
     OPEN,
-    PAYLOAD,
     Gateway,
-    Payload,
+    KnownTurn,
     RecoveredTurns,
-    StoredTurn,
+    Stage,
     TurnHead,
+    TurnRow,
     VerdictRow,
     decode_head,
     decode_verdict,
@@ -80,15 +79,21 @@ def read_turns(
     for session, _ in sessions:
         holds.begin(session)
     reader = _Reader(path, segments, holds)
-    rows: Iterable[tuple[int, int, int, int | None, str, int, bytes, bytes | None, bytes | None]] = (
-        connection.execute(
-            f"SELECT t.id, session, key, parent, state, gone, head, verdict, {', '.join(PAYLOAD)} "
-            "FROM turns t JOIN sessions s ON s.id = t.session ORDER BY -t.id"
-        )
-    )
-    for row in rows:
-        found.turns.append(reader.read(row))
-    _end_lost(connection, found.turns, reader.problems)
+    lost: list[int] = []
+    columns = ", ".join(f"t.{column}" for column in TurnRow._fields)
+    for values in connection.execute(
+        f"SELECT {columns} FROM turns t JOIN sessions s ON s.id = t.session ORDER BY -t.id"
+    ):
+        row = TurnRow(*values)
+        turn = reader.read(row)
+        found.turns.append(turn)
+        if row.state not in set(Stage):
+            continue
+        if _cannot_go_on(turn, Stage(row.state), is_damaged=reader.is_damaged(turn.id)):
+            lost.append(turn.id)
+        else:
+            found.open.add(turn.id)
+    _end_lost(connection, lost)
     for problem, ids in reader.problems.items():
         notes.append(f"{problem}: {len(ids)} turns of live users are lost: {few(ids)}")
     found.counts = dict(connection.execute("SELECT state, count(*) FROM turns GROUP BY state").fetchall())
@@ -101,30 +106,49 @@ class _Reader:
         self._path = path
         self._segments = segments
         self._holds = holds
-        self._lost: set[int] = set()
+        self._turns: dict[int, KnownTurn] = {}
+        self._damaged: set[int] = set()
         self.problems: dict[str, list[int]] = {}
 
-    def read(self, row: tuple[object, ...]) -> StoredTurn:
-        id_, session, key, parent, state, gone, head, verdict, *refs = row
-        assert isinstance(id_, int)
-        assert isinstance(session, int)
-        assert isinstance(key, int)
-        assert isinstance(parent, int | None)
-        assert isinstance(state, str)
-        payload = Payload(*[ref if isinstance(ref, bytes) and gone == KEPT else None for ref in refs])
-        for ref in payload:
+    def read(self, row: TurnRow) -> KnownTurn:
+        """Return the turn of a row, without what is damaged. The turns before it were read before."""
+        refs = [ref if isinstance(ref, bytes) and row.gone == KEPT else None for ref in row.refs]
+        for ref in refs:
             if ref is not None and len(ref) == REF.size and REF.unpack(ref)[0] in self._holds.ever:
-                self._holds.need_all(session, ref)
-        payload = Payload(*[None if ref is None or self._is_damaged(id_, ref) else ref for ref in payload])
-        decoded = self._decoded(id_, head, decode_head, crc_of(id_))
-        score = None if verdict is None else self._decoded(id_, verdict, decode_verdict, crc_of(id_, 1))
-        # Whoever continues a turn that is lost is lost with it.
-        is_lost = decoded is None or not decoded.is_whole or payload.chunk is None or parent in self._lost
-        if is_lost:
-            self._lost.add(id_)
-        return StoredTurn(id_, session, key, parent, state, decoded or _NOTHING, payload, score, is_lost)
+                self._holds.need_all(row.session, ref)
+        chunk, said, following, _, teacher = [
+            None if ref is None or self._is_unreadable(row.id, ref) else ref for ref in refs
+        ]
+        head = self._decoded(row.id, row.head, decode_head, crc_of(row.id))
+        verdict = None
+        if row.verdict is not None:
+            verdict = self._decoded(row.id, row.verdict, decode_verdict, crc_of(row.id, 1))
+        parent = None if row.parent is None else self._turns.get(row.parent)
+        is_lost = parent is not None and parent.is_lost  # as all that continue it
+        turn = self._turns[row.id] = KnownTurn(
+            row.id,
+            row.session,
+            row.key,
+            parent,
+            head or _NOTHING,
+            chunk,
+            said,
+            following,
+            teacher,
+            verdict,
+            is_lost=is_lost or chunk is None or head is None or not head.is_whole,
+        )
+        return turn
 
-    def _is_damaged(self, id_: int, ref: bytes) -> bool:
+    def is_damaged(self, id_: int) -> bool:
+        """True if anything that is stored of a turn is damaged."""
+        return id_ in self._damaged
+
+    def _note(self, problem: str, id_: int) -> None:
+        self.problems.setdefault(problem, []).append(id_)
+        self._damaged.add(id_)
+
+    def _is_unreadable(self, id_: int, ref: bytes) -> bool:
         if len(ref) != REF.size:
             problem = f"{self._path}: table turns: {len(ref)} bytes are no reference"
         else:
@@ -132,7 +156,7 @@ class _Reader:
             if self._segments.has(segment, offset, size, crc):
                 return False
             problem = f"{self._segments.path(segment)}: {self._segments.problem(segment, offset, size)}"
-        self.problems.setdefault(problem, []).append(id_)
+        self._note(problem, id_)
         return True
 
     def _decoded(self, id_: int, blob: object, decode: Callable[[bytes], T], start: int) -> T | None:
@@ -140,30 +164,26 @@ class _Reader:
             assert isinstance(blob, bytes)
             return decode(unsealed(blob, start))
         except (BrokenSeal, CorruptRecord) as error:
-            self.problems.setdefault(f"{self._path}: table turns: {error}", []).append(id_)
+            self._note(f"{self._path}: table turns: {error}", id_)
             return None
 
 
-def _end_lost(
-    connection: sqlite3.Connection, turns: list[StoredTurn], problems: dict[str, list[int]]
-) -> None:
-    """End the turns that cannot be trained or judged any more."""
-    damaged = {id_ for ids in problems.values() for id_ in ids}
-    for turn in turns:
-        needs_said = turn.state in ("waiting", "unjudged")
-        verdict = turn.verdict
-        has_verdict = verdict is not None and not (verdict.has_teacher and turn.payload.teacher is None)
-        cannot_go_on = (
-            turn.is_lost
-            or (needs_said and (turn.payload.said is None or turn.id in damaged))
-            or (turn.state == "ready" and not has_verdict)
-        )
-        if turn.state in ("waiting", "unjudged", "ready") and cannot_go_on:
-            turn.state = TurnEnd.FAILED.value
-            connection.execute(
-                f"UPDATE turns SET state = 'failed', loss = ?, note = ? WHERE id = ? AND {OPEN}",
-                (Loss.FAILED.value, "its tokens or its messages are damaged, or those before them", turn.id),
-            )
+def _cannot_go_on(turn: KnownTurn, stage: Stage, *, is_damaged: bool) -> bool:
+    """True if a turn cannot be trained or judged any more."""
+    if turn.is_lost:
+        return True
+    if stage is not Stage.READY:
+        return turn.said is None or is_damaged
+    verdict = turn.verdict
+    return verdict is None or (verdict.has_teacher and turn.teacher is None)
+
+
+def _end_lost(connection: sqlite3.Connection, ids: list[int]) -> None:
+    note = "its tokens or its messages are damaged, or those before them"
+    connection.executemany(
+        f"UPDATE turns SET state = 'failed', loss = ?, note = ? WHERE id = ? AND {OPEN}",
+        [(Loss.FAILED.value, note, id_) for id_ in ids],
+    )
 
 
 def _trained_scores(connection: sqlite3.Connection) -> list[tuple[int, float]]:

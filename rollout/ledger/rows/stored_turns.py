@@ -37,7 +37,7 @@ OPEN = "state IN ('waiting', 'unjudged', 'ready')"
 """SQL: a turn has not ended."""
 
 PAYLOAD = ("chunk", "said", "next", "hint", "teacher")
-"""Columns of references to payload, as in ``Payload``."""
+"""Columns of references to payload."""
 
 JUDGE, CLIENT = range(2)
 """Who has given a score."""
@@ -140,40 +140,106 @@ def decode_verdict(data: bytes) -> VerdictRow:
         raise CorruptRecord(f"not a verdict: {error}") from error
 
 
-class Payload(NamedTuple):
-    """Packed ``record.REF`` of everything that is stored of a turn; None: there is nothing."""
-
-    chunk: bytes | None
-    """One chunk of ``rollout.tokens.record``."""
-    said: bytes | None
-    """The messages of the request and of the answer."""
-    next: bytes | None = None
-    """The messages that came after the turn."""
-    hint: bytes | None = None
-    """The hint of its verdict."""
-    teacher: bytes | None = None
-    """A teacher's scores of its sampled tokens: ``record.encode_scores``."""
-
-    @property
-    def all(self) -> bytes:
-        return b"".join(ref for ref in self if ref is not None)
-
-
-@dataclass
-class StoredTurn:
-    """A turn as a restart finds it."""
+class TurnRow(NamedTuple):
+    """A row of the table ``turns``, described in ``database``. A new turn does not have all of it."""
 
     id: int
     session: int
     key: int
     parent: int | None
     state: str
+    loss: str | None
+    sampled: int
+    head: bytes
+    """A sealed ``TurnHead``."""
+    chunk: bytes | None
+    said: bytes | None
+    note: str | None = None
+    gone: int = KEPT
+    step: int | None = None
+    version: int | None = None
+    lag: int | None = None
+    verdict: bytes | None = None
+    """A sealed ``VerdictRow``."""
+    next: bytes | None = None
+    hint: bytes | None = None
+    teacher: bytes | None = None
+
+    @property
+    def refs(self) -> tuple[bytes | None, ...]:
+        """Where its payload stands: the columns ``PAYLOAD``."""
+        return self.chunk, self.said, self.next, self.hint, self.teacher
+
+
+@dataclass(slots=True, eq=False)
+class KnownTurn:
+    """A turn of a session that is not over. Where its tokens and messages are, but not the tokens.
+
+    References are packed ``record.REF``; None: there is nothing, or it is damaged.
+    """
+
+    id: int
+    session: int
+    key: int
+    parent: "KnownTurn | None"
+    """The turn that it continues, if that is known, too."""
     head: TurnHead
-    payload: Payload
-    """Without what is damaged."""
-    verdict: VerdictRow | None
+    chunk: bytes | None = None
+    """One chunk of ``rollout.tokens.record``."""
+    said: bytes | None = None
+    """The messages of the request and of the answer."""
+    next: bytes | None = None
+    """The messages that came after the turn. Empty ones if its session has ended."""
+    teacher: bytes | None = None
+    """A teacher's scores of its sampled tokens: ``record.encode_scores``."""
+    verdict: VerdictRow | None = None
+    """None: there is none yet."""
     is_lost: bool = False
     """Its tokens are damaged or were given up: neither the turn nor one that continues it can be trained."""
+    followed_s: float = 0.0
+    """When something followed, or the run was started since: seconds since the epoch."""
+    put_off: int = 0
+    """How often a judge had no verdict on it."""
+
+    @property
+    def continues(self) -> "KnownTurn | None":
+        """The turn before, if the prompt of this one repeats all of its tokens."""
+        before = self.parent
+        return before if before is not None and before.head.length == self.head.shared else None
+
+    @property
+    def has_followed(self) -> bool:
+        """True if something has come after it, or its session has ended."""
+        return self.next is not None
+
+    @property
+    def has_payload(self) -> bool:
+        """True if anything that is stored of it can be read."""
+        return any(ref is not None for ref in (self.chunk, self.said, self.next, self.teacher))
+
+    @property
+    def score(self) -> float | None:
+        """The score of its verdict; None: there is no verdict yet, or only a teacher's scores."""
+        return None if self.verdict is None else self.verdict.score
+
+    @property
+    def own_length(self) -> int:
+        """Number of tokens of its chunk."""
+        return self.head.context + self.head.sampled
+
+
+def branch_of(turn: KnownTurn) -> list[tuple[KnownTurn, int]]:
+    """Return what the tokens up to the end of a turn consist of, the oldest first: turns, and of each the
+    number of the first tokens of its chunk that belong to it.
+    """
+    parts = [(turn, turn.own_length)]
+    limit, before = turn.head.shared, turn.parent
+    while before is not None and limit > 0:
+        kept = min(before.own_length, limit - before.head.shared)
+        if kept > 0:
+            parts.append((before, kept))
+        limit, before = min(limit, before.head.shared), before.parent
+    return parts[::-1]
 
 
 class Gateway(NamedTuple):
@@ -191,8 +257,10 @@ class RecoveredTurns:
     """What a restart knows of live users."""
 
     gateways: list[Gateway] = field(default_factory=list[Gateway])
-    turns: list[StoredTurn] = field(default_factory=list[StoredTurn])
+    turns: list[KnownTurn] = field(default_factory=list[KnownTurn])
     """All turns of sessions of which anything may still be needed, in the order of their entries."""
+    open: set[int] = field(default_factory=set[int])
+    """Those of the turns that have not ended."""
     ended_sessions: set[int] = field(default_factory=set[int])
     """Those of the sessions that no further turn continues."""
     counts: dict[str, int] = field(default_factory=dict[str, int])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.rollout.ledger.rows.samples import SampleRow
+from slipstream.rollout.ledger.rows.stored_turns import TurnRow
 from slipstream.rollout.ledger.storage.segments import Part
 
 if TYPE_CHECKING:
@@ -33,23 +34,6 @@ GroupRow = tuple[int, int, int | None, int, int]
 """id, position, requeued_from, version, epoch"""
 StateRow = tuple[int, str, str | None, int | None, int | None, str | None]
 """id, state, loss, step, tokens, note"""
-
-
-class TurnRow(NamedTuple):
-    """A new row of ``turns``."""
-
-    id: int
-    session: int
-    key: int
-    parent: int | None
-    state: str
-    loss: str | None
-    sampled: int
-    head: bytes
-    """Sealed."""
-    chunk: bytes
-    said: bytes
-    note: str | None
 
 
 class Forget(NamedTuple):

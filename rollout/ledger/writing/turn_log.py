@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.live_door import TurnEnd
-from slipstream.rollout.ledger.rows.stored_turns import Gateway, Payload, Stage, TurnHead, VerdictRow
+from slipstream.rollout.ledger.rows.stored_turns import Gateway, KnownTurn, Stage, TurnRow, VerdictRow
 from slipstream.rollout.ledger.storage.segments import Buffer
-from slipstream.rollout.ledger.writing.transaction import Forget, TurnEvents, TurnRow
+from slipstream.rollout.ledger.writing.transaction import Forget, TurnEvents
 from slipstream.rollout.ledger.writing.turn_rows import sealed_head, sealed_verdict
 from slipstream.rollout.tokens.record import REF, checksum, encode
 
@@ -42,62 +42,55 @@ class TurnLog:
 
     def turn(
         self,
-        id_: int,
-        session: int,
-        key: int,
-        parent: int | None,
-        head: TurnHead,
+        turn: KnownTurn,
         chunk: Buffer,
         said: bytes,
         *,
         end: TurnEnd | None = None,
         loss: Loss | None = None,
         note: str = "",
-    ) -> Payload:
-        """Record a turn. ``end``: it is not trained. Return where its payload is.
-
-        ``session``, ``key``: ``turns.session_of``, ``turns.named``. ``said``: the encoded
-        messages of the request and the answer.
+    ) -> None:
+        """Record a new turn with its tokens and the encoded messages of the request and the answer, and note
+        where they are. ``end``: it is not trained.
         """
-        chunk_ref, said_ref = self._stored(chunk), self._stored(said)
+        turn.chunk, turn.said = self._stored(chunk), self._stored(said)
         events = self._events()
-        events.sessions[session] = False
+        events.sessions[turn.session] = False
         events.rows.append(
             TurnRow(
-                id_,
-                session,
-                key,
-                parent,
+                turn.id,
+                turn.session,
+                turn.key,
+                None if turn.parent is None else turn.parent.id,
                 Stage.WAITING.value if end is None else end.value,
                 None if loss is None else loss.value,
-                head.sampled,
-                sealed_head(id_, encode(head)),
-                chunk_ref,
-                said_ref,
+                turn.head.sampled,
+                sealed_head(turn.id, encode(turn.head)),
+                turn.chunk,
+                turn.said,
                 note[:NOTE_LENGTH] or None,
             )
         )
-        return Payload(chunk_ref, said_ref)
 
-    def followed(self, id_: int, messages: bytes) -> bytes:
-        """Record what came after a turn, which now waits for its verdict. Return where it is stored."""
-        ref = self._stored(messages)
-        self._events().next.append((ref, id_))
-        return ref
+    def followed(self, turn: KnownTurn, messages: bytes) -> None:
+        """Record what came after a turn, which now waits for its verdict."""
+        turn.next = self._stored(messages)
+        self._events().next.append((turn.next, turn.id))
 
     def judged(
-        self, id_: int, verdict: VerdictRow, hint: str | None = None, scores: bytes = b""
-    ) -> bytes | None:
+        self, turn: KnownTurn, verdict: VerdictRow, hint: str | None = None, scores: bytes = b""
+    ) -> None:
         """Record the verdict on a turn, which is ready now. A later one takes the place of an earlier one.
 
-        ``scores``: encoded ones of a teacher; empty: those of an earlier verdict stay. Return where they are
-        stored, None if they are empty.
+        ``scores``: encoded ones of a teacher; empty: those of an earlier verdict stay.
         """
+        turn.verdict = verdict
         hint_ref = None if hint is None else self._stored(hint.encode(errors="replace"))
         scores_ref = self._stored(scores) if scores else None
-        sealed = sealed_verdict(id_, encode(verdict))
-        self._events().verdicts.append((sealed, hint_ref, scores_ref, id_))
-        return scores_ref
+        if scores_ref is not None:
+            turn.teacher = scores_ref
+        sealed = sealed_verdict(turn.id, encode(verdict))
+        self._events().verdicts.append((sealed, hint_ref, scores_ref, turn.id))
 
     def ended(
         self,

@@ -7,7 +7,7 @@ and the segments may go. What is forgotten is written over, also in sessions tha
 
 import sqlite3
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from typing import Any
 
 from slipstream.rollout.ledger.rows.holds import Holds
 from slipstream.rollout.ledger.rows.stored_turns import (
@@ -16,6 +16,7 @@ from slipstream.rollout.ledger.rows.stored_turns import (
     NOT_NEEDED,
     OPEN,
     PAYLOAD,
+    TurnRow,
     gateway_of,
     session_of,
     turn_id,
@@ -35,11 +36,6 @@ def sealed_head(id_: int, head: bytes) -> bytes:
 def sealed_verdict(id_: int, verdict: bytes) -> bytes:
     """Return the column ``verdict`` of a turn."""
     return sealed(verdict, crc_of(id_, 1))
-
-
-class _Row(NamedTuple):
-    id: int
-    refs: tuple[bytes | None, ...]
 
 
 class TurnRows:
@@ -81,8 +77,8 @@ class TurnRows:
             self._need(row.session, row.chunk)
             self._need(row.session, row.said)
         many(
-            "INSERT INTO turns (id, session, key, parent, state, loss, sampled, head, chunk, said, note, "
-            "gone) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
+            f"INSERT INTO turns ({', '.join(TurnRow._fields)}) "
+            f"VALUES ({', '.join('?' * len(TurnRow._fields))})",
             events.rows,
         )
         for ref, id_ in events.next:
@@ -171,18 +167,15 @@ class TurnRows:
         """Write over the payload of the turns that are forgotten, and forget where it was."""
         self._must_erase = False
         self.close([id_ for (id_,) in self._connection.execute("SELECT id FROM sessions WHERE ended = 1")])
-        rows = [
-            _Row(row[0], row[1:])
-            for row in self._connection.execute(
-                f"SELECT id, {', '.join(PAYLOAD)} FROM turns WHERE gone = {FORGOTTEN} AND said IS NOT NULL"
-            )
-        ]
-        for row in rows:
-            for segment, offset, size, _ in REF.iter_unpack(b"".join(ref for ref in row.refs if ref)):
+        rows: list[tuple[Any, ...]] = self._connection.execute(
+            f"SELECT id, {', '.join(PAYLOAD)} FROM turns WHERE gone = {FORGOTTEN} AND said IS NOT NULL"
+        ).fetchall()
+        for _, *refs in rows:
+            for segment, offset, size, _ in REF.iter_unpack(b"".join(ref for ref in refs if ref)):
                 self._segments.erase(segment, offset, size)
         nothing = ", ".join(f"{column} = NULL" for column in PAYLOAD)
         self._connection.executemany(
-            f"UPDATE turns SET {nothing}, note = NULL WHERE id = ?", [(row.id,) for row in rows]
+            f"UPDATE turns SET {nothing}, note = NULL WHERE id = ?", [(id_,) for id_, *_ in rows]
         )
 
     def move(
