@@ -238,10 +238,10 @@ def _recorded(entries: Sequence[Any], requests: Sequence[Any]) -> dict[str, Any]
 
     turns: dict[int, dict[str, Any]] = {}
     next_states: dict[int, Any] = {}
-    for number, recorded in enumerate(entries, 1):
-        match recorded.entry:
+    for number, entry in enumerate(entries, 1):
+        match entry:
             case Turn() as turn:
-                [chunk] = decode_chunks(recorded.chunk)
+                [chunk] = decode_chunks(turn.chunk)
                 turns[number] = {
                     "session": turn.session,
                     "parent": turn.parent,
@@ -259,7 +259,7 @@ def _recorded(entries: Sequence[Any], requests: Sequence[Any]) -> dict[str, Any]
                 next_states[state.turn] = json.loads(bytes(state.messages))
             case _:
                 pass
-    ends = [item.entry.session for item in entries if isinstance(item.entry, SessionEnd)]
+    ends = [item.session for item in entries if isinstance(item, SessionEnd)]
     prompts = [list(request.input_ids) for request in requests]
     return {"turns": turns, "next_states": next_states, "ended": ends, "prompts": prompts}
 

@@ -11,13 +11,12 @@ from slipstream.rollout.gateway.conversations import (
     Arrival,
     Begun,
     Joined,
-    Recorded,
     UnknownTurn,
     User,
 )
 from slipstream.rollout.gateway.sessions.placing import SessionLimits
 from slipstream.rollout.gateway.sessions.sessions import Sessions
-from slipstream.rollout.tokens.turn_entries import Turn, TurnType
+from slipstream.rollout.tokens.turn_entries import Entry, Turn, TurnType
 
 
 class WatchedSessions(Sessions):
@@ -40,11 +39,11 @@ class WatchedSessions(Sessions):
         self.arrivals.append(arrival)
         return super().begin(arrival)
 
-    def end(self, begun: Begun, answer: Answer) -> Sequence[Recorded]:
+    def end(self, begun: Begun, answer: Answer) -> Sequence[Entry]:
         self.answers.append((begun.session, answer))
         return super().end(begun, answer)
 
-    def reward(self, user: User, session: str, reward: float, turn: int | None) -> Sequence[Recorded]:
+    def reward(self, user: User, session: str, reward: float, turn: int | None) -> Sequence[Entry]:
         entries = super().reward(user, session, reward, turn)
         self.rewards.append((user.name, session, reward, turn))
         return entries
@@ -54,11 +53,11 @@ class MemoryLog:
     """Entries are durable at once, or when ``release`` is called."""
 
     def __init__(self) -> None:
-        self.entries: list[Recorded] = []
+        self.entries: list[Entry] = []
         self._durable = asyncio.Event()
         self._durable.set()
 
-    def append(self, entries: Sequence[Recorded]) -> Sequence[int]:
+    def append(self, entries: Sequence[Entry]) -> Sequence[int]:
         first = len(self.entries) + 1
         self.entries += entries
         return range(first, len(self.entries) + 1)
@@ -67,7 +66,7 @@ class MemoryLog:
         await self._durable.wait()
 
     async def turns(self, numbers: Sequence[int]) -> list[Turn]:
-        entries = [self.entries[number - 1].entry for number in numbers]
+        entries = [self.entries[number - 1] for number in numbers]
         turns = [entry for entry in entries if isinstance(entry, Turn)]
         if len(turns) < len(entries):
             raise UnknownTurn("one of the entries is no turn")

@@ -9,15 +9,15 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import cast
 
-from slipstream.rollout.gateway.conversations import Recorded
 from slipstream.rollout.system.key import Application, Key, KeyRequired, Receive, Scope, Send
+from slipstream.rollout.tokens.turn_entries import Entry
 
 FORGET = "/forget"
 
 LONGEST_BODY = 65_536
 """Bytes."""
 
-Forget = Callable[[str | None, str | None], Sequence[Recorded]]
+Forget = Callable[[str | None, str | None], Sequence[Entry]]
 """Drops the sessions, and returns what is to be recorded of that."""
 
 
@@ -28,7 +28,7 @@ class Administration:
         self,
         figures: Application,
         forget: Forget,
-        record: Callable[[Sequence[Recorded]], Awaitable[None]],
+        record: Callable[[Sequence[Entry]], Awaitable[None]],
         key: Key,
     ) -> None:
         """``record``: has entries written, and returns when they are durable."""

@@ -5,13 +5,13 @@ journal ──entries──► Sessions ◄──► endpoints ◄──► user
 
 from collections.abc import Sequence
 
-from slipstream.rollout.gateway.conversations import Recorded
 from slipstream.rollout.gateway.serving.assemble import Serving, assemble, served_model
 from slipstream.rollout.gateway.serving.metrics import SessionCollector
 from slipstream.rollout.gateway.sessions.placing import SessionLimits
 from slipstream.rollout.gateway.sessions.sessions import Sessions
 from slipstream.rollout.gateway.spec import GatewaySurroundings
 from slipstream.rollout.system.key import Application
+from slipstream.rollout.tokens.turn_entries import Entry
 
 
 class ServedSessions:
@@ -23,10 +23,10 @@ class ServedSessions:
         self.app: Application = serving.app
         self.figures: Application = serving.admin
 
-    def sweep(self, now_s: float) -> Sequence[Recorded]:
+    def sweep(self, now_s: float) -> Sequence[Entry]:
         return self._sessions.sweep(now_s)
 
-    def forget(self, session: str | None, key: str | None) -> Sequence[Recorded]:
+    def forget(self, session: str | None, key: str | None) -> Sequence[Entry]:
         return self._sessions.forget(session, key)
 
     async def close(self) -> None:

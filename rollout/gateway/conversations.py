@@ -99,7 +99,7 @@ class Begun:
     turn_type: TurnType
     reason: str = ""
     """Why it is a side turn or begins a branch; for metrics and logs."""
-    entries: Sequence["Recorded"] = ()
+    entries: Sequence[Entry] = ()
     """What the arrival itself adds to the journal: next states of earlier turns."""
     request: str = ""
     """Id of the request that has begun it. Whoever joins it gets the same answer."""
@@ -110,15 +110,6 @@ class Joined:
     """The request is a retry of one that is running: it gets the same answer, and begins nothing."""
 
     begun: Begun
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """An entry of the journal and its payload."""
-
-    entry: Entry
-    chunk: bytes = b""
-    """Chunk of a turn, as ``rollout.tokens.record`` has it. Empty with all other entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,21 +173,21 @@ class Conversations(Protocol):
         """
         ...
 
-    def end(self, begun: Begun, answer: Answer) -> Sequence[Recorded]:
+    def end(self, begun: Begun, answer: Answer) -> Sequence[Entry]:
         """Store an answer and return what is to be recorded of it. Called once for each choice."""
         ...
 
-    def recorded(self, begun: Begun, choice: int, numbers: Sequence[int]) -> Sequence[Recorded]:
+    def recorded(self, begun: Begun, choice: int, numbers: Sequence[int]) -> Sequence[Entry]:
         """Learn the numbers of the entries that ``end`` has returned. Return what is to be recorded next: it
         names one of them.
         """
         ...
 
-    def reward(self, user: User, session: str, reward: float, turn: int | None) -> Sequence[Recorded]:
+    def reward(self, user: User, session: str, reward: float, turn: int | None) -> Sequence[Entry]:
         """Record a client's reward of a turn; None: of the newest one. Raises UnknownTurn."""
         ...
 
-    def end_session(self, user: User, session: str) -> Sequence[Recorded]:
+    def end_session(self, user: User, session: str) -> Sequence[Entry]:
         """End a session without a request. Raises UnknownTurn."""
         ...
 
@@ -208,7 +199,7 @@ class Conversations(Protocol):
 class EntryLog(Protocol):
     """The journal, as far as the endpoints need it."""
 
-    def append(self, entries: Sequence[Recorded]) -> Sequence[int]:
+    def append(self, entries: Sequence[Entry]) -> Sequence[int]:
         """Give entries their numbers, and begin to write them."""
         ...
 

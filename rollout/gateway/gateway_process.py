@@ -25,7 +25,6 @@ from slipstream.rollout.engine.descriptors import make_room
 from slipstream.rollout.engine.engine_pool import EnginePool
 from slipstream.rollout.engine.server_process import let_import_sglang
 from slipstream.rollout.gateway.administration import Administration
-from slipstream.rollout.gateway.conversations import Recorded
 from slipstream.rollout.gateway.engines import Decode, EngineTokens
 from slipstream.rollout.gateway.forward import Forwarding, Owners, PeersOnly
 from slipstream.rollout.gateway.journal import TurnJournal
@@ -46,6 +45,7 @@ from slipstream.rollout.gateway.spec import Build, GatewaySpec, GatewaySurroundi
 from slipstream.rollout.live.driver_address import DriverAddress
 from slipstream.rollout.system.garbage import keep_few_heaps, kept_for_good, look_seldom_for_garbage
 from slipstream.rollout.system.key import Application, Key
+from slipstream.rollout.tokens.turn_entries import Entry
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ async def serve(
         link = DriverLink(journal, pool, lambda: DriverAddress.read(spec.run))
         keys = ApiKeys(keys_file(config), environment=os.environ.get(KEY_VARIABLE, ""))
         owners = Owners(spec.number, spec.processes)
-        retained = ((row.number, Recorded(row.entry(), row.chunk)) for row in journal.retained())
+        retained = ((row.number, row.entry()) for row in journal.retained())
         source = EngineTokens(pool, decode)
         served = build(GatewaySurroundings(spec, source, journal, keys, retained, decode, owners.mint))
         app: Application = served.app
@@ -217,7 +217,7 @@ class _Process:
                 ) from None
             await self._link.disconnected.wait()
 
-    async def _record(self, entries: Sequence[Recorded]) -> None:
+    async def _record(self, entries: Sequence[Entry]) -> None:
         if entries:
             await self._journal.durable(self._journal.append(entries)[-1])
 

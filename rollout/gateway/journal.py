@@ -17,7 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from sqlite3 import Error
-from typing import Protocol
 
 from slipstream.rollout.gateway.conversations import UnknownTurn
 from slipstream.rollout.gateway.journal_file import (
@@ -29,21 +28,12 @@ from slipstream.rollout.gateway.journal_file import (
     explained,
 )
 from slipstream.rollout.system.changes import Changes
-from slipstream.rollout.tokens.turn_entries import Entry, Turn
+from slipstream.rollout.tokens.turn_entries import KINDS, Entry, Turn
 
 TIDY_S = 1.0
 """Shortest time between two removals of what nobody needs."""
 
 CLOSE_TIMEOUT_S = 60.0
-
-
-class Record(Protocol):
-    """An entry and its payload: ``conversations.Recorded``."""
-
-    @property
-    def entry(self) -> Entry: ...
-    @property
-    def chunk(self) -> bytes: ...
 
 
 class _Read:
@@ -59,7 +49,7 @@ class _Tidy:
     """Remove what nobody needs."""
 
 
-_Job = tuple[Entry, bytes] | _Read | _Tidy | None
+_Job = Entry | _Read | _Tidy | None
 """None: close the file."""
 
 
@@ -119,12 +109,12 @@ class TurnJournal:
             yield from rows
             number = rows[-1].number
 
-    def append(self, entries: Sequence[Record]) -> list[int]:
+    def append(self, entries: Sequence[Entry]) -> list[int]:
         """Give entries their numbers, and begin to write them. Raises JournalError."""
         self._check()
         first = self._last + 1
-        for record in entries:
-            self._jobs.put((record.entry, record.chunk))
+        for entry in entries:
+            self._jobs.put(entry)
         self._last += len(entries)
         return list(range(first, self._last + 1))
 
@@ -268,7 +258,7 @@ class TurnJournal:
         return jobs
 
     def _work(self, jobs: list[_Job]) -> None:
-        entries = [job for job in jobs if isinstance(job, tuple)]
+        entries = [job for job in jobs if isinstance(job, KINDS)]
         if entries:
             first = self._file.stamp.last + 1
             self._file.append(first, entries, self._acknowledged)

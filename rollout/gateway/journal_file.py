@@ -31,6 +31,7 @@ from slipstream.rollout.tokens.turn_entries import (
     SessionEnd,
     Turn,
     UserReward,
+    chunk_of,
     decode_entry,
     encode_entry,
 )
@@ -84,7 +85,7 @@ class Row(NamedTuple):
 
     def entry(self) -> Entry:
         """Return the entry. Raises CorruptRecord."""
-        return decode_entry(self.kind, self.data)
+        return decode_entry(self.kind, self.data, self.chunk)
 
 
 class JournalStamp(msgspec.Struct, array_like=True, frozen=True):
@@ -145,14 +146,15 @@ class JournalFile:
             raise
         return file
 
-    def append(self, first: int, entries: Iterable[tuple[Entry, bytes]], acknowledged: int) -> None:
+    def append(self, first: int, entries: Iterable[Entry], acknowledged: int) -> None:
         """Store entries, the first of which has the number ``first``. Durable when this returns."""
         rows: list[tuple[object, ...]] = []
         about_turns: list[tuple[object, ...]] = []
         forgotten: list[tuple[int, Forgotten]] = []
         number = first - 1
-        for number, (entry, chunk) in enumerate(entries, first):
+        for number, entry in enumerate(entries, first):
             kind, data = encode_entry(entry)
+            chunk = chunk_of(entry)
             crc = crc_of_entry(number, kind, data, chunk)
             match entry:
                 case Turn():

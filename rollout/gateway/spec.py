@@ -11,11 +11,12 @@ from typing import Protocol
 import yaml
 
 from slipstream.configs.schema import GatewayConfig, RunConfig
-from slipstream.rollout.gateway.conversations import KeyRing, Recorded
+from slipstream.rollout.gateway.conversations import KeyRing
 from slipstream.rollout.gateway.engines import Decode
 from slipstream.rollout.gateway.journal import TurnJournal
 from slipstream.rollout.gateway.source import TokenSource
 from slipstream.rollout.system.key import Application
+from slipstream.rollout.tokens.turn_entries import Entry
 
 RECIPE = "recipe.yaml"
 """The recipe in the run folder, with every default filled in."""
@@ -67,7 +68,7 @@ class GatewaySurroundings:
     source: TokenSource
     journal: TurnJournal
     keys: KeyRing
-    retained: Iterable[tuple[int, Recorded]]
+    retained: Iterable[tuple[int, Entry]]
     """The entries of sessions that go on, with their numbers, in order. To be used up at once."""
     decode: Decode
     """Returns the text of token ids."""
@@ -88,11 +89,11 @@ class Served(Protocol):
         """What shows figures and changes nothing."""
         ...
 
-    def sweep(self, now_s: float) -> Sequence[Recorded]:
+    def sweep(self, now_s: float) -> Sequence[Entry]:
         """End the sessions that have rested for too long."""
         ...
 
-    def forget(self, session: str | None, key: str | None) -> Sequence[Recorded]:
+    def forget(self, session: str | None, key: str | None) -> Sequence[Entry]:
         """Drop a session, the sessions of a key, or the session of a key."""
         ...
 

@@ -3,7 +3,6 @@
 import numpy as np
 
 from slipstream.rollout.ledger.rows.stored_turns import KnownTurn
-from slipstream.rollout.ledger.storage.segments import Buffer
 from slipstream.rollout.tokens.record import CorruptRecord, decode_chunks
 from slipstream.rollout.tokens.teacher import TeacherNeeds, TeacherScores
 from slipstream.rollout.tokens.turn_entries import Turn
@@ -12,13 +11,13 @@ LARGEST_LOGPROB = 1e-3
 """Log-probs may be above 0 by what rounding adds."""
 
 
-def check_chunk(entry: Turn, chunk: Buffer, vocab: int) -> tuple[int, str | None]:
-    """Return the number of context tokens of a chunk, and what is wrong with it, if anything.
+def check_chunk(entry: Turn, vocab: int) -> tuple[int, str | None]:
+    """Return the number of context tokens of a turn's chunk, and what is wrong with the chunk, if anything.
 
     ``vocab``: number of token ids.
     """
     try:
-        chunks = list(decode_chunks(chunk))
+        chunks = list(decode_chunks(entry.chunk))
     except CorruptRecord as error:
         return 0, str(error)
     if len(chunks) != 1:

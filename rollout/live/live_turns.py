@@ -30,7 +30,6 @@ from slipstream.rollout.ledger.rows.stored_turns import (
     session_of,
     turn_id,
 )
-from slipstream.rollout.ledger.storage.segments import Buffer
 from slipstream.rollout.ledger.writing.writer import Ledger
 from slipstream.rollout.live.baseline import Score, ScoreBaseline
 from slipstream.rollout.live.batches import LiveTrajectory, live_trajectory
@@ -96,15 +95,13 @@ class LiveTurns:
 
     # ---- entries, from gateways
 
-    def take(
-        self, gateway: str, first_number: int, entries: Sequence[Entry], chunks: Sequence[Buffer]
-    ) -> None:
-        """Take consecutive entries of a journal, each with its chunk. Numbers that are known are passed over.
+    def take(self, gateway: str, first_number: int, entries: Sequence[Entry]) -> None:
+        """Take consecutive entries of a journal. Numbers that are known are passed over.
 
         Raises JournalGap when entries were left out.
         """
         if self._table.is_held:
-            self._held.append(partial(self.take, gateway, first_number, entries, chunks))
+            self._held.append(partial(self.take, gateway, first_number, entries))
             return
         known = self._taken.get(gateway, 0)
         if first_number > known + 1:
@@ -116,9 +113,9 @@ class LiveTurns:
         if last <= known:
             return
         number = self._ledger.turns.gateway(gateway)
-        for entry_number, (entry, chunk) in enumerate(zip(entries, chunks, strict=True), first_number):
+        for entry_number, entry in enumerate(entries, first_number):
             if entry_number > known:
-                self._enter(number, entry_number, entry, chunk)
+                self._enter(number, entry_number, entry)
         self._taken[gateway] = last
         self._ledger.turns.taken(gateway, last)
         self._ledger.when_durable(partial(self._is_durable, gateway, last))
@@ -136,10 +133,10 @@ class LiveTurns:
     def _is_durable(self, gateway: str, number: int) -> None:
         self._durable[gateway] = max(number, self._durable.get(gateway, 0))
 
-    def _enter(self, gateway: int, number: int, entry: Entry, chunk: Buffer) -> None:
+    def _enter(self, gateway: int, number: int, entry: Entry) -> None:
         match entry:
             case Turn():
-                self._enter_turn(gateway, turn_id(gateway, number), entry, chunk)
+                self._enter_turn(gateway, turn_id(gateway, number), entry)
             case NextState():
                 self._enter_next(turn_id(gateway, entry.turn), bytes(entry.messages))
             case UserReward():
@@ -149,14 +146,14 @@ class LiveTurns:
             case Forgotten():
                 self._enter_forgotten(turn_id(gateway, number), entry)
 
-    def _enter_turn(self, gateway: int, id_: int, entry: Turn, chunk: Buffer) -> None:
+    def _enter_turn(self, gateway: int, id_: int, entry: Turn) -> None:
         key = named(entry.key)
         session = session_of(key, named(entry.session))
         parent_id = None if entry.parent is None else turn_id(gateway, entry.parent)
         parent = None if parent_id is None else self._table.turns.get(parent_id)
         if parent is not None and parent.session != session:
             parent = None
-        context, problem = check_chunk(entry, chunk, self._vocab)
+        context, problem = check_chunk(entry, self._vocab)
         is_lost = problem is not None
         if parent_id is not None and not can_continue(entry.shared, parent):
             problem, is_lost = problem or "the tokens before it are not there", entry.shared > 0 or is_lost
@@ -167,7 +164,7 @@ class LiveTurns:
         end, loss = self._end_at_once(entry, head, problem)
         said = encode(Said(entry.session, entry.key, entry.kept, bytes(entry.messages), bytes(entry.answer)))
         turn = KnownTurn(id_, session, key, parent, head, is_lost=is_lost)
-        self._ledger.turns.turn(turn, chunk, said, end=end, loss=loss, note=problem or "")
+        self._ledger.turns.turn(turn, entry.chunk, said, end=end, loss=loss, note=problem or "")
         self._table.remember(turn)
         self._table.sessions[session].goes_on()
         before = turn.continues

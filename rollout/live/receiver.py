@@ -145,8 +145,8 @@ class GatewayReceiver(Listener[_GatewayConnection]):
         expected = self._taken[identity] + 1
         if message.first != expected:
             raise MalformedFrame(f"entries from number {message.first} on, expected {expected}")
-        entries, chunks = _unpacked(message.first, message.entries, payload)
-        self._intake.take(identity, message.first, entries, chunks)
+        entries = _unpacked(message.first, message.entries, payload)
+        self._intake.take(identity, message.first, entries)
         self._taken[identity] += len(entries)
         self._intake.when_durable(partial(self._something_durable, identity))
 
@@ -156,12 +156,9 @@ class GatewayReceiver(Listener[_GatewayConnection]):
             connection.something_durable()
 
 
-def _unpacked(
-    first: int, headers: Sequence[EntryHeader], payload: memoryview
-) -> tuple[list[Entry], list[memoryview]]:
-    """Return the entries of a message, and the chunk of each. Raises MalformedFrame."""
+def _unpacked(first: int, headers: Sequence[EntryHeader], payload: memoryview) -> list[Entry]:
+    """Return the entries of a message. Raises MalformedFrame."""
     entries: list[Entry] = []
-    chunks: list[memoryview] = []
     start = 0
     for number, header in enumerate(headers, first):
         chunk = payload[start : start + header.size]
@@ -169,10 +166,9 @@ def _unpacked(
         if len(chunk) != header.size or crc_of_entry(number, header.kind, header.data, chunk) != header.crc:
             raise MalformedFrame(f"entry {number} was damaged on its way")
         try:
-            entries.append(decode_entry(header.kind, header.data))
+            entries.append(decode_entry(header.kind, header.data, chunk))
         except CorruptRecord as error:
             raise MalformedFrame(f"entry {number}: {error}") from error
-        chunks.append(chunk)
     if start != len(payload):
         raise MalformedFrame(f"chunks of {len(payload)} bytes, expected {start}")
-    return entries, chunks
+    return entries

@@ -12,11 +12,14 @@ a break of the connection, and the ledger passes over numbers that it has: each 
 
 The payload of a ``Turn`` is one chunk of ``tokens.record``: the context ids beyond those that the branch
 shares with its parent, then the sampled ids with the engine's own log-prob of each. A turn's prompt consists
-of the first ``shared`` ids of its parent's branch, and of the chunk's context.
+of the first ``shared`` ids of its parent's branch, and of the chunk's context. Journals and messages have the
+chunk beside the encoded entry. No other entry has one.
 """
 
+import json
 from collections.abc import Callable
 from enum import IntEnum
+from functools import cache
 from typing import TypeAlias, cast
 
 import msgspec
@@ -69,6 +72,13 @@ class Turn(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """``response`` of the turn that the request continues by name; empty: it named none."""
     exchange: msgspec.Raw = msgspec.Raw(b"")
     """JSON, where there is a ``response``: what the request has added, and the reply that the client got."""
+    chunk: bytes | memoryview = b""
+    """The payload: it is no part of the encoded entry."""
+
+    @property
+    def may_be_trained(self) -> bool:
+        """True if it belongs to the task, and its client has waited for its end."""
+        return self.turn_type is TurnType.MAIN and not self.cancelled
 
 
 class NextState(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -115,25 +125,45 @@ Entry: TypeAlias = Turn | NextState | UserReward | SessionEnd | Forgotten
 KINDS: tuple[type[Entry], ...] = (Turn, NextState, UserReward, SessionEnd, Forgotten)
 
 
+def as_json(value: object) -> msgspec.Raw:
+    """Return JSON. Halves of surrogate pairs, which JSON may have and UTF-8 cannot, become question marks."""
+    try:
+        return msgspec.Raw(msgspec.json.encode(value))
+    except (UnicodeEncodeError, OverflowError):  # the latter: integers of more than 64 bits
+        return msgspec.Raw(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+
+
+def chunk_of(entry: Entry) -> bytes | memoryview:
+    """Return the payload of an entry."""
+    return entry.chunk if isinstance(entry, Turn) else b""
+
+
 def encode_entry(entry: Entry) -> tuple[int, bytes]:
     """Return the number of an entry's kind, and its fields as msgpack. JSON becomes binary data in it."""
-    values = msgspec.structs.astuple(entry)
+    values = [getattr(entry, field.name) for field in _encoded_fields(type(entry))]
     return KINDS.index(type(entry)), _encoder.encode(
         [bytes(value) if isinstance(value, msgspec.Raw) else value for value in values]
     )
 
 
-def decode_entry(kind: int, data: bytes | memoryview) -> Entry:
-    """Return the entry that was encoded. Raises CorruptRecord."""
+def decode_entry(kind: int, data: bytes | memoryview, chunk: bytes | memoryview = b"") -> Entry:
+    """Return the entry that was encoded, with its payload. Raises CorruptRecord."""
     if not 0 <= kind < len(KINDS):
         raise CorruptRecord(f"an entry of kind {kind}, expected one of 0 to {len(KINDS) - 1}")
     try:
         values = msgspec.structs.astuple(_decoders[kind].decode(data))
     except UNREADABLE as error:
         raise CorruptRecord(f"not an entry of kind {KINDS[kind].__name__}: {error}") from error
-    fields = zip(values, msgspec.structs.fields(KINDS[kind]), strict=True)
+    fields = zip(values, _encoded_fields(KINDS[kind]), strict=True)
     make = cast("Callable[..., Entry]", KINDS[kind])
-    return make(*(msgspec.Raw(value) if field.type is msgspec.Raw else value for value, field in fields))
+    payload = {"chunk": chunk} if KINDS[kind] is Turn else {}
+    read = (msgspec.Raw(value) if field.type is msgspec.Raw else value for value, field in fields)
+    return make(*read, **payload)
+
+
+@cache
+def _encoded_fields(kind: type[Entry]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return tuple(field for field in msgspec.structs.fields(kind) if field.name != "chunk")
 
 
 def _decoder(kind: type[Entry]) -> msgspec.msgpack.Decoder[msgspec.Struct]:
@@ -141,8 +171,7 @@ def _decoder(kind: type[Entry]) -> msgspec.msgpack.Decoder[msgspec.Struct]:
     ``Raw`` for a part of the message that it stands in.
     """
     fields = [
-        (field.name, bytes if field.type is msgspec.Raw else field.type)
-        for field in msgspec.structs.fields(kind)
+        (field.name, bytes if field.type is msgspec.Raw else field.type) for field in _encoded_fields(kind)
     ]
     return msgspec.msgpack.Decoder(msgspec.defstruct(f"{kind.__name__}Fields", fields, array_like=True))
 

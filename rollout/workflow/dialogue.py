@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.tokens.conversation.chains import (
-    Sampled,
     Segment,
     append,
     closing_of,
@@ -69,8 +68,8 @@ class Dialogue:
             self._ends.append(self._tail)
         ids = ids_of(tail).tolist()
         completion = await self._context.generator.generate(ids, sampling or self._context.sampling)
-        answer = Sampled({"role": "assistant", "content": self.text(completion)}, completion.finish)
-        self._tail = append(tail, completion.tokens, None, answer)
+        answer = {"role": "assistant", "content": self.text(completion)}
+        self._tail = append(tail, completion.tokens, None, answer, completion.finish)
         self._completions[id(self._tail)] = (self._tail, completion)
         self._finish = completion.finish
         return completion

@@ -97,7 +97,6 @@ class Gateway:
     async def start(self) -> None:
         """Start it, with the sessions that the journal knows."""
         from slipstream.rollout.gateway.compose import build
-        from slipstream.rollout.gateway.conversations import Recorded
 
         self.journal = TurnJournal.open(self._path, "gateway-0")
         self.pool = EnginePool(
@@ -108,7 +107,7 @@ class Gateway:
         )
         self._link = DriverLink(self.journal, self.pool, self._find)
         self.source = EngineTokens(self.pool, self._decode)
-        retained = ((row.number, Recorded(row.entry(), row.chunk)) for row in self.journal.retained())
+        retained = ((row.number, row.entry()) for row in self.journal.retained())
         self.served: ServedSessions = build(
             GatewaySurroundings(
                 self._spec, self.source, self.journal, Keys(), retained, self._decode, self._mint

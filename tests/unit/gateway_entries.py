@@ -4,7 +4,6 @@ import random
 
 import msgspec
 
-from slipstream.rollout.gateway.conversations import Recorded
 from slipstream.rollout.tokens.record import encode_chunk
 from slipstream.rollout.tokens.trajectory import Finish
 from slipstream.rollout.tokens.turn_entries import (
@@ -17,7 +16,7 @@ from slipstream.rollout.tokens.turn_entries import (
 )
 
 
-def turn(session: str = "s", key: str = "k", tokens: int = 3, seed: int = 0, **changes) -> Recorded:
+def turn(session: str = "s", key: str = "k", tokens: int = 3, seed: int = 0, **changes) -> Turn:
     draw = random.Random(f"{session} {seed}")
     ids = [draw.randrange(1000) for _ in range(tokens)]
     entry = Turn(
@@ -37,23 +36,23 @@ def turn(session: str = "s", key: str = "k", tokens: int = 3, seed: int = 0, **c
         answer=msgspec.Raw(b'{"role":"assistant","content":"yes"}'),
     )
     chunk = encode_chunk([1, 2], ids, [-draw.random() for _ in ids])
-    return Recorded(msgspec.structs.replace(entry, **changes), chunk)
+    return msgspec.structs.replace(entry, **{"chunk": chunk} | changes)
 
 
-def next_state(number: int, text: str = "thanks") -> Recorded:
-    return Recorded(NextState(number, msgspec.Raw(msgspec.json.encode([{"role": "user", "content": text}]))))
+def next_state(number: int, text: str = "thanks") -> NextState:
+    return NextState(number, msgspec.Raw(msgspec.json.encode([{"role": "user", "content": text}])))
 
 
-def reward(number: int, value: float = 1.0) -> Recorded:
-    return Recorded(UserReward(number, value))
+def reward(number: int, value: float = 1.0) -> UserReward:
+    return UserReward(number, value)
 
 
-def end(session: str = "s", key: str = "k") -> Recorded:
-    return Recorded(SessionEnd(session, key))
+def end(session: str = "s", key: str = "k") -> SessionEnd:
+    return SessionEnd(session, key)
 
 
-def forgotten(session: str | None = None, key: str | None = None) -> Recorded:
-    return Recorded(Forgotten(session, key))
+def forgotten(session: str | None = None, key: str | None = None) -> Forgotten:
+    return Forgotten(session, key)
 
 
 def plain(entry) -> tuple:

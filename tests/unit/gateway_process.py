@@ -14,10 +14,9 @@ import json
 import sys
 from collections.abc import Sequence
 
-from slipstream.rollout.gateway.conversations import Recorded
 from slipstream.rollout.gateway.gateway_process import run
 from slipstream.rollout.gateway.spec import GatewaySpec, GatewaySurroundings
-from slipstream.rollout.tokens.turn_entries import Forgotten
+from slipstream.rollout.tokens.turn_entries import Entry, Forgotten
 from tests.unit.gateway_entries import turn
 
 
@@ -28,7 +27,7 @@ class Endpoints:
         self._journal = surroundings.journal
         self._keys = surroundings.keys
         self._number = surroundings.spec.number
-        self.restored = [(number, type(r.entry).__name__) for number, r in surroundings.retained]
+        self.restored = [(number, type(r).__name__) for number, r in surroundings.retained]
         self._closing = asyncio.Event()
         self._running = 0
 
@@ -85,11 +84,11 @@ class Endpoints:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    def sweep(self, now_s: float) -> Sequence[Recorded]:
+    def sweep(self, now_s: float) -> Sequence[Entry]:
         return ()
 
-    def forget(self, session: str | None, key: str | None) -> Sequence[Recorded]:
-        return [Recorded(Forgotten(session, key))]
+    def forget(self, session: str | None, key: str | None) -> Sequence[Entry]:
+        return [Forgotten(session, key)]
 
     async def close(self) -> None:
         self._closing.set()

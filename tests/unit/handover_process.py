@@ -21,7 +21,8 @@ from slipstream.rollout.gateway.link import DriverLink
 from slipstream.rollout.live.driver_address import DriverAddress
 from slipstream.rollout.live.receiver import GatewayReceiver
 from slipstream.rollout.system.key import new_key
-from slipstream.rollout.tokens.turn_entries import Entry, encode_entry
+from slipstream.rollout.tokens.turn_entries import Entry, chunk_of, encode_entry
+from tests.unit.doubles import Policy
 from tests.unit.gateway_entries import end, next_state, turn
 
 FLUSH_S = 0.01
@@ -42,11 +43,9 @@ class FileIntake:
         self._then: list[Callable[[], None]] = []
         self._due = False
 
-    def take(
-        self, gateway: str, first_number: int, entries: Sequence[Entry], chunks: Sequence[memoryview]
-    ) -> None:
-        for number, (entry, chunk) in enumerate(zip(entries, chunks, strict=True), first_number):
-            self._taken.append((gateway, number, entry, bytes(chunk)))
+    def take(self, gateway: str, first_number: int, entries: Sequence[Entry]) -> None:
+        for number, entry in enumerate(entries, first_number):
+            self._taken.append((gateway, number, entry, bytes(chunk_of(entry))))
 
     def durable(self, gateway: str) -> int:
         return self.durables.get(gateway, 0)

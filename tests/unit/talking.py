@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.rollout.gateway.conversations import Answer, Arrival, Begun, Joined, Recorded, User
+from slipstream.rollout.gateway.conversations import Answer, Arrival, Begun, Joined, User
 from slipstream.rollout.gateway.sessions.placing import SessionLimits
 from slipstream.rollout.gateway.sessions.sessions import Sessions
 from slipstream.rollout.gateway.source import Finished
 from slipstream.rollout.tokens.trajectory import Finish
-from slipstream.rollout.tokens.turn_entries import NextState, Turn
+from slipstream.rollout.tokens.turn_entries import Entry, NextState, Turn
 
 SPECIAL = {256: "<|user|>", 257: "<|assistant|>", 258: "<|system|>", 259: "<|tool|>", 260: "<|end|>"}
 END = 260
@@ -110,7 +110,7 @@ class Gateway:
 
     limits: SessionLimits = field(default_factory=lambda: SessionLimits(1000, 1 << 30, 1800.0))
     override: bool = False
-    journal: list[Recorded] = field(default_factory=list)
+    journal: list[Entry] = field(default_factory=list)
     sampled: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
     """By the number of a turn: the ids that went to the engine, and those that it sampled."""
     now: float = 1000.0
@@ -133,7 +133,7 @@ class Gateway:
         self.sessions = self.made()
         self.append(self.sessions.restore(list(enumerate(self.journal, 1))))
 
-    def append(self, entries: Sequence[Recorded]) -> list[int]:
+    def append(self, entries: Sequence[Entry]) -> list[int]:
         self.journal += entries
         return [*range(len(self.journal) - len(entries) + 1, len(self.journal) + 1)]
 
@@ -185,9 +185,7 @@ class Gateway:
         entries = self.sessions.end(begun, Answer(**values))
         numbers = self.append(entries)
         self.append(self.sessions.recorded(begun, values["choice"], numbers))
-        turns = [
-            number for number, item in zip(numbers, entries, strict=True) if isinstance(item.entry, Turn)
-        ]
+        turns = [number for number, item in zip(numbers, entries, strict=True) if isinstance(item, Turn)]
         assert len(turns) == 1
         self.sampled[turns[0]] = (list(begun.input_ids), ids)
         return turns[0]
@@ -197,13 +195,13 @@ class Gateway:
         return self.end(self.begin(messages, **changes), answer)
 
     def turn(self, number: int) -> Turn:
-        entry = self.journal[number - 1].entry
+        entry = self.journal[number - 1]
         assert isinstance(entry, Turn)
         return entry
 
     def next_states(self) -> dict[int, list[str]]:
         """By the number of a turn: the text of its next state."""
-        states = [item.entry for item in self.journal if isinstance(item.entry, NextState)]
+        states = [item for item in self.journal if isinstance(item, NextState)]
         assert len({state.turn for state in states}) == len(states), "a turn has two next states"
         return {state.turn: [m["content"] for m in json.loads(bytes(state.messages))] for state in states}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.rollout.tokens.conversation.chains import Sampled, append, continue_text
+from slipstream.rollout.tokens.conversation.chains import append, continue_text
 from slipstream.rollout.tokens.trajectory import Finish
 
 HALF = "é".encode()[:1]
@@ -22,8 +22,9 @@ def closing(_message, _text) -> str:
 
 def cut_off(text: str):
     """A chain of bytes whose answer ends within a character."""
-    answer = Sampled({"role": "assistant", "content": text}, Finish.LENGTH)
-    return append(append(None, list(b"<ask>"), "<ask>"), list(text.encode() + HALF), None, answer)
+    answer = {"role": "assistant", "content": text}
+    ids = list(text.encode() + HALF)
+    return append(append(None, list(b"<ask>"), "<ask>"), ids, None, answer, Finish.LENGTH)
 
 
 @pytest.mark.parametrize("text", ["", "abc", "ü"])

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from benchmarks.live_users import Answered
-from slipstream.rollout.gateway.conversations import Recorded
 from slipstream.rollout.gateway.journal import TurnJournal
 from slipstream.rollout.ledger.storage.database import LEDGER
 from slipstream.rollout.tokens.turn_entries import SessionEnd
@@ -45,10 +44,9 @@ class Lives:
         """Write everything down, of which the driver hears the first ``heard`` entries, and train."""
 
         async def end() -> None:
-            records = map(Recorded, self.talk.entries, self.talk.chunks)
-            await self.journal.durable(self.journal.append(list(records))[-1])
+            await self.journal.durable(self.journal.append(self.talk.entries)[-1])
             run = Run(self.folder, bound=9)
-            run.live.take(self.journal.identity, 1, self.talk.entries[:heard], self.talk.chunks[:heard])
+            run.live.take(self.journal.identity, 1, self.talk.entries[:heard])
             await run.ledger.flushed()
             await asyncio.sleep(0)
             for _ in range(steps):

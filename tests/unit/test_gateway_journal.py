@@ -16,7 +16,7 @@ from slipstream.rollout.gateway import journal as journal_module
 from slipstream.rollout.gateway.journal import TurnJournal
 from slipstream.rollout.gateway.journal_file import JournalBusy, JournalError, JournalFile
 from slipstream.rollout.tokens.record import CorruptRecord
-from slipstream.rollout.tokens.turn_entries import KINDS, Forgotten, decode_entry, encode_entry
+from slipstream.rollout.tokens.turn_entries import KINDS, Forgotten, chunk_of, decode_entry, encode_entry
 from tests.environment import environment
 from tests.unit.gateway_entries import end, forgotten, next_state, plain, reward, turn
 
@@ -46,17 +46,17 @@ def stored(path: Path) -> list[tuple]:
 
 
 def as_stored(*records, first: int = 1) -> list[tuple]:
-    return [(number, plain(r.entry), r.chunk) for number, r in enumerate(records, first)]
+    return [(number, plain(r), bytes(chunk_of(r))) for number, r in enumerate(records, first)]
 
 
 @pytest.mark.parametrize("record", ALL_KINDS, ids=[kind.__name__ for kind in KINDS])
 def test_every_entry_comes_back_from_its_encoding(record):
-    kind, data = encode_entry(record.entry)
-    assert plain(decode_entry(kind, data)) == plain(record.entry)
+    kind, data = encode_entry(record)
+    assert plain(decode_entry(kind, data, chunk_of(record))) == plain(record)
 
 
 def test_bytes_that_are_no_entry_are_refused():
-    kind, data = encode_entry(turn().entry)
+    kind, data = encode_entry(turn())
     for wrong_kind, wrong in [(kind, data[:-1]), (kind + 1, data), (99, data), (kind, b"")]:
         with pytest.raises(CorruptRecord):
             decode_entry(wrong_kind, wrong)
@@ -301,7 +301,7 @@ def test_a_second_process_is_kept_out_and_a_killed_one_loses_nothing_durable(tmp
         for _, entry, chunk in rows:
             session, _, seed = json.loads(entry[13])[0]["content"].split()
             record = turn(session, seed=int(seed))
-            assert (entry, chunk) == (plain(record.entry), record.chunk)
+            assert (entry, chunk) == (plain(record), record.chunk)
 
 
 # ---- damage

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from slipstream.rollout.gateway.conversations import Answer, Begun, Recorded
+from slipstream.rollout.gateway.conversations import Answer, Begun
 from slipstream.rollout.gateway.serving.running import RunningAnswer, RunningTurns
 from slipstream.rollout.gateway.serving.text import GrowingText
 from slipstream.rollout.gateway.source import Finished, Interrupted, TokenDelta, TokenRequest
 from slipstream.rollout.tokens.trajectory import Finish
-from slipstream.rollout.tokens.turn_entries import SessionEnd, TurnType
+from slipstream.rollout.tokens.turn_entries import Entry, SessionEnd, TurnType
 from tests.watched_sessions import MemoryLog
 
 
@@ -55,9 +55,9 @@ class Answers:
     def __init__(self) -> None:
         self.ended: list[Answer] = []
 
-    def end(self, begun: Begun, answer: Answer) -> list[Recorded]:
+    def end(self, begun: Begun, answer: Answer) -> list[Entry]:
         self.ended.append(answer)
-        return [Recorded(SessionEnd(begun.session, "key"))]
+        return [SessionEnd(begun.session, "key")]
 
     def recorded(self, begun, choice, numbers) -> tuple[()]:
         return ()

@@ -31,7 +31,7 @@ from slipstream.rollout.live.gateway_messages import (
 from slipstream.rollout.live.receiver import GatewayReceiver, HandoverRefused
 from slipstream.rollout.system.frames import pack, split
 from slipstream.rollout.system.key import Key, new_key
-from slipstream.rollout.tokens.turn_entries import SessionEnd, decode_entry, encode_entry
+from slipstream.rollout.tokens.turn_entries import SessionEnd, chunk_of, decode_entry, encode_entry
 from tests.environment import environment
 from tests.selection import shortened
 from tests.unit.gateway_entries import end, next_state, plain, turn
@@ -53,9 +53,9 @@ class Intake:
     def numbers(self) -> list[int]:
         return [number for _, number, *_ in self.taken]
 
-    def take(self, gateway, first_number, entries, chunks) -> None:
-        for number, (entry, chunk) in enumerate(zip(entries, chunks, strict=True), first_number):
-            self.taken.append((gateway, number, plain(entry), bytes(chunk)))
+    def take(self, gateway, first_number, entries) -> None:
+        for number, entry in enumerate(entries, first_number):
+            self.taken.append((gateway, number, plain(entry), bytes(chunk_of(entry))))
 
     def durable(self, gateway: str) -> int:
         return self.durables.get(gateway, 0)
@@ -136,7 +136,7 @@ def test_entries_arrive_in_order_and_are_acknowledged_when_they_are_durable(worl
             assert journal.acknowledged == 0
             intake.settle()
             await until(lambda: journal.acknowledged == 4)
-            expected = [(n, plain(r.entry), r.chunk) for n, r in enumerate(records, 1)]
+            expected = [(n, plain(r), chunk_of(r)) for n, r in enumerate(records, 1)]
             assert [taken[1:] for taken in intake.taken] == expected
             assert {taken[0] for taken in intake.taken} == {journal.identity}
 
@@ -266,14 +266,15 @@ def test_what_the_intake_raises_ends_the_run(world):
 
 
 def header(number: int, record, **changes) -> tuple[EntryHeader, bytes]:
-    kind, data = encode_entry(record.entry)
+    kind, data = encode_entry(record)
+    chunk = chunk_of(record)
     values = {
         "kind": kind,
         "data": data,
-        "size": len(record.chunk),
-        "crc": crc_of_entry(number, kind, data, record.chunk),
+        "size": len(chunk),
+        "crc": crc_of_entry(number, kind, data, chunk),
     }
-    return EntryHeader(**values | changes), record.chunk
+    return EntryHeader(**values | changes), chunk
 
 
 async def say(world: World, *frames: bytes, key: Key | None = None) -> list:

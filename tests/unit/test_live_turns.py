@@ -56,14 +56,12 @@ class Talk:
     def __init__(self, name: str = "gateway") -> None:
         self.name = name
         self.entries: list[Entry] = []
-        self.chunks: list[bytes] = []
         self.branches: dict[int, list[int]] = {}
         """Token ids up to the end of each turn."""
         self.sampled: dict[int, list[int]] = {}
 
-    def add(self, entry: Entry, chunk: bytes = b"") -> int:
+    def add(self, entry: Entry) -> int:
         self.entries.append(entry)
-        self.chunks.append(chunk)
         return len(self.entries)
 
     def turn(
@@ -99,9 +97,10 @@ class Talk:
             more.pop("kept", 0),
             raw(f'[{{"role": "user", "content": "{more.pop("said", "hello")}"}}]'),
             raw(f'{{"role": "assistant", "content": "{more.pop("answer", "hi")}"}}'),
+            chunk=encode_chunk(context, sampled, logprobs),
         )
         assert not more
-        return self.add(entry, encode_chunk(context, sampled, logprobs))
+        return self.add(entry)
 
     def next(self, turn: int, text: str = "thanks") -> int:
         return self.add(NextState(turn, raw(f'[{{"role": "user", "content": "{text}"}}]')))
@@ -166,7 +165,7 @@ class Run:
         assert not more
 
     async def hear(self, talk: Talk, first: int = 1) -> None:
-        self.live.take(talk.name, first, talk.entries[first - 1 :], talk.chunks[first - 1 :])
+        self.live.take(talk.name, first, talk.entries[first - 1 :])
         await self.ledger.flushed()
         await asyncio.sleep(0)
 
@@ -274,7 +273,7 @@ def test_an_entry_that_is_sent_again_counts_once(in_run):
         assert run.live.durable("gateway") == 2
         talk.say(parent=1)
         await run.hear(talk, first=2)
-        run.live.take("gateway", 1, talk.entries, talk.chunks)
+        run.live.take("gateway", 1, talk.entries)
         assert run.core.live.states[TurnState.WAITING] == 2
         assert run.live.durable("gateway") == 4
         assert run.live.durable("another") == 0
@@ -295,7 +294,7 @@ def test_entries_that_were_left_out_are_refused(in_run):
 
     async def act(run):
         with pytest.raises(JournalGap, match=r"from number 2 on.*expected number 1"):
-            run.live.take("gateway", 2, talk.entries[1:], talk.chunks[1:])
+            run.live.take("gateway", 2, talk.entries[1:])
 
     in_run(act)
 
@@ -305,7 +304,7 @@ def test_an_entry_is_acknowledged_only_when_it_is_on_disk(in_run):
     talk.say()
 
     async def act(run):
-        run.live.take("gateway", 1, talk.entries, talk.chunks)
+        run.live.take("gateway", 1, talk.entries)
         assert run.live.durable("gateway") == 0
         told = asyncio.Event()
         run.live.when_durable(told.set)
@@ -347,7 +346,9 @@ def test_what_cannot_be_trained_ends_at_once(in_run, more, end):
 def test_ids_outside_the_vocabulary_and_turns_behind_them_are_not_trained(in_run):
     talk = Talk()
     bad = talk.turn()
-    talk.chunks[0] = encode_chunk([VOCAB, 1], [1, 2], [-1, -1])
+    talk.entries[0] = msgspec.structs.replace(
+        talk.entries[0], chunk=encode_chunk([VOCAB, 1], [1, 2], [-1, -1])
+    )
     talk.say(parent=bad)
 
     async def act(run):
@@ -1035,7 +1036,7 @@ def test_while_the_ledger_goes_back_entries_and_verdicts_wait(in_run):
         run.live.hold()
         heard = len(talk.entries)
         talk.say(session="new", spans=((1, 2),))
-        run.live.take("gateway", heard + 1, talk.entries[heard:], talk.chunks[heard:])
+        run.live.take("gateway", heard + 1, talk.entries[heard:])
         told = asyncio.Event()
         run.live.when_durable(told.set)
         run.live.verdicts.take(id_, Verdict(0.5))

@@ -424,9 +424,9 @@ def test_an_interrupted_answer_that_is_repeated_stays_in_the_prompt_without_loss
 
 def recorded_turns(gateway: Gateway) -> dict[int, RecordedTurn]:
     return {
-        number: RecordedTurn(item.entry, item.chunk)
+        number: RecordedTurn(item, item.chunk)
         for number, item in enumerate(gateway.journal, 1)
-        if isinstance(item.entry, Turn)
+        if isinstance(item, Turn)
     }
 
 
@@ -584,14 +584,14 @@ def test_the_last_request_of_a_session_ends_it_after_its_answer(gateway):
     number = gateway.end(last, "b<|end|>")
     assert ends(gateway) == [SessionEnd("s", "key")]
     gateway.append(gateway.sessions.reward(User("key"), "s", 0.5, None))
-    assert gateway.journal[-1].entry == UserReward(number, 0.5)
+    assert gateway.journal[-1] == UserReward(number, 0.5)
     again = gateway.begin([user("hi"), assistant("Hello"), user("z")], session="s")
     assert gateway.turn(gateway.end(again, ODD)).parent is None
     assert len(gateway.next_states()) == 1
 
 
 def ends(gateway: Gateway) -> list[SessionEnd]:
-    return [item.entry for item in gateway.journal if isinstance(item.entry, SessionEnd)]
+    return [item for item in gateway.journal if isinstance(item, SessionEnd)]
 
 
 def test_a_session_ends_when_it_has_been_idle_but_not_while_it_runs(gateway):
@@ -608,7 +608,7 @@ def test_a_session_ends_when_it_has_been_idle_but_not_while_it_runs(gateway):
 def test_rewards_name_turns_by_their_place_in_the_session(gateway):
     numbers = [gateway.talk([user(text)], ODD, session="s") for text in "ab"]
     gateway.append(gateway.sessions.reward(User("key"), "s", 1.0, 0))
-    assert gateway.journal[-1].entry == UserReward(numbers[0], 1.0)
+    assert gateway.journal[-1] == UserReward(numbers[0], 1.0)
     for session, turn in (("s", 2), ("s", -1), ("other", None)):
         with pytest.raises(UnknownTurn):
             gateway.sessions.reward(User("key"), session, 1.0, turn)
@@ -622,7 +622,7 @@ def test_what_is_forgotten_leaves_no_trace_and_running_answers_are_not_recorded(
     gateway.talk([user("hi")], ODD, session="s")
     running = gateway.begin([user("hi"), assistant("Hello"), user("x")], session="s")
     gateway.append(gateway.sessions.forget("s", None))
-    assert gateway.journal[-1].entry == Forgotten("s", None)
+    assert gateway.journal[-1] == Forgotten("s", None)
     count = len(gateway.journal)
     with pytest.raises(AssertionError):
         gateway.end(running, ODD)  # it finds no entry of a turn

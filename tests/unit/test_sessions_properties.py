@@ -137,9 +137,9 @@ def finish(data, gateway: Gateway, template: ChatTemplate, begun, client: Client
 
 def recorded(gateway: Gateway) -> dict[int, RecordedTurn]:
     return {
-        number: RecordedTurn(item.entry, item.chunk)
+        number: RecordedTurn(item, item.chunk)
         for number, item in enumerate(gateway.journal, 1)
-        if isinstance(item.entry, Turn)
+        if isinstance(item, Turn)
     }
 
 

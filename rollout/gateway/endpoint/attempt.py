@@ -21,7 +21,6 @@ from slipstream.rollout.gateway.conversations import (
     Joined,
     NamedAnswer,
     PromptTooLong,
-    Recorded,
     User,
 )
 from slipstream.rollout.gateway.endpoint.trajectories import (
@@ -34,7 +33,7 @@ from slipstream.rollout.gateway.sessions.placing import SessionLimits
 from slipstream.rollout.gateway.sessions.sessions import Sessions
 from slipstream.rollout.tokens.record import decode_chunks
 from slipstream.rollout.tokens.trajectory import Finish, Trajectory
-from slipstream.rollout.tokens.turn_entries import Turn
+from slipstream.rollout.tokens.turn_entries import Entry, Turn
 from slipstream.rollout.workflow.endpoint import NothingToTrain, Reply
 
 SESSION = "episode"
@@ -120,7 +119,7 @@ class Attempt:
         self._sessions = Sessions(
             _UNLIMITED, temperature=temperature, override=override, decode=decode, mint=mint
         )
-        self._recorded: dict[int, tuple[Turn, bytes]] = {}
+        self._recorded: dict[int, Turn] = {}
         self._running: set[asyncio.Task[object]] = set()
         """Tasks that wait for the engines."""
         self._retractions = 0
@@ -148,15 +147,15 @@ class Attempt:
         begun.sampling = {**begun.sampling, "max_new_tokens": length}
         return begun
 
-    def end(self, begun: Begun, answer: Answer) -> Sequence[Recorded]:
+    def end(self, begun: Begun, answer: Answer) -> Sequence[Entry]:
         """Store an answer, and return what is to be recorded of it."""
         return self._sessions.end(begun, answer)
 
-    def recorded(self, begun: Begun, choice: int, numbers: Sequence[int]) -> Sequence[Recorded]:
+    def recorded(self, begun: Begun, choice: int, numbers: Sequence[int]) -> Sequence[Entry]:
         """Learn the numbers of the entries that ``end`` has returned."""
         return self._sessions.recorded(begun, choice, numbers)
 
-    def end_session(self, session: str) -> Sequence[Recorded]:
+    def end_session(self, session: str) -> Sequence[Entry]:
         """End a session without a request. Raises UnknownTurn."""
         return self._sessions.end_session(self.user, session)
 
@@ -166,14 +165,13 @@ class Attempt:
 
     # ---- what was sampled
 
-    def keep(self, number: int, turn: Turn, chunk: bytes) -> None:
+    def keep(self, number: int, turn: Turn) -> None:
         """Keep a turn that has ended."""
-        self._recorded[number] = turn, chunk
+        self._recorded[number] = turn
 
     def turn(self, number: int) -> Turn | None:
         """Return a turn that was kept."""
-        kept = self._recorded.get(number)
-        return None if kept is None else kept[0]
+        return self._recorded.get(number)
 
     def trajectories(self) -> list[Trajectory]:
         """Return what is trained of all turns. Raises NothingToTrain."""
@@ -196,7 +194,7 @@ class Attempt:
         return untrained_replies_of(self._sampled_turns())
 
     def _sampled_turns(self) -> dict[int, SampledTurn]:
-        return {number: _sampled(number, *kept) for number, kept in self._recorded.items()}
+        return {number: _sampled(number, turn) for number, turn in self._recorded.items()}
 
     # ---- engines
 
@@ -241,8 +239,8 @@ class Attempt:
         self.fatal.cancel()
 
 
-def _sampled(number: int, turn: Turn, chunk: bytes) -> SampledTurn:
-    [decoded] = decode_chunks(chunk)
+def _sampled(number: int, turn: Turn) -> SampledTurn:
+    [decoded] = decode_chunks(turn.chunk)
     return SampledTurn(
         number,
         turn.parent,

@@ -20,7 +20,6 @@ from slipstream.rollout.gateway.conversations import (
     Begun,
     Joined,
     NamedAnswer,
-    Recorded,
     UnknownTurn,
     User,
 )
@@ -28,7 +27,7 @@ from slipstream.rollout.gateway.endpoint.attempt import Attempt
 from slipstream.rollout.gateway.engines import Decode, EngineTokens
 from slipstream.rollout.gateway.sessions.running import running_of
 from slipstream.rollout.gateway.source import Interrupted, TokenDelta, TokenRequest
-from slipstream.rollout.tokens.turn_entries import Turn
+from slipstream.rollout.tokens.turn_entries import Entry, Turn
 
 KEY_PREFIX = "sk-episode-"
 
@@ -90,21 +89,21 @@ class Attempts:
             raise ValueError("the episode has ended")
         return attempt.begin(arrival)
 
-    def end(self, begun: Begun, answer: Answer) -> Sequence[Recorded]:
+    def end(self, begun: Begun, answer: Answer) -> Sequence[Entry]:
         """Store an answer, and return what is to be recorded of it."""
         attempt = self._by_name.get(running_of(begun).key)
         return () if attempt is None else attempt.end(begun, answer)
 
-    def recorded(self, begun: Begun, choice: int, numbers: Sequence[int]) -> Sequence[Recorded]:
+    def recorded(self, begun: Begun, choice: int, numbers: Sequence[int]) -> Sequence[Entry]:
         """Learn the numbers of the entries that ``end`` has returned."""
         attempt = self._by_name.get(running_of(begun).key)
         return () if attempt is None else attempt.recorded(begun, choice, numbers)
 
-    def reward(self, user: User, session: str, reward: float, turn: int | None) -> Sequence[Recorded]:
+    def reward(self, user: User, session: str, reward: float, turn: int | None) -> Sequence[Entry]:
         """Refuse the reward of a turn. Raises UnknownTurn."""
         raise UnknownTurn("an episode takes no reward of a turn: its agent returns that of the episode")
 
-    def end_session(self, user: User, session: str) -> Sequence[Recorded]:
+    def end_session(self, user: User, session: str) -> Sequence[Entry]:
         """End a session without a request. Raises UnknownTurn."""
         attempt = self._by_name.get(user.name)
         if attempt is None:
@@ -118,13 +117,12 @@ class Attempts:
 
     # ---- EntryLog
 
-    def append(self, entries: Sequence[Recorded]) -> Sequence[int]:
+    def append(self, entries: Sequence[Entry]) -> Sequence[int]:
         """Number entries, and keep the turns among them."""
         numbers = [next(self._numbers) for _ in entries]
-        for number, recorded in zip(numbers, entries, strict=True):
-            entry = recorded.entry
+        for number, entry in zip(numbers, entries, strict=True):
             if isinstance(entry, Turn) and (attempt := self._by_name.get(entry.key)) is not None:
-                attempt.keep(number, entry, recorded.chunk)
+                attempt.keep(number, entry)
         return numbers
 
     async def durable(self, number: int) -> None:

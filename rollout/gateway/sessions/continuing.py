@@ -226,9 +226,9 @@ def _why(turn: ChainTurn, differs: Segment | None) -> BranchReason:
     if differs is not None and differs.answer is None and _opens_thinking(differs):
         answer = next((later for later in segments_of(turn.tail) if later.start >= differs.length), None)
     if answer is not None and answer.answer is not None:
-        if answer.answer.message.get("reasoning_content"):
+        if answer.answer.get("reasoning_content"):
             return BranchReason.THINKING
-        if answer.answer.message.get("tool_calls"):
+        if answer.answer.get("tool_calls"):
             return BranchReason.CALLS
     return BranchReason.TEMPLATE
 

@@ -11,13 +11,12 @@ What a side turn adds is no reaction of a user, so that the client's own side tu
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.rollout.gateway.conversations import ChatMessage, Recorded
+from slipstream.rollout.gateway.conversations import ChatMessage
 from slipstream.rollout.gateway.sessions.continuing import Predecessor
 from slipstream.rollout.gateway.sessions.counters import SessionCounters
-from slipstream.rollout.gateway.sessions.recording import as_json
 from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState
 from slipstream.rollout.tokens.conversation.sameness import Mark, role_of, text_of
-from slipstream.rollout.tokens.turn_entries import NextState
+from slipstream.rollout.tokens.turn_entries import Entry, NextState, as_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +30,7 @@ class Expected:
     reaction: Sequence[ChatMessage]
 
 
-def pair(
-    session: SessionState, before: Predecessor, counters: SessionCounters
-) -> tuple[list[Recorded], bytes]:
+def pair(session: SessionState, before: Predecessor, counters: SessionCounters) -> tuple[list[Entry], bytes]:
     """Return the next state that a request brings, if any, and the history at whose end it was awaited."""
     reaction = reaction_of(before.reaction)
     if not reaction:
@@ -52,12 +49,12 @@ def pair(
 
 def _next_state(
     number: int | None, reaction: Sequence[ChatMessage], counters: SessionCounters
-) -> list[Recorded]:
+) -> list[Entry]:
     if number is None:
         counters.unpaired += 1
         return []
     counters.next_states += 1
-    return [Recorded(NextState(number, as_json(reaction)))]
+    return [NextState(number, as_json(reaction))]
 
 
 def reaction_of(messages: Sequence[ChatMessage]) -> list[ChatMessage]:

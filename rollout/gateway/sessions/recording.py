@@ -1,48 +1,57 @@
-"""The entry of a turn, and the chunk with its tokens."""
+"""The entry of a turn, with the chunk of its tokens."""
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from math import isfinite
 
 import msgspec
 
 from slipstream.rollout.gateway.conversations import Answer
+from slipstream.rollout.gateway.sessions.continuing import PromptPlan
+from slipstream.rollout.gateway.sessions.running import Running
+from slipstream.rollout.tokens.conversation.chains import ids_of
 from slipstream.rollout.tokens.record import encode_chunk
 from slipstream.rollout.tokens.trajectory import Finish
-from slipstream.rollout.tokens.turn_entries import TurnType
+from slipstream.rollout.tokens.turn_entries import Turn, TurnType, as_json
 
 _HIGHEST_LOGPROB = 1e-3
 """Log-probs may exceed 0 by rounding."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The part of a turn's entry that the answer decides."""
-
-    chunk: bytes
-    spans: tuple[tuple[int, int], ...]
-    finish: Finish
-    turn_type: TurnType
-    reason: str
-    """Reason for which it is a side turn."""
-
-
-def sample_of(answer: Answer, context: Sequence[int], turn_type: TurnType, reason: str) -> Sample:
-    """Return the tokens of an answer behind its context.
+def entry_of(running: Running, prompt: PromptPlan, answer: Answer) -> Turn:
+    """Return the entry of an answer to a prompt, with the reason for which it is a side turn.
 
     A turn without tokens, without a finite log-prob of each, or without the versions of all is not trained.
     Tokens without log-probs are recorded as context: nothing is made up for them.
     """
-    finish = Finish.PARTIAL if answer.finish is None or answer.cancelled else answer.finish.finish
+    turn_type, reason = running.turn_type, running.reason
     spans = tuple((int(version), int(tokens)) for version, tokens in answer.spans)
     flaw = _flaw(answer, spans)
     if flaw and turn_type is TurnType.MAIN and not answer.cancelled:
         turn_type, reason = TurnType.SIDE, flaw
+    context = ids_of(prompt.tail)[prompt.shared :]
     if flaw in (_LOGPROBS, _SPANS):
-        return Sample(encode_chunk([*context, *answer.tokens], (), ()), (), finish, turn_type, reason)
-    chunk = encode_chunk(context, answer.tokens, answer.logprobs)
-    return Sample(chunk, spans, finish, turn_type, reason)
+        spans, chunk = (), encode_chunk([*context, *answer.tokens], (), ())
+    else:
+        chunk = encode_chunk(context, answer.tokens, answer.logprobs)
+    return Turn(
+        session=running.session,
+        key=running.key,
+        parent=None if prompt.parent is None else prompt.parent.number,
+        shared=prompt.shared,
+        turn_type=turn_type,
+        reason=reason,
+        spans=spans,
+        finish=Finish.PARTIAL if answer.finish is None or answer.cancelled else answer.finish.finish,
+        cancelled=answer.cancelled,
+        started_s=running.arrived_s,
+        ended_s=answer.ended_s,
+        kept=prompt.kept,
+        messages=as_json(prompt.messages[prompt.kept :]),
+        answer=as_json(answer.message),
+        response=running.request if answer.exchange else "",
+        previous=running.previous if answer.exchange else "",
+        exchange=msgspec.Raw(answer.exchange),
+        chunk=chunk,
+    )
 
 
 _LOGPROBS = "log-probs missing"
@@ -62,11 +71,3 @@ def _flaw(answer: Answer, spans: tuple[tuple[int, int], ...]) -> str:
     if not answer.tokens:
         return _EMPTY
     return _CUT_OFF if answer.finish is None else ""
-
-
-def as_json(value: object) -> msgspec.Raw:
-    """Return JSON. Halves of surrogate pairs, which JSON may have and UTF-8 cannot, become question marks."""
-    try:
-        return msgspec.Raw(msgspec.json.encode(value))
-    except (UnicodeEncodeError, OverflowError):  # the latter: integers of more than 64 bits
-        return msgspec.Raw(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))

@@ -7,13 +7,13 @@ texts, which are decoded when they are needed.
 import json
 from typing import cast
 
-from slipstream.rollout.gateway.conversations import ChatMessage, Recorded
+from slipstream.rollout.gateway.conversations import ChatMessage
 from slipstream.rollout.gateway.sessions.placing import SessionTable
-from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState, ancestor
-from slipstream.rollout.tokens.conversation.chains import Sampled, append, length_of, resume
+from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState, ancestor, append_answer
+from slipstream.rollout.tokens.conversation.chains import length_of, resume
 from slipstream.rollout.tokens.conversation.sameness import marks_of
 from slipstream.rollout.tokens.record import decode_chunks
-from slipstream.rollout.tokens.turn_entries import Forgotten, NextState, SessionEnd, Turn, TurnType
+from slipstream.rollout.tokens.turn_entries import Entry, Forgotten, NextState, SessionEnd, Turn
 
 
 class Restoring:
@@ -24,11 +24,11 @@ class Restoring:
         self._sessions: dict[int, SessionState] = {}
         """Sessions by the number of a turn."""
 
-    def take(self, number: int, recorded: Recorded) -> None:
+    def take(self, number: int, entry: Entry) -> None:
         """Take an entry. Raises CorruptRecord, ValueError."""
-        match recorded.entry:
+        match entry:
             case Turn() as turn:
-                self._turn(number, turn, recorded.chunk)
+                self._turn(number, turn)
             case NextState() as state:
                 session = self._sessions.get(state.turn)
                 if session is not None:
@@ -45,7 +45,7 @@ class Restoring:
             case _:
                 pass
 
-    def _turn(self, number: int, entry: Turn, chunk: bytes) -> None:
+    def _turn(self, number: int, entry: Turn) -> None:
         session = self._table.get(entry.key, entry.session)
         if session is None:
             session = SessionState(entry.key, entry.session, entry.ended_s)
@@ -56,7 +56,7 @@ class Restoring:
         parent = None if entry.parent is None else session.turn(entry.parent)
         if parent is not None or entry.parent is None:  # otherwise its parent is evicted, and it with it
             size = session.size
-            turn = _stored(session, entry, parent, chunk)
+            turn = _stored(session, entry, parent)
             turn.number = number
             turn.continue_anchor()
             session.add_turn(turn)
@@ -68,10 +68,10 @@ class Restoring:
         self._table.used(session, entry.ended_s)
 
 
-def _stored(session: SessionState, entry: Turn, parent: ChainTurn | None, chunk: bytes) -> ChainTurn:
+def _stored(session: SessionState, entry: Turn, parent: ChainTurn | None) -> ChainTurn:
     context: list[int] = []
     tokens: list[int] = []
-    for part in decode_chunks(chunk):
+    for part in decode_chunks(entry.chunk):
         context += part.context.tolist()
         tokens += part.tokens.tolist()
     messages = cast("list[ChatMessage]", json.loads(bytes(entry.messages)))
@@ -80,12 +80,11 @@ def _stored(session: SessionState, entry: Turn, parent: ChainTurn | None, chunk:
     marks = marks_of(messages, b"" if kept is None else kept.mark.history)
     last = session.add_messages(kept, messages, marks)
     prompt = resume(None if parent is None else parent.tail, entry.shared, context)
-    sampled = Sampled(answer, entry.finish) if entry.spans else None
     return ChainTurn(
         node=session.add_answer(last, answer),
-        tail=append(prompt, tokens, None, sampled),
+        tail=append_answer(prompt, tokens, answer, entry),
         prompt_length=length_of(prompt),
         parent=parent,
         shared=entry.shared,
-        trained=entry.turn_type is TurnType.MAIN and not entry.cancelled,
+        trained=entry.may_be_trained,
     )

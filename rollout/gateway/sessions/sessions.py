@@ -22,7 +22,6 @@ from slipstream.rollout.gateway.conversations import (
     Joined,
     NamedAnswer,
     PromptTooLong,
-    Recorded,
     UnknownTurn,
     User,
 )
@@ -37,20 +36,22 @@ from slipstream.rollout.gateway.sessions.continuing import (
 from slipstream.rollout.gateway.sessions.counters import SessionCounters
 from slipstream.rollout.gateway.sessions.pairing import expected_of, fulfilled, pair
 from slipstream.rollout.gateway.sessions.placing import Id, SessionLimits, SessionTable
-from slipstream.rollout.gateway.sessions.recording import Sample, as_json, sample_of
+from slipstream.rollout.gateway.sessions.recording import entry_of
 from slipstream.rollout.gateway.sessions.restoring import Restoring
 from slipstream.rollout.gateway.sessions.running import Running, running_of
 from slipstream.rollout.gateway.sessions.sampling import SamplingVerdict, judge_sampling
-from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState
-from slipstream.rollout.tokens.conversation.chains import Decode, Sampled, append, ids_of, length_of
+from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState, append_answer
+from slipstream.rollout.tokens.conversation.chains import Decode, ids_of, length_of
 from slipstream.rollout.tokens.conversation.sameness import Mark, marks_of
 from slipstream.rollout.tokens.turn_entries import (
+    Entry,
     Forgotten,
     NextState,
     SessionEnd,
     Turn,
     TurnType,
     UserReward,
+    as_json,
 )
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -83,7 +84,7 @@ class Sessions:
         self._running: dict[Id, list[Running]] = {}
         self._requests: dict[tuple[str, bytes], list[Running]] = {}
         """Requests that a retry may join, by key and digest."""
-        self._due: list[Recorded] = []
+        self._due: list[Entry] = []
         """Entries that have not left yet."""
 
     @property
@@ -141,7 +142,7 @@ class Sessions:
         running.entries = self._leave()
         return running
 
-    def end(self, begun: Begun, answer: Answer) -> Sequence[Recorded]:
+    def end(self, begun: Begun, answer: Answer) -> Sequence[Entry]:
         """Store an answer and return what is to be recorded of it. Called once for each choice."""
         running = running_of(begun)
         if answer.choice not in running.open:
@@ -154,7 +155,7 @@ class Sessions:
         self._finish(running, answer.ended_s)
         return self._leave()
 
-    def recorded(self, begun: Begun, choice: int, numbers: Sequence[int]) -> Sequence[Recorded]:
+    def recorded(self, begun: Begun, choice: int, numbers: Sequence[int]) -> Sequence[Entry]:
         """Learn the numbers of the entries that ``end`` has returned. Return what is to be recorded next."""
         running = running_of(begun)
         if choice not in running.stored:
@@ -168,12 +169,12 @@ class Sessions:
         reaction = running.reactions.pop(choice, ())
         if reaction:
             self.counters.next_states += 1
-            self._due.append(Recorded(NextState(turn.number, as_json(reaction))))
+            self._due.append(NextState(turn.number, as_json(reaction)))
         self._close_if_over(session)
         self._shrink()
         return self._leave()
 
-    def sweep(self, now_s: float) -> Sequence[Recorded]:
+    def sweep(self, now_s: float) -> Sequence[Entry]:
         """End the sessions that have rested for too long."""
         for session in self._table.idle(now_s):
             if not session.ended:
@@ -181,7 +182,7 @@ class Sessions:
             self._table.remove(session)
         return self._leave()
 
-    def reward(self, user: User, session: str, reward: float, turn: int | None) -> Sequence[Recorded]:
+    def reward(self, user: User, session: str, reward: float, turn: int | None) -> Sequence[Entry]:
         """Record a client's reward of the turn with this place in the session, from 0; None: of the newest.
 
         Raises UnknownTurn, and ValueError for a reward that is not finite.
@@ -194,38 +195,38 @@ class Sessions:
             raise UnknownTurn(
                 f"session {session} has {len(numbers)} turns that have ended, but no turn {turn}"
             )
-        self._due.append(Recorded(UserReward(numbers[place], float(reward))))
+        self._due.append(UserReward(numbers[place], float(reward)))
         return self._leave()
 
-    def end_session(self, user: User, session: str) -> Sequence[Recorded]:
+    def end_session(self, user: User, session: str) -> Sequence[Entry]:
         """End a session without a request. Raises UnknownTurn."""
         known = self._known(user, session)
         known.ending = True
         self._close_if_over(known)
         return self._leave()
 
-    def forget(self, session: str | None, key: str | None) -> Sequence[Recorded]:
+    def forget(self, session: str | None, key: str | None) -> Sequence[Entry]:
         """Drop a session, the sessions of a key, or the session of a key, running requests included."""
         if session is None and key is None:
             raise ValueError("neither a session nor a key is given; name what is to be forgotten")
         for known in self._table.matching(session, key):
             known.forgotten = True
             self._table.remove(known)
-        self._due.append(Recorded(Forgotten(session, key)))
+        self._due.append(Forgotten(session, key))
         return self._leave()
 
     def answer_of(self, user: User, request: str) -> NamedAnswer | None:
         """Return the answer to a request of this user; None: none that can be named, or not any more."""
         return self._table.answer_of(user.name, request)
 
-    def restore(self, entries: Iterable[tuple[int, Recorded]]) -> Sequence[Recorded]:
+    def restore(self, entries: Iterable[tuple[int, Entry]]) -> Sequence[Entry]:
         """Take numbered entries of the journal, in order, before the first request.
 
         All entries of every session that has not ended must be among them. Raises CorruptRecord, ValueError.
         """
         restoring = Restoring(self._table)
-        for number, recorded in entries:
-            restoring.take(number, recorded)
+        for number, entry in entries:
+            restoring.take(number, entry)
             self._shrink()
         return self._leave()
 
@@ -310,65 +311,45 @@ class Sessions:
         self._table.used(session, arrival.arrived_s)
         return running
 
-    def _store(self, running: Running, answer: Answer) -> Recorded:
+    def _store(self, running: Running, answer: Answer) -> Turn:
         """Store an answer as a turn and return its entry."""
         session, prompt = running.home, running.prompt
         if prompt.parent is not None and prompt.parent.number is None:
             prompt = replace(prompt, parent=None, shared=0, kept=0)
-        sample = sample_of(answer, ids_of(prompt.tail)[prompt.shared :], running.turn_type, running.reason)
+        entry = entry_of(running, prompt, answer)
         size = session.size
         known = session.deepest(running.marks)
         depth = 0 if known is None else known.depth
         last = session.add_messages(known, prompt.messages[depth:], running.marks[depth:])
-        sampled = Sampled(answer.message, sample.finish) if sample.spans else None
         turn = ChainTurn(
             node=session.add_answer(last, answer.message),
-            tail=append(prompt.tail, answer.tokens, None, sampled),
+            tail=append_answer(prompt.tail, answer.tokens, answer.message, entry),
             prompt_length=length_of(prompt.tail),
             parent=prompt.parent,
             shared=prompt.shared,
-            trained=sample.turn_type is TurnType.MAIN and not answer.cancelled,
+            trained=entry.may_be_trained,
         )
-        reason = self._count(turn, sample, answer, prompt)
+        reason = self._count(turn, entry, prompt)
         session.add_turn(turn)
         for node in session.endings(turn.node):
             self._table.list_history(session, node.mark.history)
         self._table.account(session, size)
         self._take_reaction(running, turn, answer.choice)
-        entry = Turn(
-            session=session.name,
-            key=session.key,
-            parent=None if prompt.parent is None else prompt.parent.number,
-            shared=prompt.shared,
-            turn_type=sample.turn_type,
-            reason=reason,
-            spans=sample.spans,
-            finish=sample.finish,
-            cancelled=answer.cancelled,
-            started_s=running.arrived_s,
-            ended_s=answer.ended_s,
-            kept=prompt.kept,
-            messages=as_json(prompt.messages[prompt.kept :]),
-            answer=as_json(answer.message),
-            response=running.request if answer.exchange else "",
-            previous=running.previous if answer.exchange else "",
-            exchange=msgspec.Raw(answer.exchange),
-        )
         running.named = bool(answer.exchange)
-        return Recorded(entry, sample.chunk)
+        return msgspec.structs.replace(entry, reason=reason)
 
-    def _count(self, turn: ChainTurn, sample: Sample, answer: Answer, prompt: PromptPlan) -> str:
+    def _count(self, turn: ChainTurn, entry: Turn, prompt: PromptPlan) -> str:
         """Count a turn and return why it is a side turn or begins a branch."""
-        kind = "cancelled" if answer.cancelled else sample.turn_type.name.lower()
+        kind = "cancelled" if entry.cancelled else entry.turn_type.name.lower()
         self.counters.turns[kind] += 1
         branch = prompt.reason
         if turn.continue_anchor():
             branch = BranchReason.FORK
         if branch is not None:
             self.counters.branches[branch.value] += 1
-        for reason in filter(None, sample.reason.split(", ")):
+        for reason in filter(None, entry.reason.split(", ")):
             self.counters.side[reason] += 1
-        return sample.reason or (branch.value if branch is not None else "")
+        return entry.reason or (branch.value if branch is not None else "")
 
     def _take_reaction(self, running: Running, turn: ChainTurn, choice: int) -> None:
         """Take the next state of an answer that came before its end."""
@@ -401,7 +382,7 @@ class Sessions:
 
     def _ended(self, session: SessionState, why: str) -> None:
         self.counters.ended[why] += 1
-        self._due.append(Recorded(SessionEnd(session.name, session.key)))
+        self._due.append(SessionEnd(session.name, session.key))
 
     def _shrink(self) -> None:
         for evicted in self._table.shrink():
@@ -418,7 +399,7 @@ class Sessions:
             raise UnknownTurn(f"there is no session {name}, or it has ended long ago")
         return session
 
-    def _leave(self) -> list[Recorded]:
+    def _leave(self) -> list[Entry]:
         due, self._due = self._due, []
         return due
 

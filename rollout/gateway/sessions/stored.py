@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.rollout.gateway.conversations import ChatMessage, NamedAnswer
-from slipstream.rollout.tokens.conversation.chains import Segment, length_of, size_of
+from slipstream.rollout.tokens.conversation.chains import Segment, append, length_of, size_of
 from slipstream.rollout.tokens.conversation.sameness import Mark, marks_of, role_of
+from slipstream.rollout.tokens.turn_entries import Turn
 
 _TURN_BYTES = 600
 _MESSAGE_BYTES = 600
@@ -69,8 +70,8 @@ class ChainTurn:
     @property
     def message(self) -> Mapping[str, object]:
         """Its own answer: that of another turn may have the same node, and differ in its reasoning."""
-        sampled = None if self.tail is None else self.tail.answer
-        return self.node.message if sampled is None else sampled.message
+        own = None if self.tail is None else self.tail.answer
+        return self.node.message if own is None else own
 
     @property
     def waits(self) -> bool:
@@ -240,6 +241,15 @@ class SessionState:
         self.turns.clear()
         self.answers.clear()
         self.size = 0
+
+
+def append_answer(
+    prompt: Segment | None, tokens: Sequence[int], message: Mapping[str, object], entry: Turn
+) -> Segment:
+    """Return the chain of a turn: an answer behind its prompt. Without spans its tokens are context."""
+    if not entry.spans:
+        return append(prompt, tokens, None)
+    return append(prompt, tokens, None, message, entry.finish)
 
 
 def messages_of(node: MessageNode | None) -> list[ChatMessage]:

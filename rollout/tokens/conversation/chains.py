@@ -71,14 +71,6 @@ _SEGMENT_BYTES = 300
 
 
 @dataclass(slots=True, eq=False)
-class Sampled:
-    """The message and the finish of an answer."""
-
-    message: Mapping[str, object]
-    finish: Finish
-
-
-@dataclass(slots=True, eq=False)
 class Segment:
     """Context or an answer, and all segments before it."""
 
@@ -86,10 +78,12 @@ class Segment:
     ids: "array[int]"
     text: str | None
     """None: not decoded yet."""
-    answer: Sampled | None
-    """None: context."""
     length: int
     """Number of ids up to the end of the segment."""
+    answer: Mapping[str, object] | None
+    """The message of an answer; None: context."""
+    finish: Finish | None
+    """Why the answer ended; None: context."""
 
     @property
     def start(self) -> int:
@@ -109,10 +103,14 @@ class Extended(NamedTuple):
 
 
 def append(
-    before: Segment | None, ids: Sequence[int], text: str | None, answer: Sampled | None = None
+    before: Segment | None,
+    ids: Sequence[int],
+    text: str | None,
+    answer: Mapping[str, object] | None = None,
+    finish: Finish | None = None,
 ) -> Segment:
-    """Return a segment behind ``before``."""
-    return Segment(before, array("i", ids), text, answer, length_of(before) + len(ids))
+    """Return a segment behind ``before``: context, or the answer with a message and a finish."""
+    return Segment(before, array("i", ids), text, length_of(before) + len(ids), answer, finish)
 
 
 def length_of(tail: Segment | None) -> int:
@@ -224,7 +222,7 @@ def _cut(
     What ended it stays in the ids, so that the template must write no more of the answer behind it.
     """
     # An answer that was cut off may end within a reasoning or a call, which the template then closes.
-    unended = segment.answer.message if segment.answer is not None and _is_cut_off(segment) else None
+    unended = segment.answer if _is_cut_off(segment) else None
     for cut, forbidden in _cuts(segment, text, decode):
         end = offset + cut
         if (
@@ -237,7 +235,7 @@ def _cut(
 
 
 def _is_cut_off(segment: Segment) -> bool:
-    return segment.answer is not None and segment.answer.finish is Finish.LENGTH
+    return segment.finish is Finish.LENGTH
 
 
 def _cuts(segment: Segment, text: str, decode: Decode) -> list[tuple[int, str]]:
@@ -253,12 +251,12 @@ def _cuts(segment: Segment, text: str, decode: Decode) -> list[tuple[int, str]]:
     if _is_cut_off(segment):
         whole = len(text.rstrip("\ufffd"))
         return [(whole, "")] if whole < len(text) else []
-    if segment.answer.finish is not Finish.STOP:
+    if segment.finish is not Finish.STOP:
         return []
     ending = decode([segment.ids[-1]])
     cuts = [(len(text) - len(ending), "")] if ending and text.endswith(ending) else []
-    content = text_of(segment.answer.message)
-    if isinstance(content, str) and content and not segment.answer.message.get("tool_calls"):
+    content = text_of(segment.answer)
+    if isinstance(content, str) and content and not segment.answer.get("tool_calls"):
         start = text.rfind(content)
         if start >= 0:
             cuts.append((start + len(content), ending))
