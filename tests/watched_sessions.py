@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from slipstream.rollout.gateway.conversations import (
     Answer,
     Arrival,
-    Begun,
-    Joined,
     UnknownTurn,
     User,
 )
 from slipstream.rollout.gateway.sessions.placing import SessionLimits
+from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.gateway.sessions.sessions import Sessions
 from slipstream.rollout.tokens.turn_entries import Entry, Turn, TurnType
 
@@ -35,13 +34,13 @@ class WatchedSessions(Sessions):
         self.answers: list[tuple[str, Answer]] = []
         self.rewards: list[tuple[str, str, float, int | None]] = []
 
-    def begin(self, arrival: Arrival) -> Begun | Joined:
+    def begin(self, arrival: Arrival) -> RunningRequest:
         self.arrivals.append(arrival)
         return super().begin(arrival)
 
-    def end(self, begun: Begun, answer: Answer) -> Sequence[Entry]:
-        self.answers.append((begun.session, answer))
-        return super().end(begun, answer)
+    def end(self, running: RunningRequest, answer: Answer) -> Sequence[Entry]:
+        self.answers.append((running.session, answer))
+        return super().end(running, answer)
 
     def reward(self, user: User, session: str, reward: float, turn: int | None) -> Sequence[Entry]:
         entries = super().reward(user, session, reward, turn)

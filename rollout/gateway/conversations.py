@@ -49,9 +49,13 @@ class Template(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """One prompt that a client wants to have answered."""
+    """A request of a client, and the prompt that it wants to have answered.
+
+    The handler of requests makes it of what the request says about itself, and the endpoint adds the prompt.
+    A request with several prompts arrives with each of them.
+    """
 
     user: User
     session: str | None
@@ -64,21 +68,6 @@ class Arrival:
     """Digest of the endpoint and the body. A retry has the same."""
     retries: int
     """How often the client says that it has sent this request before (``x-stainless-retry-count``)."""
-    messages: Sequence[ChatMessage]
-    """As the template reads them. Empty where the client has sent text or ids instead of a chat."""
-    prompt_ids: Sequence[int] | None
-    """The whole prompt as it was sent, or tokenized anew. None: ``template`` encodes as much of ``text`` as
-    is needed."""
-    text: str | None
-    """The whole prompt as rendered; None where the client has sent ids, or where no template made the ids."""
-    template: Template | None
-    """None where no template made the ids."""
-    most_tokens: int
-    """Length of the longest prompt that leaves room for an answer."""
-    sampling: Mapping[str, object]
-    """Sampling parameters under SGLang's names, without ``n``."""
-    choices: int
-    """Number of answers to this prompt."""
     arrived_s: float
     """Seconds since the epoch at which the request arrived."""
     request: str = ""
@@ -86,30 +75,21 @@ class Arrival:
     previous: str = ""
     """Id of the request whose answer this one names as the one before; empty: it names none."""
 
-
-@dataclass(eq=False)
-class Begun:
-    """A turn, or several that answer the same prompt. Identity counts: a retry gets the same object."""
-
-    session: str
-    input_ids: Sequence[int]
-    """The ids that go to the engine in place of ``Arrival.prompt_ids``."""
-    sampling: Mapping[str, object]
-    """The sampling parameters that go to the engine in place of ``Arrival.sampling``."""
-    turn_type: TurnType
-    reason: str = ""
-    """Why it is a side turn or begins a branch; for metrics and logs."""
-    entries: Sequence[Entry] = ()
-    """What the arrival itself adds to the journal: next states of earlier turns."""
-    request: str = ""
-    """Id of the request that has begun it. Whoever joins it gets the same answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """The request is a retry of one that is running: it gets the same answer, and begins nothing."""
-
-    begun: Begun
+    messages: Sequence[ChatMessage] = ()
+    """As the template reads them. Empty where the client has sent text or ids instead of a chat."""
+    prompt_ids: Sequence[int] | None = None
+    """The whole prompt as it was sent, or tokenized anew. None: ``template`` encodes as much of ``text`` as
+    is needed."""
+    text: str | None = None
+    """The whole prompt as rendered; None where the client has sent ids, or where no template made the ids."""
+    template: Template | None = None
+    """None where no template made the ids."""
+    most_tokens: int = 0
+    """Length of the longest prompt that leaves room for an answer."""
+    sampling: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Sampling parameters under SGLang's names, without ``n``."""
+    choices: int = 1
+    """Number of answers to this prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,40 +140,6 @@ class TooManySessions(RuntimeError):
 
 class UnknownTurn(LookupError):
     """A session, or a turn of it, does not exist."""
-
-
-class Conversations(Protocol):
-    """All sessions of one gateway process. Plain calls on one event loop: none of them waits."""
-
-    def begin(self, arrival: Arrival) -> Begun | Joined:
-        """Place a request, which then has room for an answer of a token at least.
-
-        Raises PromptTooLong and another ValueError for what the client did wrong, and TooManySessions:
-        nothing has changed then.
-        """
-        ...
-
-    def end(self, begun: Begun, answer: Answer) -> Sequence[Entry]:
-        """Store an answer and return what is to be recorded of it. Called once for each choice."""
-        ...
-
-    def recorded(self, begun: Begun, choice: int, numbers: Sequence[int]) -> Sequence[Entry]:
-        """Learn the numbers of the entries that ``end`` has returned. Return what is to be recorded next: it
-        names one of them.
-        """
-        ...
-
-    def reward(self, user: User, session: str, reward: float, turn: int | None) -> Sequence[Entry]:
-        """Record a client's reward of a turn; None: of the newest one. Raises UnknownTurn."""
-        ...
-
-    def end_session(self, user: User, session: str) -> Sequence[Entry]:
-        """End a session without a request. Raises UnknownTurn."""
-        ...
-
-    def answer_of(self, user: User, request: str) -> NamedAnswer | None:
-        """Return the answer to a request of this user; None: none that can be named, or not any more."""
-        ...
 
 
 class EntryLog(Protocol):

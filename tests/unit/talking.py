@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.rollout.gateway.conversations import Answer, Arrival, Begun, Joined, User
+from slipstream.rollout.gateway.conversations import Answer, Arrival, User
 from slipstream.rollout.gateway.sessions.placing import SessionLimits
+from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.gateway.sessions.sessions import Sessions
 from slipstream.rollout.gateway.source import Finished
 from slipstream.rollout.tokens.trajectory import Finish
@@ -159,13 +160,12 @@ class Gateway:
         }
         return Arrival(**(values | changes))
 
-    def begin(self, messages: Sequence[dict[str, Any]] = (), **changes: Any) -> Begun:
+    def begin(self, messages: Sequence[dict[str, Any]] = (), **changes: Any) -> RunningRequest:
         begun = self.sessions.begin(self.arrival(messages, **changes))
-        assert not isinstance(begun, Joined)
         self.append(begun.entries)
         return begun
 
-    def end(self, begun: Begun, answer: str | Sequence[int], **changes: Any) -> int:
+    def end(self, begun: RunningRequest, answer: str | Sequence[int], **changes: Any) -> int:
         """End an answer, and return the number of its turn."""
         self.now += 1
         ids = encode(answer) if isinstance(answer, str) else list(answer)

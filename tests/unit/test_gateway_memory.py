@@ -13,7 +13,7 @@ from pathlib import Path
 from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.engine_pool import EnginePool
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.gateway.conversations import Arrival, Joined, UnknownTurn, User
+from slipstream.rollout.gateway.conversations import Arrival, UnknownTurn, User
 from slipstream.rollout.gateway.engines import EngineTokens
 from slipstream.rollout.gateway.journal import TIDY_S, TurnJournal
 from slipstream.rollout.gateway.link import DriverLink
@@ -147,19 +147,20 @@ class Gateway:
                 **more,
             )
         )
-        assert not isinstance(begun, Joined)
         requests = [TokenRequest(begun.input_ids, {"max_new_tokens": 32, "temperature": 1.0})] * choices
-        turn = self.turns.start(begun, requests, lambda: RunningAnswer(GrowingText(decode)))
+        answers = self.turns.start(
+            begun, requests, lambda choice: RunningAnswer(begun, choice, GrowingText(decode))
+        )
         try:
-            await turn.answers[0].started()
+            await answers[0].started()
             if leaves:
                 return ""
-            for choice, answer in enumerate(turn.answers):
+            for answer in answers:
                 await answer.ended()
-                await self.turns.record(turn, choice, {"role": "assistant", "content": answer.text})
-            return turn.answers[0].text
+                await self.turns.record(answer, {"role": "assistant", "content": answer.text})
+            return answers[0].text
         finally:
-            self.turns.leave(turn)
+            self.turns.leave(answers)
             self.count += choices
 
     async def talk(self, turns: int) -> None:

@@ -5,7 +5,7 @@ from starlette.datastructures import Headers
 
 from slipstream.rollout.gateway.conversations import User
 from slipstream.rollout.gateway.serving.fields import CHAT, check_fields
-from slipstream.rollout.gateway.serving.handling import envelope_of
+from slipstream.rollout.gateway.serving.handling import arrival_of
 from slipstream.rollout.gateway.serving.limits import Rates, Refusal
 from slipstream.rollout.gateway.serving.messages import StreamedMessages, as_template_reads
 from slipstream.rollout.tokens.turn_entries import TurnType
@@ -13,8 +13,8 @@ from slipstream.rollout.tokens.turn_entries import TurnType
 KNOWN = dict.fromkeys([*CHAT, "rid", "lora_path", "input_ids"]) | {"background": False}
 
 
-def envelope(*, headers=None, path=None, response=None, user=None, raw=b"{}", **body):
-    return envelope_of(
+def arrival(*, headers=None, path=None, response=None, user=None, raw=b"{}", **body):
+    return arrival_of(
         user or User("anna"),
         endpoint="v1/chat/completions",
         path_session=path,
@@ -68,7 +68,7 @@ def test_templates_remote_tools_and_labels_that_are_no_texts_are_refused(body):
     ],
 )
 def test_the_first_name_of_a_session_counts(given, expected):
-    assert envelope(**given).session == expected
+    assert arrival(**given).session == expected
 
 
 @pytest.mark.parametrize(
@@ -76,21 +76,21 @@ def test_the_first_name_of_a_session_counts(given, expected):
 )
 def test_what_cannot_be_read_is_a_bad_request(field, value):
     with pytest.raises(Refusal, match=field) as caught:
-        envelope(**{field: value})
+        arrival(**{field: value})
     assert caught.value.status == 400
 
 
 def test_what_a_request_says_beside_its_session_is_read():
-    read = envelope(headers={"x-session-done": "on", "x-turn-type": "side"})
+    read = arrival(headers={"x-session-done": "on", "x-turn-type": "side"})
     assert (read.ends_session, read.turn_type) == (True, TurnType.SIDE)
 
 
 def test_a_retry_has_the_digest_of_the_request_and_another_session_has_not():
-    first = envelope(raw=b'{"a": 1}')
-    retry = envelope(raw=b'{"a": 1}', headers={"x-stainless-retry-count": "2"})
+    first = arrival(raw=b'{"a": 1}')
+    retry = arrival(raw=b'{"a": 1}', headers={"x-stainless-retry-count": "2"})
     assert (first.digest, first.retries, retry.retries) == (retry.digest, 0, 2)
-    assert envelope(raw=b'{"a": 1}', path="s").digest != first.digest
-    assert envelope(raw=b'{"a": 2}').digest != first.digest
+    assert arrival(raw=b'{"a": 1}', path="s").digest != first.digest
+    assert arrival(raw=b'{"a": 2}').digest != first.digest
 
 
 def test_a_key_may_send_its_rate_at_once_and_then_evenly():

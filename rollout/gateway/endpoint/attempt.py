@@ -17,8 +17,6 @@ from slipstream.rollout.engine.sampling import LiveSampling
 from slipstream.rollout.gateway.conversations import (
     Answer,
     Arrival,
-    Begun,
-    Joined,
     NamedAnswer,
     PromptTooLong,
     User,
@@ -30,6 +28,7 @@ from slipstream.rollout.gateway.endpoint.trajectories import (
     untrained_replies_of,
 )
 from slipstream.rollout.gateway.sessions.placing import SessionLimits
+from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.gateway.sessions.sessions import Sessions
 from slipstream.rollout.tokens.record import decode_chunks
 from slipstream.rollout.tokens.trajectory import Finish, Trajectory
@@ -129,7 +128,7 @@ class Attempt:
 
     # ---- conversations
 
-    def begin(self, arrival: Arrival) -> Begun | Joined:
+    def begin(self, arrival: Arrival) -> RunningRequest:
         """Place a request. Raises ValueError for what the client did wrong, and behind a limit."""
         joined = self._sessions.join(arrival)
         if joined is not None:
@@ -147,13 +146,13 @@ class Attempt:
         begun.sampling = {**begun.sampling, "max_new_tokens": length}
         return begun
 
-    def end(self, begun: Begun, answer: Answer) -> Sequence[Entry]:
+    def end(self, running: RunningRequest, answer: Answer) -> Sequence[Entry]:
         """Store an answer, and return what is to be recorded of it."""
-        return self._sessions.end(begun, answer)
+        return self._sessions.end(running, answer)
 
-    def recorded(self, begun: Begun, choice: int, numbers: Sequence[int]) -> Sequence[Entry]:
+    def recorded(self, running: RunningRequest, choice: int, numbers: Sequence[int]) -> Sequence[Entry]:
         """Learn the numbers of the entries that ``end`` has returned."""
-        return self._sessions.recorded(begun, choice, numbers)
+        return self._sessions.recorded(running, choice, numbers)
 
     def end_session(self, session: str) -> Sequence[Entry]:
         """End a session without a request. Raises UnknownTurn."""

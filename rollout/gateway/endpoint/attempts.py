@@ -17,15 +17,13 @@ from itertools import count
 from slipstream.rollout.gateway.conversations import (
     Answer,
     Arrival,
-    Begun,
-    Joined,
     NamedAnswer,
     UnknownTurn,
     User,
 )
 from slipstream.rollout.gateway.endpoint.attempt import Attempt
 from slipstream.rollout.gateway.engines import Decode, EngineTokens
-from slipstream.rollout.gateway.sessions.running import running_of
+from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.gateway.source import Interrupted, TokenDelta, TokenRequest
 from slipstream.rollout.tokens.turn_entries import Entry, Turn
 
@@ -82,22 +80,22 @@ class Attempts:
 
     # ---- Conversations
 
-    def begin(self, arrival: Arrival) -> Begun | Joined:
+    def begin(self, arrival: Arrival) -> RunningRequest:
         """Place a request. Raises ValueError for what the client did wrong."""
         attempt = self._by_name.get(arrival.user.name)
         if attempt is None:
             raise ValueError("the episode has ended")
         return attempt.begin(arrival)
 
-    def end(self, begun: Begun, answer: Answer) -> Sequence[Entry]:
+    def end(self, running: RunningRequest, answer: Answer) -> Sequence[Entry]:
         """Store an answer, and return what is to be recorded of it."""
-        attempt = self._by_name.get(running_of(begun).key)
-        return () if attempt is None else attempt.end(begun, answer)
+        attempt = self._by_name.get(running.key)
+        return () if attempt is None else attempt.end(running, answer)
 
-    def recorded(self, begun: Begun, choice: int, numbers: Sequence[int]) -> Sequence[Entry]:
+    def recorded(self, running: RunningRequest, choice: int, numbers: Sequence[int]) -> Sequence[Entry]:
         """Learn the numbers of the entries that ``end`` has returned."""
-        attempt = self._by_name.get(running_of(begun).key)
-        return () if attempt is None else attempt.recorded(begun, choice, numbers)
+        attempt = self._by_name.get(running.key)
+        return () if attempt is None else attempt.recorded(running, choice, numbers)
 
     def reward(self, user: User, session: str, reward: float, turn: int | None) -> Sequence[Entry]:
         """Refuse the reward of a turn. Raises UnknownTurn."""

@@ -36,8 +36,8 @@ from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompl
 from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from slipstream.rollout.gateway.conversations import ChatMessage
-from slipstream.rollout.gateway.serving.call import LiveCall, PromptParts
+from slipstream.rollout.gateway.conversations import Arrival, ChatMessage
+from slipstream.rollout.gateway.serving.call import LiveCall
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.messages import StreamedMessages, as_template_reads
 from slipstream.rollout.gateway.serving.stand_in import StandIn
@@ -120,7 +120,7 @@ def _reading(call: LiveCall) -> Iterator[None]:
 
 def _begin(
     call: LiveCall,
-    prompt: PromptParts,
+    prompt: Arrival,
     sampling: Mapping[str, object],
     top_logprobs: int,
     *,
@@ -218,14 +218,17 @@ class Chatting(OpenAIServingChat):
         """True if a parser splits the text of the answer."""
         return bool(self.reasoning_parser or (has_tools and self.tool_call_parser))
 
-    def _parts(self, prompt: object) -> PromptParts:
-        """Return a prompt: the text that the template has made, or ids. Raises ValueError otherwise."""
+    def _prompt(self, prompt: object) -> Arrival:
+        """Return the request with its prompt: the text that the template has made, or ids.
+
+        Raises ValueError otherwise.
+        """
         applied = self._applied
         if applied is not None and isinstance(prompt, str):
-            return PromptParts(None, applied.messages, applied.text, applied)
+            return self.call.prompt(None, applied.messages, applied.text, applied)
         if not isinstance(prompt, list):
             raise ValueError("only text is read here")
-        return PromptParts(cast("list[int]", prompt), applied.messages if applied else ())
+        return self.call.prompt(cast("list[int]", prompt), applied.messages if applied else ())
 
 
 class Chat(Chatting):
@@ -239,7 +242,7 @@ class Chat(Chatting):
             self.call.one_by_one = bool(request.stream) and self._is_parsed(
                 bool(self._effective_tools(request))
             )
-            prompt = self._parts(converted.input_ids if converted.text is None else converted.text)
+            prompt = self._prompt(converted.input_ids if converted.text is None else converted.text)
         sampling: Any = converted.sampling_params
         _begin(self.call, prompt, dict(sampling), request.top_logprobs or 0)
         return converted, request
@@ -318,7 +321,7 @@ class TextCompletion(OpenAIServingCompletion):
                 for name, value in dict[str, Any](converted.sampling_params or {}).items()  # pyright: ignore
                 if name not in ("temperature", "top_p", "top_k") or name in request.model_fields_set
             }
-            prompts = [PromptParts(ids, text=text) for text, ids in self._prompts(converted)]
+            prompts = [self.call.prompt(ids, text=text) for text, ids in self._prompts(converted)]
         for prompt in prompts:
             _begin(self.call, prompt, sampling, request.logprobs or 0, scores_prompt=scores_prompt)
         converted.rid = f"cmpl-{self.call.id}"
@@ -355,7 +358,7 @@ class TextCompletion(OpenAIServingCompletion):
 
     async def _record(self) -> None:
         await self.call.record(
-            [{"role": "assistant", "content": answer.text} for _, _, answer in self.call.answers]
+            [{"role": "assistant", "content": answer.text} for answer in self.call.answers]
         )
 
 
@@ -405,7 +408,7 @@ class Responses(Chatting, OpenAIServingResponses):
             if not processed.skip_special_tokens:
                 sampling["skip_special_tokens"] = False
             self.call.one_by_one = bool(request.stream) and self._is_parsed(bool(request.tools))
-            prompt = self._parts(processed.prompt_ids)
+            prompt = self._prompt(processed.prompt_ids)
         _begin(self.call, prompt, sampling, request.top_logprobs or 0)
         self._name(request)
         prompts = [list(self.call.input_ids)]
@@ -417,7 +420,7 @@ class Responses(Chatting, OpenAIServingResponses):
         with _reading(self.call):
             made = super()._make_request_with_harmony(request, prev_response)
             sampling = self._sampling(request, request.stop, None)
-        _begin(self.call, PromptParts(made[-1][0]), sampling, 0)
+        _begin(self.call, self.call.prompt(made[-1][0]), sampling, 0)
         self._name(request)
         return made
 

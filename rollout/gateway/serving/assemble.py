@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from fastapi import FastAPI
 
 from slipstream.configs.schema import DialectConfig, LimitsConfig, ModelConfig, SamplingConfig
-from slipstream.rollout.gateway.conversations import Conversations, EntryLog, KeyRing, User
+from slipstream.rollout.gateway.conversations import EntryLog, KeyRing, User
 from slipstream.rollout.gateway.serving.app import ModelCard, create_admin_app, create_app
 from slipstream.rollout.gateway.serving.call import SharedParts
 from slipstream.rollout.gateway.serving.contents import AnswerContents
 from slipstream.rollout.gateway.serving.endpoints import Endpoints
 from slipstream.rollout.gateway.serving.handling import RequestHandler
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
-from slipstream.rollout.gateway.serving.running import RunningTurns
+from slipstream.rollout.gateway.serving.running import Conversations, RunningTurns
 from slipstream.rollout.gateway.serving.stand_in import ServedModel, StandIn
 from slipstream.rollout.gateway.source import TokenSource
 

@@ -9,7 +9,8 @@ Knows neither HTTP nor SGLang's classes, only the form in which SGLang's tokeniz
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -19,14 +20,11 @@ from slipstream.configs.schema import LimitsConfig
 from slipstream.rollout.gateway.conversations import (
     Arrival,
     ChatMessage,
-    Conversations,
     EntryLog,
-    Joined,
     PromptTooLong,
     Template,
     TooManySessions,
     UnknownTurn,
-    User,
 )
 from slipstream.rollout.gateway.serving.contents import (
     AnswerContents,
@@ -37,10 +35,10 @@ from slipstream.rollout.gateway.serving.contents import (
     whole,
 )
 from slipstream.rollout.gateway.serving.limits import Refusal
-from slipstream.rollout.gateway.serving.running import AnswerPart, RunningAnswer, RunningTurn, RunningTurns
+from slipstream.rollout.gateway.serving.running import AnswerPart, Conversations, RunningAnswer, RunningTurns
 from slipstream.rollout.gateway.serving.text import GrowingText
+from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.gateway.source import Exhausted, Rejected, TokenRequest
-from slipstream.rollout.tokens.turn_entries import TurnType
 
 TEXT_ONLY = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 """Sampling parameters that shape the text and never reach an engine."""
@@ -50,30 +48,6 @@ MOST_ALTERNATIVES = 20
 
 FULL_AGAIN_S = 1.0
 """Seconds after which a client may ask again when this process generates all that it may."""
-
-
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """Everything about a request but its prompt."""
-
-    user: User
-    session: str | None
-    turn_type: TurnType | None
-    ends_session: bool
-    digest: bytes
-    retries: int
-    arrived_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class PromptParts:
-    """A prompt as the endpoint has made it of the request."""
-
-    ids: Sequence[int] | None
-    """None: ``template`` encodes ``text``, as far as that is needed."""
-    messages: Sequence[ChatMessage] = ()
-    text: str | None = None
-    template: Template | None = None
 
 
 @dataclass(frozen=True)
@@ -100,21 +74,19 @@ class SharedParts:
 class LiveCall:
     """One HTTP request."""
 
-    def __init__(
-        self, shared: SharedParts, envelope: Envelope, body: Mapping[str, object], previous: str = ""
-    ) -> None:
-        """``body``: as the client has sent it. ``previous``: id of the request whose answer it names as the
-        one before.
-        """
+    def __init__(self, shared: SharedParts, arrival: Arrival, body: Mapping[str, Any]) -> None:
+        """``arrival``: without a prompt. ``body``: as the client has sent it."""
         self._shared = shared
-        self._envelope = envelope
+        self._arrival = arrival
         self.body = body
-        self._previous = previous
-        self._turns: list[RunningTurn] = []
+        self.answers: list[RunningAnswer] = []
+        """All answers, in the order of the prompts."""
+        self._prompts = 0
+        """Number of prompts so far."""
         self._contents: list[AsyncGenerator[Content | list[Content]]] = []
         self.one_by_one = False
         """The answers are parsed while they are streamed."""
-        self.id = shared.mint()
+        self.id = arrival.request
         self.answer_id = self.id
         """What the answer is named after: the id of the request that has begun the turn."""
         self.session: str | None = None
@@ -131,10 +103,10 @@ class LiveCall:
         Raises Refusal with 404 if one of them is not kept any more.
         """
         numbers: list[int] = []
-        request = self._previous
+        request = self._arrival.previous
         try:
             while request:
-                answer = self._shared.conversations.answer_of(self._envelope.user, request)
+                answer = self._shared.conversations.answer_of(self._arrival.user, request)
                 if answer is None:
                     raise UnknownTurn(f"the answer to {request} is not kept any more")
                 numbers.append(answer.turn)
@@ -146,9 +118,19 @@ class LiveCall:
 
     # ---- prompts
 
+    def prompt(
+        self,
+        ids: Sequence[int] | None,
+        messages: Sequence[ChatMessage] = (),
+        text: str | None = None,
+        template: Template | None = None,
+    ) -> Arrival:
+        """Return the request with one of its prompts, as the endpoint has made it."""
+        return replace(self._arrival, prompt_ids=ids, messages=messages, text=text, template=template)
+
     def begin(
         self,
-        prompt: PromptParts,
+        prompt: Arrival,
         sampling: Mapping[str, object],
         *,
         top_logprobs: int = 0,
@@ -165,30 +147,29 @@ class LiveCall:
                 param="top_logprobs",
             )
         self._check(prompt, parameters)
-        joined_or_begun = self._place(prompt, parameters, choices)
-        if isinstance(joined_or_begun, Joined):
-            begun = joined_or_begun.begun
-            turn = self._shared.turns.join(begun)
-        else:
-            begun = joined_or_begun
-            room = self._shared.context - len(begun.input_ids)
+        running = self._place(prompt, parameters, choices)
+        answers = self._shared.turns.join(running)
+        if not answers:
+            room = self._shared.context - len(running.input_ids)
             requests = [
                 TokenRequest(
-                    begun.input_ids,
-                    _parameters(begun.sampling, room, choice),
+                    running.input_ids,
+                    _parameters(running.sampling, room, choice),
                     top_logprobs=top_logprobs,
                     scores_prompt=scores_prompt,
-                    key=self._envelope.user.name,
+                    key=self._arrival.user.name,
                 )
                 for choice in range(choices)
             ]
-            turn = self._shared.turns.start(begun, requests, lambda: self._new_answer(parameters))
-        self._turns.append(turn)
-        self.session = begun.session
-        self.answer_id = begun.request
+            new_answer = partial(self._new_answer, running, parameters)
+            answers = self._shared.turns.start(running, requests, new_answer)
+        self.answers += answers
+        self._prompts += 1
+        self.session = running.session
+        self.answer_id = running.request
 
     def _choices(self, n: object) -> int:
-        running = sum(len(turn.answers) for turn in self._turns)
+        running = len(self.answers)
         limit = self._shared.limits.choices
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= limit - running:
             raise Refusal(400, f"n: expected a whole number from 1 to {limit} in all, found {n!r}", param="n")
@@ -196,8 +177,8 @@ class LiveCall:
             raise Refusal(429, "all places are taken; try again", retry_after_s=FULL_AGAIN_S)
         return n
 
-    def _check(self, prompt: PromptParts, parameters: Mapping[str, object]) -> None:
-        if not prompt.ids and not prompt.text:
+    def _check(self, prompt: Arrival, parameters: Mapping[str, object]) -> None:
+        if not prompt.prompt_ids and not prompt.text:
             raise Refusal(400, "the prompt is empty")
         try:
             self._shared.check_sampling(parameters)
@@ -211,24 +192,13 @@ class LiveCall:
             code="context_length_exceeded",
         )
 
-    def _place(self, prompt: PromptParts, parameters: Mapping[str, object], choices: int):
-        envelope = self._envelope
-        arrival = Arrival(
-            user=envelope.user,
-            session=self.session or envelope.session,
-            turn_type=envelope.turn_type,
-            ends_session=envelope.ends_session,
-            digest=envelope.digest + len(self._turns).to_bytes(2),
-            retries=envelope.retries,
-            messages=prompt.messages,
-            prompt_ids=prompt.ids,
-            text=prompt.text,
-            template=prompt.template,
+    def _place(self, prompt: Arrival, parameters: Mapping[str, object], choices: int) -> RunningRequest:
+        arrival = replace(
+            prompt,
+            session=self.session or prompt.session,
+            digest=prompt.digest + self._prompts.to_bytes(2),
             sampling={name: value for name, value in parameters.items() if name not in TEXT_ONLY},
             choices=choices,
-            arrived_s=envelope.arrived_s,
-            request=self.id,
-            previous=self._previous,
             most_tokens=self._shared.context - 1,
         )
         try:
@@ -240,7 +210,9 @@ class LiveCall:
         except TooManySessions as error:
             raise Refusal(429, str(error), retry_after_s=FULL_AGAIN_S) from error
 
-    def _new_answer(self, parameters: Mapping[str, object]) -> RunningAnswer:
+    def _new_answer(
+        self, running: RunningRequest, parameters: Mapping[str, object], choice: int
+    ) -> RunningAnswer:
         tokenizer = self._shared.tokenizer
         skip = bool(parameters.get("skip_special_tokens", True))
         spaces = bool(parameters.get("spaces_between_special_tokens", True))
@@ -257,6 +229,8 @@ class LiveCall:
             whole_pairs=self.one_by_one,
         )
         return RunningAnswer(
+            running,
+            choice,
             text,
             keeps_end_token=keeps_stop,
             end_tokens=self._shared.end_tokens,
@@ -268,17 +242,12 @@ class LiveCall:
     @property
     def input_ids(self) -> Sequence[int]:
         """The ids of the first prompt."""
-        return self._turns[0].begun.input_ids
-
-    @property
-    def answers(self) -> list[tuple[RunningTurn, int, RunningAnswer]]:
-        """All answers, in the order of the prompts: turn, place in it, answer."""
-        return [(turn, choice, answer) for turn in self._turns for choice, answer in enumerate(turn.answers)]
+        return self.answers[0].request.input_ids
 
     async def started(self) -> None:
         """Wait for the first tokens. Raises Refusal if there will be none."""
         try:
-            for _, _, answer in self.answers[:1]:
+            for answer in self.answers[:1]:
                 await answer.started()
         except Exception as error:
             raise self._refuse(error) from error
@@ -301,21 +270,21 @@ class LiveCall:
                     yield part
             return
         wholes: list[Content] = []
-        for turn, _, answer in self.answers:
+        for answer in self.answers:
             try:
                 await answer.ended()
             except Exception as error:
                 raise ValueError(self._refuse(error).message) from error
-            wholes.append(self._shared.contents.of(turn, answer, form, 0, whole(answer)))
+            wholes.append(self._shared.contents.of(answer, form, 0, whole(answer)))
         yield wholes if len(wholes) > 1 else wholes[0]
 
     async def _parts(self, index: int, form: Form) -> AsyncGenerator[Content]:
-        turn, _, answer = self.answers[index]
+        answer = self.answers[index]
         known = 0
         try:
             async with aclosing(answer.read()) as steps:
                 async for step in steps:
-                    yield self._shared.contents.of(turn, answer, form, known, step) | {"index": index}
+                    yield self._shared.contents.of(answer, form, known, step) | {"index": index}
                     known = step.tokens
         except Exception as error:
             refusal = self._refuse(error)
@@ -323,7 +292,7 @@ class LiveCall:
                 raise ValueError(refusal.message) from error
             reason = {"type": "abort", "message": refusal.message, "status_code": HTTPStatus(refusal.status)}
             content: Content = {
-                **self._shared.contents.of(turn, answer, form, known, AnswerPart("", known, None)),
+                **self._shared.contents.of(answer, form, known, AnswerPart("", known, None)),
                 "index": index,
             }
             content["meta_info"]["finish_reason"] = reason
@@ -348,25 +317,24 @@ class LiveCall:
         """
         await asyncio.gather(
             *(
-                self._shared.turns.record(turn, choice, message, exchange)
-                for (turn, choice, answer), message in zip(self.answers, messages, strict=True)
+                self._shared.turns.record(answer, message, exchange)
+                for answer, message in zip(self.answers, messages, strict=True)
                 if answer.finish is not None
             )
         )
 
     def abort(self) -> int:
         """End all answers where they are. Return the number of those that had not ended."""
-        return sum(self._shared.turns.abort(turn) for turn in self._turns)
+        return sum(map(self._shared.turns.abort, self.answers))
 
     async def end(self) -> None:
-        """Leave all turns: what is neither finished nor read by another request is cancelled."""
+        """Leave all answers: what is neither finished nor read by another request is cancelled."""
         try:
             for contents in self._contents:
                 await contents.aclose()
         finally:
-            turns, self._turns = self._turns, []
-            for turn in turns:
-                self._shared.turns.leave(turn)
+            answers, self.answers = self.answers, []
+            self._shared.turns.leave(answers)
 
 
 def _parameters(sampling: Mapping[str, object], room: int, choice: int) -> dict[str, object]:

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from slipstream.rollout.gateway.serving.running import AnswerPart, RunningAnswer, RunningTurn
+from slipstream.rollout.gateway.serving.running import AnswerPart, RunningAnswer
 from slipstream.rollout.gateway.source import Alternatives, Finished
 from slipstream.rollout.tokens.trajectory import Finish
 
@@ -55,14 +55,12 @@ class AnswerContents:
         self._tokenizer = tokenizer
         self._version = version
 
-    def of(
-        self, turn: RunningTurn, answer: RunningAnswer, form: Form, known: int, step: AnswerPart
-    ) -> Content:
+    def of(self, answer: RunningAnswer, form: Form, known: int, step: AnswerPart) -> Content:
         """Return the part of an answer between ``known`` tokens and those of ``step``."""
         meta: dict[str, object] = {
             "id": form.id,
             "finish_reason": None if step.finish is None else _finish_reason(step),
-            "prompt_tokens": len(turn.begun.input_ids),
+            "prompt_tokens": len(answer.request.input_ids),
             "completion_tokens": step.tokens,
             "reasoning_tokens": form.reasoning_tokens(answer) if step.finish else 0,
             "cached_tokens": answer.cached_tokens,
@@ -85,12 +83,12 @@ class AnswerContents:
         if answer.prompt_logprobs and not known:
             meta["input_token_logprobs"] = [
                 (logprob, token, self._shown(token))
-                for logprob, token in zip(answer.prompt_logprobs, turn.begun.input_ids, strict=True)
+                for logprob, token in zip(answer.prompt_logprobs, answer.request.input_ids, strict=True)
             ]
             meta["input_top_logprobs"] = self._shown_rows(answer.prompt_top_logprobs)
         content: Content = {"text": step.text, "output_ids": answer.tokens[new], "meta_info": meta}
         if form.prompt_ids:
-            content["prompt_token_ids"] = list(turn.begun.input_ids)
+            content["prompt_token_ids"] = list(answer.request.input_ids)
         return content
 
     def _shown_rows(self, rows: Sequence[Alternatives]) -> list[list[tuple[float, int, str]] | None]:

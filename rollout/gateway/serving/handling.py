@@ -18,10 +18,10 @@ from starlette.responses import Response
 
 from slipstream.configs.schema import LimitsConfig
 from slipstream.rollout.gateway import naming
-from slipstream.rollout.gateway.conversations import KeyRing, NamedAnswer, UnknownTurn, User
+from slipstream.rollout.gateway.conversations import Arrival, KeyRing, NamedAnswer, UnknownTurn, User
 from slipstream.rollout.gateway.naming import checked_name, key_of, request_of
 from slipstream.rollout.gateway.serving import replies
-from slipstream.rollout.gateway.serving.call import FULL_AGAIN_S, Envelope, LiveCall, SharedParts
+from slipstream.rollout.gateway.serving.call import FULL_AGAIN_S, LiveCall, SharedParts
 from slipstream.rollout.gateway.serving.limits import Rates, Refusal
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
 from slipstream.rollout.gateway.serving.replies import ClientGone, EventStream, Result, unless_disconnected
@@ -29,7 +29,7 @@ from slipstream.rollout.gateway.serving.schema import EndpointPort
 from slipstream.rollout.gateway.source import TokenSource
 
 
-def envelope_of(
+def arrival_of(
     user: User,
     *,
     endpoint: str,
@@ -39,8 +39,10 @@ def envelope_of(
     body: Mapping[str, object],
     raw: bytes,
     now_s: float,
-) -> Envelope:
-    """Return what a request says about itself. Raises Refusal with 400.
+    request: str = "",
+    previous: str = "",
+) -> Arrival:
+    """Return what a request says about itself, without a prompt. Raises Refusal with 400.
 
     ``path_session``: the session in the URL. ``response_session``: the session of the response that the
     request names as the previous one.
@@ -51,7 +53,7 @@ def envelope_of(
         ends_session = naming.session_done(headers, body)
     except ValueError as error:
         raise Refusal(400, str(error)) from error
-    return Envelope(
+    return Arrival(
         user=user,
         session=session,
         turn_type=turn_type,
@@ -59,6 +61,8 @@ def envelope_of(
         digest=hashlib.blake2b(f"{endpoint}\n{session}\n".encode() + raw, digest_size=16).digest(),
         retries=naming.retries(headers),
         arrived_s=now_s,
+        request=request,
+        previous=previous,
     )
 
 
@@ -129,7 +133,7 @@ class RequestHandler:
             log.info("%s %s: %s", user.name, endpoint.name, raw.decode(errors="replace"))
         parsed = endpoint.read(body, self._limits)
         previous, session = self._previous(user, body)
-        envelope = envelope_of(
+        arrival = arrival_of(
             user,
             endpoint=endpoint.name,
             path_session=_path_session(request),
@@ -138,10 +142,12 @@ class RequestHandler:
             body=body,
             raw=raw,
             now_s=now_s,
+            request=self._shared.mint(),
+            previous=previous,
         )
         if endpoint.generates:
             self._check_capacity()
-        call = LiveCall(self._shared, envelope, body, previous)
+        call = LiveCall(self._shared, arrival, body)
         self._calls[call] = user.name
         is_streamed = False
         try:
@@ -186,7 +192,7 @@ class RequestHandler:
         return replies.json_reply(result, headers=headers)
 
     async def _left(self, endpoint: EndpointPort, call: LiveCall) -> None:
-        if any(answer.recorded is None for _, _, answer in call.answers):
+        if any(answer.recorded is None for answer in call.answers):
             self._metrics.disconnects.labels(endpoint.name).inc()
         await self._end(call)
 

@@ -6,7 +6,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from slipstream.rollout.gateway.serving.answering import as_batch
-from slipstream.rollout.gateway.serving.call import LiveCall, PromptParts
+from slipstream.rollout.gateway.serving.call import LiveCall
 from slipstream.rollout.gateway.serving.contents import Content, Form
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.replies import Result
@@ -87,7 +87,7 @@ class Native:
         try:
             for text, ids in self._prompts(body):
                 call.begin(
-                    PromptParts(ids, text=text),
+                    call.prompt(ids, text=text),
                     sampling,
                     top_logprobs=top,
                     scores_prompt=body.scores_prompt,
@@ -135,4 +135,4 @@ class Native:
         yield "data: [DONE]\n\n"
 
     async def _record(self, call: LiveCall) -> None:
-        await call.record([{"role": "assistant", "content": answer.text} for _, _, answer in call.answers])
+        await call.record([{"role": "assistant", "content": answer.text} for answer in call.answers])

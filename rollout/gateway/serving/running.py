@@ -13,9 +13,18 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from typing import Protocol
 
-from slipstream.rollout.gateway.conversations import Answer, Begun, ChatMessage, Conversations, EntryLog
+from slipstream.rollout.gateway.conversations import (
+    Answer,
+    Arrival,
+    ChatMessage,
+    EntryLog,
+    NamedAnswer,
+    User,
+)
 from slipstream.rollout.gateway.serving.text import GrowingText
+from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.gateway.source import (
     Alternatives,
     Finished,
@@ -26,6 +35,7 @@ from slipstream.rollout.gateway.source import (
 )
 from slipstream.rollout.system.changes import Changes
 from slipstream.rollout.tokens.trajectory import Finish
+from slipstream.rollout.tokens.turn_entries import Entry
 
 log = logging.getLogger(__name__)
 
@@ -45,18 +55,23 @@ class RunningAnswer:
 
     def __init__(
         self,
+        request: RunningRequest,
+        choice: int,
         text: GrowingText,
         *,
         keeps_end_token: bool = False,
         end_tokens: Collection[int] = (),
         one_by_one: bool = False,
     ) -> None:
-        """``keeps_end_token``: the token that ends the answer is part of its text.
+        """``choice``: place of the answer among those to the same prompt. ``keeps_end_token``: the token that
+        ends the answer is part of its text.
 
         ``end_tokens``: ids that may turn out to be such a token, so that their text waits for what follows.
         ``one_by_one``: each token is a step, as SGLang's streaming parsers of tool calls need it: of several
         calls in one step they find the first.
         """
+        self.request = request
+        self.choice = choice
         self._text = text
         self._keeps_end_token = keeps_end_token
         self._end_tokens = end_tokens
@@ -75,6 +90,9 @@ class RunningAnswer:
         self.finish: Finished | None = None
         self.failure: Exception | None = None
         self.steps: list[AnswerPart] = []
+        self.readers = 1
+        """Number of requests that read it: the one that has begun it, and its retries."""
+        self.generating: asyncio.Task[None] | None = None
         self.recorded: asyncio.Task[None] | None = None
         """Ends when the answer is durable; None: nobody has recorded it yet."""
 
@@ -146,6 +164,11 @@ class RunningAnswer:
     def is_aborted(self) -> bool:
         return self.finish is not None and self.finish.finish is Finish.PARTIAL
 
+    def stop(self) -> None:
+        """End the generation, whatever becomes of the answer."""
+        if self.generating is not None:
+            self.generating.cancel()
+
     def fail(self, error: Exception) -> None:
         self.failure = error
         self._changes.notify()
@@ -191,14 +214,39 @@ def _first(spans: Sequence[tuple[int, int]], tokens: int) -> Sequence[tuple[int,
     return kept
 
 
-class RunningTurn:
-    """The answers to one prompt, and who reads them."""
+class Conversations(Protocol):
+    """All sessions of one gateway process. Plain calls on one event loop: none of them waits."""
 
-    def __init__(self, begun: Begun, answers: Sequence[RunningAnswer]) -> None:
-        self.begun = begun
-        self.answers = answers
-        self.readers = 0
-        self.tasks: list[asyncio.Task[None]] = []
+    def begin(self, arrival: Arrival) -> RunningRequest:
+        """Place a request, which then has room for an answer of a token at least; or return the one that
+        runs already and that it repeats.
+
+        Raises PromptTooLong and another ValueError for what the client did wrong, and TooManySessions:
+        nothing has changed then.
+        """
+        ...
+
+    def end(self, running: RunningRequest, answer: Answer) -> Sequence[Entry]:
+        """Store an answer and return what is to be recorded of it. Called once for each choice."""
+        ...
+
+    def recorded(self, running: RunningRequest, choice: int, numbers: Sequence[int]) -> Sequence[Entry]:
+        """Learn the numbers of the entries that ``end`` has returned. Return what is to be recorded next: it
+        names one of them.
+        """
+        ...
+
+    def reward(self, user: User, session: str, reward: float, turn: int | None) -> Sequence[Entry]:
+        """Record a client's reward of a turn; None: of the newest one. Raises UnknownTurn."""
+        ...
+
+    def end_session(self, user: User, session: str) -> Sequence[Entry]:
+        """End a session without a request. Raises UnknownTurn."""
+        ...
+
+    def answer_of(self, user: User, request: str) -> NamedAnswer | None:
+        """Return the answer to a request of this user; None: none that can be named, or not any more."""
+        ...
 
 
 class RunningTurns:
@@ -216,7 +264,7 @@ class RunningTurns:
         self._conversations = conversations
         self._entries = entries
         self._clock = clock
-        self._turns: dict[Begun, RunningTurn] = {}
+        self._turns: dict[RunningRequest, list[RunningAnswer]] = {}
         self._growing: set[RunningAnswer] = set()
         self._recording: set[asyncio.Task[None]] = set()
 
@@ -226,32 +274,34 @@ class RunningTurns:
         return len(self._growing)
 
     def start(
-        self, begun: Begun, requests: Sequence[TokenRequest], new_answer: Callable[[], RunningAnswer]
-    ) -> RunningTurn:
-        """Begin to generate one answer for each request. The caller reads it, and leaves it at the end."""
-        turn = self._add(begun, [new_answer() for _ in requests])
-        self._growing.update(turn.answers)
+        self,
+        running: RunningRequest,
+        requests: Sequence[TokenRequest],
+        new_answer: Callable[[int], RunningAnswer],
+    ) -> list[RunningAnswer]:
+        """Record what the arrival adds to the journal, and begin to generate one answer for each request.
+
+        The caller reads the answers, and leaves them at the end.
+        """
+        if running.entries:
+            self._entries.append(running.entries)
+        answers = self._turns[running] = [new_answer(choice) for choice in range(len(requests))]
+        self._growing.update(answers)
         loop = asyncio.get_running_loop()
-        turn.tasks = [
-            loop.create_task(self._generate(request, answer), name=f"answer in session {begun.session}")
-            for request, answer in zip(requests, turn.answers, strict=True)
-        ]
-        return turn
+        for request, answer in zip(requests, answers, strict=True):
+            answer.generating = loop.create_task(
+                self._generate(request, answer), name=f"answer in session {running.session}"
+            )
+        return answers
 
-    def join(self, begun: Begun) -> RunningTurn:
-        """Read a turn that runs already. The caller leaves it at the end."""
-        turn = self._turns[begun]
-        turn.readers += 1
-        return turn
-
-    def _add(self, begun: Begun, answers: Sequence[RunningAnswer]) -> RunningTurn:
-        """Record what the arrival adds to the journal, and return a turn with one reader."""
-        if begun.entries:
-            self._entries.append(begun.entries)
-        turn = RunningTurn(begun, answers)
-        turn.readers = 1
-        self._turns[begun] = turn
-        return turn
+    def join(self, running: RunningRequest) -> list[RunningAnswer]:
+        """Return the answers to a request that runs already, which the caller reads and leaves at the end;
+        none if it was not started yet.
+        """
+        answers = self._turns.get(running, [])
+        for answer in answers:
+            answer.readers += 1
+        return answers
 
     async def _generate(self, request: TokenRequest, answer: RunningAnswer) -> None:
         try:
@@ -267,53 +317,49 @@ class RunningTurns:
         finally:
             self._growing.discard(answer)
 
-    async def record(
-        self, turn: RunningTurn, choice: int, message: ChatMessage, exchange: bytes = b""
-    ) -> None:
+    async def record(self, answer: RunningAnswer, message: ChatMessage, exchange: bytes = b"") -> None:
         """Record an answer that has ended, and wait until it is durable. The first message counts."""
-        answer = turn.answers[choice]
         if answer.recorded is None:
-            self._record(turn, choice, message, exchange, cancelled=answer.is_aborted)
+            self._record(answer, message, exchange, cancelled=answer.is_aborted)
         assert answer.recorded is not None
         await asyncio.shield(answer.recorded)
 
-    def abort(self, turn: RunningTurn) -> int:
-        """End the answers of a turn where they are. Return the number of those that had not ended."""
-        running = [answer for answer in turn.answers if not answer.is_over]
-        for task in turn.tasks:
-            task.cancel()
-        for answer in running:
-            answer.abort()
-        self._growing.difference_update(running)
-        return len(running)
+    def abort(self, answer: RunningAnswer) -> bool:
+        """End an answer where it is. Return False if it had ended."""
+        if answer.is_over:
+            return False
+        answer.stop()
+        answer.abort()
+        self._growing.discard(answer)
+        return True
 
-    def leave(self, turn: RunningTurn) -> None:
-        """End to read a turn. What its last reader leaves unrecorded is cancelled."""
-        turn.readers -= 1
-        if turn.readers:
-            return
-        for task in turn.tasks:
-            task.cancel()
-        self._growing.difference_update(turn.answers)
-        for choice, answer in enumerate(turn.answers):
+    def leave(self, answers: Sequence[RunningAnswer]) -> None:
+        """End to read answers. What the last reader of one leaves unrecorded is cancelled."""
+        for answer in answers:
+            answer.readers -= 1
+            if answer.readers:
+                continue
+            answer.stop()
+            self._growing.discard(answer)
             if answer.recorded is None:
                 message = {"role": "assistant", "content": answer.text}
-                self._record(turn, choice, message, b"", cancelled=True)
-        del self._turns[turn.begun]
+                self._record(answer, message, b"", cancelled=True)
+            self._turns.pop(answer.request, None)
 
     async def close(self) -> None:
-        """Cancel all turns, and wait until they are recorded."""
-        for turn in list(self._turns.values()):
-            turn.readers = 1
-            self.leave(turn)
+        """Cancel all answers, and wait until they are recorded."""
+        for answers in list(self._turns.values()):
+            for answer in answers:
+                answer.readers = 1
+            self.leave(answers)
         await asyncio.gather(*self._recording, return_exceptions=True)
 
     def _record(
-        self, turn: RunningTurn, choice: int, message: ChatMessage, exchange: bytes, *, cancelled: bool
+        self, answer: RunningAnswer, message: ChatMessage, exchange: bytes, *, cancelled: bool
     ) -> None:
-        answer = turn.answers[choice]
-        records = self._conversations.end(
-            turn.begun,
+        running, choice = answer.request, answer.choice
+        entries = self._conversations.end(
+            running,
             Answer(
                 choice,
                 answer.tokens,
@@ -327,12 +373,12 @@ class RunningTurns:
                 exchange,
             ),
         )
-        numbers = self._entries.append(records)
-        more = self._conversations.recorded(turn.begun, choice, numbers)
+        numbers = self._entries.append(entries)
+        more = self._conversations.recorded(running, choice, numbers)
         if more:
             numbers = self._entries.append(more)
         answer.recorded = asyncio.get_running_loop().create_task(
-            self._durable(numbers), name=f"recording a turn of session {turn.begun.session}"
+            self._durable(numbers), name=f"recording a turn of session {running.session}"
         )
         self._recording.add(answer.recorded)
         answer.recorded.add_done_callback(self._recorded)

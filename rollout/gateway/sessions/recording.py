@@ -6,7 +6,7 @@ import msgspec
 
 from slipstream.rollout.gateway.conversations import Answer
 from slipstream.rollout.gateway.sessions.continuing import PromptPlan
-from slipstream.rollout.gateway.sessions.running import Running
+from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.tokens.conversation.chains import ids_of
 from slipstream.rollout.tokens.record import encode_chunk
 from slipstream.rollout.tokens.trajectory import Finish
@@ -16,7 +16,7 @@ _HIGHEST_LOGPROB = 1e-3
 """Log-probs may exceed 0 by rounding."""
 
 
-def entry_of(running: Running, prompt: PromptPlan, answer: Answer) -> Turn:
+def entry_of(running: RunningRequest, prompt: PromptPlan, answer: Answer) -> Turn:
     """Return the entry of an answer to a prompt, with the reason for which it is a side turn.
 
     A turn without tokens, without a finite log-prob of each, or without the versions of all is not trained.

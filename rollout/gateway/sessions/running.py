@@ -1,19 +1,35 @@
 """A request whose answers have not all ended."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.rollout.gateway.conversations import Begun, ChatMessage
+from slipstream.rollout.gateway.conversations import ChatMessage
 from slipstream.rollout.gateway.sessions.continuing import PromptPlan
 from slipstream.rollout.gateway.sessions.pairing import Expected
 from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState
 from slipstream.rollout.tokens.conversation.sameness import Mark
+from slipstream.rollout.tokens.turn_entries import Entry, TurnType
 
 
 @dataclass(eq=False, kw_only=True)
-class Running(Begun):
-    """A request whose answers have not all ended."""
+class RunningRequest:
+    """A request whose answers have not all ended: a turn, or several that answer the same prompt.
 
+    Identity counts: a retry gets the same object.
+    """
+
+    session: str
+    input_ids: Sequence[int]
+    """The ids that go to the engine in place of ``Arrival.prompt_ids``."""
+    sampling: Mapping[str, object]
+    """The sampling parameters that go to the engine in place of ``Arrival.sampling``."""
+    turn_type: TurnType
+    reason: str
+    """Why it is a side turn."""
+    entries: Sequence[Entry] = ()
+    """What the arrival itself adds to the journal: next states of earlier turns."""
+    request: str
+    """Id of the request that has begun it. A request that joins it gets the same answer."""
     key: str
     home: SessionState
     digest: bytes
@@ -33,10 +49,3 @@ class Running(Begun):
     """Answers without a number by their places, each with the position of its entry in those of ``end``."""
     reactions: dict[int, Sequence[ChatMessage]] = field(default_factory=dict[int, "Sequence[ChatMessage]"])
     """Next states of such answers by their places, where they have come already."""
-
-
-def running_of(begun: Begun) -> Running:
-    """Return a request as sessions know it. Raises TypeError if they have not begun it."""
-    if not isinstance(begun, Running):
-        raise TypeError(f"expected what begin() has returned, but this is a {type(begun).__name__}")
-    return begun

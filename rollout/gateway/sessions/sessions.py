@@ -18,8 +18,6 @@ import msgspec
 from slipstream.rollout.gateway.conversations import (
     Answer,
     Arrival,
-    Begun,
-    Joined,
     NamedAnswer,
     PromptTooLong,
     UnknownTurn,
@@ -38,7 +36,7 @@ from slipstream.rollout.gateway.sessions.pairing import expected_of, fulfilled, 
 from slipstream.rollout.gateway.sessions.placing import Id, SessionLimits, SessionTable
 from slipstream.rollout.gateway.sessions.recording import entry_of
 from slipstream.rollout.gateway.sessions.restoring import Restoring
-from slipstream.rollout.gateway.sessions.running import Running, running_of
+from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.gateway.sessions.sampling import SamplingVerdict, judge_sampling
 from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState, append_answer
 from slipstream.rollout.tokens.conversation.chains import Decode, ids_of, length_of
@@ -81,8 +79,8 @@ class Sessions:
         self._override = override
         self._decode = decode
         self._mint = mint
-        self._running: dict[Id, list[Running]] = {}
-        self._requests: dict[tuple[str, bytes], list[Running]] = {}
+        self._running: dict[Id, list[RunningRequest]] = {}
+        self._requests: dict[tuple[str, bytes], list[RunningRequest]] = {}
         """Requests that a retry may join, by key and digest."""
         self._due: list[Entry] = []
         """Entries that have not left yet."""
@@ -97,14 +95,14 @@ class Sessions:
         """About how much memory all turns and messages take."""
         return self._table.size
 
-    def begin(self, arrival: Arrival) -> Running | Joined:
-        """Place a request.
+    def begin(self, arrival: Arrival) -> RunningRequest:
+        """Place a request, or return the one that runs already and that it repeats.
 
         Raises PromptTooLong and another ValueError for what the client did wrong, and TooManySessions.
         """
         return self.join(arrival) or self.begin_another(arrival)
 
-    def join(self, arrival: Arrival) -> Joined | None:
+    def join(self, arrival: Arrival) -> RunningRequest | None:
         """Return the running request that a retry repeats; None: it is none, or could repeat several."""
         if not arrival.retries:
             return None
@@ -117,9 +115,9 @@ class Sessions:
             return None
         same[0].retries = arrival.retries
         self.counters.joined += 1
-        return Joined(same[0])
+        return same[0]
 
-    def begin_another(self, arrival: Arrival) -> Running:
+    def begin_another(self, arrival: Arrival) -> RunningRequest:
         """Place a request that joins none. Raises what ``begin`` raises."""
         marks = marks_of(arrival.messages)
         session = self._session(arrival, marks)
@@ -142,9 +140,8 @@ class Sessions:
         running.entries = self._leave()
         return running
 
-    def end(self, begun: Begun, answer: Answer) -> Sequence[Entry]:
+    def end(self, running: RunningRequest, answer: Answer) -> Sequence[Entry]:
         """Store an answer and return what is to be recorded of it. Called once for each choice."""
-        running = running_of(begun)
         if answer.choice not in running.open:
             raise ValueError(f"choice {answer.choice} has ended, or was not asked for")
         running.open.remove(answer.choice)
@@ -155,9 +152,8 @@ class Sessions:
         self._finish(running, answer.ended_s)
         return self._leave()
 
-    def recorded(self, begun: Begun, choice: int, numbers: Sequence[int]) -> Sequence[Entry]:
+    def recorded(self, running: RunningRequest, choice: int, numbers: Sequence[int]) -> Sequence[Entry]:
         """Learn the numbers of the entries that ``end`` has returned. Return what is to be recorded next."""
-        running = running_of(begun)
         if choice not in running.stored:
             return ()
         turn, position = running.stored.pop(choice)
@@ -281,10 +277,10 @@ class Sessions:
         prompt: PromptPlan,
         verdict: SamplingVerdict,
         declared: TurnType,
-    ) -> Running:
+    ) -> RunningRequest:
         """Note a request as running."""
         main = declared is TurnType.MAIN and not verdict.reasons
-        running = Running(
+        running = RunningRequest(
             session=session.name,
             input_ids=ids_of(prompt.tail).tolist(),
             sampling=verdict.sampling,
@@ -311,7 +307,7 @@ class Sessions:
         self._table.used(session, arrival.arrived_s)
         return running
 
-    def _store(self, running: Running, answer: Answer) -> Turn:
+    def _store(self, running: RunningRequest, answer: Answer) -> Turn:
         """Store an answer as a turn and return its entry."""
         session, prompt = running.home, running.prompt
         if prompt.parent is not None and prompt.parent.number is None:
@@ -351,7 +347,7 @@ class Sessions:
             self.counters.side[reason] += 1
         return entry.reason or (branch.value if branch is not None else "")
 
-    def _take_reaction(self, running: Running, turn: ChainTurn, choice: int) -> None:
+    def _take_reaction(self, running: RunningRequest, turn: ChainTurn, choice: int) -> None:
         """Take the next state of an answer that came before its end."""
         reaction = fulfilled(turn, running.expected) if turn.waits else ()
         if reaction:
@@ -361,7 +357,7 @@ class Sessions:
             self._table.settled(running.home, turn.node.mark.history)
         running.stored[choice] = (turn, -1)
 
-    def _finish(self, running: Running, now_s: float) -> None:
+    def _finish(self, running: RunningRequest, now_s: float) -> None:
         """Note that a request has ended, if no answer of it is left."""
         session = running.home
         session.ending = session.ending or running.ends_session
@@ -404,7 +400,7 @@ class Sessions:
         return due
 
 
-def _take_out(table: dict[_Key, list[Running]], key: _Key, running: Running) -> None:
+def _take_out(table: dict[_Key, list[RunningRequest]], key: _Key, running: RunningRequest) -> None:
     table[key].remove(running)
     if not table[key]:
         del table[key]
