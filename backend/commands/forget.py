@@ -43,7 +43,7 @@ def _forget(journal: Path, session: str | None, key: str | None) -> str:
         file = JournalFile.open(journal, journal.stem)
         try:
             stamp = file.stamp
-            file.append(stamp.last + 1, [(Forgotten(session, key), b"")], stamp.acknowledged)
+            file.append(stamp.last + 1, [Forgotten(session, key)], stamp.acknowledged)
         finally:
             file.close()
     except JournalBusy as error:

@@ -53,7 +53,6 @@ from slipstream.rollout.live.baseline import ScoreBaseline
 from slipstream.rollout.live.judging import LiveJudging
 from slipstream.rollout.live.live_turns import LiveTurns
 from slipstream.rollout.live.receiver import GatewayReceiver
-from slipstream.rollout.live.status import LiveListener
 from slipstream.rollout.prompts.sources.drawn_prompts import Drawing
 from slipstream.rollout.prompts.sources.source_process import own_drawing
 from slipstream.rollout.reward.judge.judge_pool import JudgePool
@@ -178,7 +177,7 @@ def assemble(
             trainer, weights, checkpoints, rewind, restarts=config.run.trainer_restarts, note=note
         ),
         turns=turns,
-        live=None if turns is None else live_users(config, limits, turns, key, roster, logs, listener),
+        live=None if turns is None else live_users(config, limits, turns, key, roster, logs, listener.note),
         judge=judge_supervisor(config, placement, logs, roster.judge_serves, note),
         hooks=hooks,
         lost=lost,
@@ -358,7 +357,7 @@ def live_users(
     key: Key,
     roster: EngineRoster,
     logs: Path,
-    listener: LiveListener,
+    note: Callable[[str], None],
 ) -> LiveUsers:
     """Make the live loop of a run with a gateway. ``key``: secret of the run."""
     assert config.gateway is not None
@@ -376,10 +375,10 @@ def live_users(
             model=named_model(config),
             engines=_askable(config, roster),
         )
-        judging = LiveJudging(config.judge, live.judging, turns.verdicts, judges, listener)
+        judging = LiveJudging(config.judge, live.judging, turns.verdicts, judges, note)
     return LiveUsers(
         GatewayReceiver(key, turns, roster, limit=gateway.limits.concurrent),
-        Gateways(commands, run, logs, listener.note),
+        Gateways(commands, run, logs, note),
         judging,
         run,
         key,

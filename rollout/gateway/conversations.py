@@ -1,9 +1,9 @@
-"""The port between endpoints and sessions: it places each request, and takes in what becomes of it.
+"""What endpoints and sessions tell each other: a request places itself, and its answer is taken in.
 
-    begun = conversations.begin(arrival)      # which ids go to the engine, in which session, as which turn
+    running = conversations.begin(arrival)      # which ids go to the engine, in which session, as which turn
     ... the engine generates; the answer is parsed for the client ...
-    entries = conversations.end(begun, answer)
-    numbers = log.append(entries);  log.append(conversations.recorded(begun, numbers))
+    entries = conversations.end(running, answer)
+    numbers = log.append(entries);  log.append(conversations.recorded(running, choice, numbers))
     await log.durable(numbers[-1])     # and only then does the last byte of the answer leave
 
 Plain data and protocols: nothing here knows HTTP, engines or disks. ``serving/`` calls, ``sessions/`` decides

@@ -16,7 +16,6 @@ from contextlib import AbstractAsyncContextManager
 from slipstream.configs.schema.judge import JudgeSection, ModelJudge
 from slipstream.configs.schema.live import LiveJudgingConfig
 from slipstream.rollout.ledger.storage.database import LedgerError
-from slipstream.rollout.live.status import LiveListener
 from slipstream.rollout.live.verdicts import Verdicts
 from slipstream.rollout.reward.judge.judge_errors import JudgesClosed, JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.judge.judge_pool import JudgePool
@@ -39,15 +38,17 @@ class LiveJudging:
         settings: LiveJudgingConfig,
         verdicts: Verdicts,
         judges: Callable[[], AbstractAsyncContextManager[JudgePool]],
-        listener: LiveListener,
+        note: Callable[[str], None],
     ) -> None:
-        """``judges``: starts new judge processes. Entering raises JudgeStartFailed."""
+        """``judges``: starts new judge processes. Entering raises JudgeStartFailed. ``note``: tells the user
+        something that does not end the run. It returns at once and never raises.
+        """
         self._judge = judge
         self._needs_ids = isinstance(judge, ModelJudge) and judge.scores_tokens
         self._settings = settings
         self._verdicts = verdicts
         self._judges = judges
-        self._listener = listener
+        self._note = note
         self._timers: set[asyncio.TimerHandle] = set()
         self._shown = 0
         self._has_told_of_no_score = False
@@ -145,7 +146,7 @@ class LiveJudging:
         """Tell the user, once, that the judge has no score although something has come after a turn."""
         if next_state and not self._has_told_of_no_score:
             self._has_told_of_no_score = True
-            self._listener.note(
+            self._note(
                 "the judge has no score for what came after a turn of a live user; it is asked about such "
                 f"turns again, first after {self._judge.ask_again_s:g} s (metric live/put_off)"
             )
@@ -167,4 +168,4 @@ class LiveJudging:
     def _say(self, text: str) -> None:
         self._shown += 1
         if self._shown <= SHOWN_FAILURES:
-            self._listener.note(text)
+            self._note(text)

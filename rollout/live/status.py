@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from slipstream.rollout.control.live_door import TurnEnd
 from slipstream.rollout.reward.live import VoteCounts
@@ -60,11 +59,3 @@ class SinceLastBatch:
     """Seconds from the end of each turn of the batch until the batch was taken."""
     scores: Sequence[float] = ()
     """Score of each turn of the batch."""
-
-
-class LiveListener(Protocol):
-    """Hears of live users. Its methods return at once and never raise."""
-
-    def note(self, text: str) -> None:
-        """Tell the user something that does not end the run."""
-        ...

@@ -108,7 +108,7 @@ class Driver:
         judge = CodeJudge(ask_again_s=0.05)
         settings = LiveJudgingConfig(concurrency=8)
         judges = ScriptedJudges().open
-        self.judging = LiveJudging(judge, settings, self.live.verdicts, judges, SilentListener())
+        self.judging = LiveJudging(judge, settings, self.live.verdicts, judges, SilentListener().note)
         self._run = run
         self._publish = publish
         self.steps = 0

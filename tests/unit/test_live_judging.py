@@ -64,7 +64,7 @@ def judged(folder: Path, judges: Judges, *said: str, until: int | None = None, *
     async def body():
         await run.hear(talk)
         judging = asyncio.create_task(
-            LiveJudging(judge, limits, run.live.verdicts, judges.open, listener).run()
+            LiveJudging(judge, limits, run.live.verdicts, judges.open, listener.note).run()
         )
         async with asyncio.timeout(10):
             while run.core.live.states[TurnState.READY] < (len(said) if until is None else until):
@@ -148,7 +148,7 @@ def test_a_turn_that_cannot_be_read_fails_and_no_other(tmp_path):
 
     async def body():
         await run.hear(talk)
-        judging = LiveJudging(CodeJudge(), LiveJudgingConfig(), run.live.verdicts, judges.open, Told())
+        judging = LiveJudging(CodeJudge(), LiveJudgingConfig(), run.live.verdicts, judges.open, Told().note)
         task = asyncio.create_task(judging.run())
         async with asyncio.timeout(10):
             while run.core.live.states[TurnState.READY] < 1 or run.core.live.states[TurnState.WAITING]:
@@ -182,7 +182,7 @@ def test_an_outage_of_real_judge_processes_is_no_score(tmp_path):
 
     async def body():
         await run.hear(talk)
-        judging = LiveJudging(CodeJudge(ask_again_s=0.05), settings, run.live.verdicts, pool, told)
+        judging = LiveJudging(CodeJudge(ask_again_s=0.05), settings, run.live.verdicts, pool, told.note)
         task = asyncio.create_task(judging.run())
         async with asyncio.timeout(60):
             while not told.notes:
@@ -218,7 +218,7 @@ def test_a_turn_that_waits_too_long_fails_also_while_the_judges_are_down(tmp_pat
         assert run.core.live.states[TurnState.WAITING] == 1
         now[0] += 1
         task = asyncio.create_task(
-            LiveJudging(judge, LiveJudgingConfig(), run.live.verdicts, judges.open, Told()).run()
+            LiveJudging(judge, LiveJudgingConfig(), run.live.verdicts, judges.open, Told().note).run()
         )
         async with asyncio.timeout(10):
             while run.core.live.states[TurnState.WAITING]:

@@ -107,7 +107,7 @@ async def _serve(
             lambda: gate.served, limit=config.rollout.max_concurrent, epoch=state.ledger.epoch
         )
         limits = EngineLimits.of(config, inputs.spec.geometry)
-        live = live_users(config, limits, turns, new_key(), roster, folder / LOGS, listener)
+        live = live_users(config, limits, turns, new_key(), roster, folder / LOGS, listener.note)
         await _course(config, limits, roster, live, actors, progress)
 
 

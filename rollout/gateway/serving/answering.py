@@ -12,7 +12,7 @@ from contextlib import aclosing, contextmanager
 from copy import copy
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 import orjson
 from fastapi.responses import ORJSONResponse
@@ -41,6 +41,7 @@ from slipstream.rollout.gateway.serving.call import LiveCall
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.messages import StreamedMessages, as_template_reads
 from slipstream.rollout.gateway.serving.stand_in import StandIn
+from slipstream.rollout.tokens.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -68,18 +69,11 @@ def _let_calls_be_repeated() -> None:
 _let_calls_be_repeated()
 
 
-class Application(Protocol):
-    """The part of a tokenizer that applies its chat template."""
-
-    def apply_chat_template(self, conversation: list[ChatMessage], /, **settings: object) -> Any: ...
-    def encode(self, text: str, **settings: object) -> list[int]: ...
-
-
 @dataclass(frozen=True)
 class AppliedTemplate:
     """A chat template with the tools and settings of one request, and the text that it has made."""
 
-    tokenizer: Application
+    tokenizer: Tokenizer
     messages: Sequence[ChatMessage]
     settings: Mapping[str, object]
     encoding: Mapping[str, object]

@@ -19,7 +19,7 @@ from slipstream.rollout.gateway.serving.handling import RequestHandler
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
 from slipstream.rollout.gateway.serving.replies import Protocols, protocol_of
-from slipstream.rollout.gateway.serving.schema import EndpointPort, describe
+from slipstream.rollout.gateway.serving.schema import Endpoint, describe
 from slipstream.rollout.gateway.source import TokenSource
 
 
@@ -35,7 +35,7 @@ class ModelCard:
 
 def create_app(
     handler: RequestHandler,
-    endpoints: Sequence[EndpointPort],
+    endpoints: Sequence[Endpoint],
     card: ModelCard,
     *,
     source: TokenSource,

@@ -30,7 +30,6 @@ from slipstream.rollout.gateway.serving.contents import (
     AnswerContents,
     Content,
     Form,
-    TextDecoder,
     merged,
     whole,
 )
@@ -39,6 +38,7 @@ from slipstream.rollout.gateway.serving.running import AnswerPart, Conversations
 from slipstream.rollout.gateway.serving.text import GrowingText
 from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.gateway.source import Exhausted, Rejected, TokenRequest
+from slipstream.rollout.tokens.tokenizer import Tokenizer
 
 TEXT_ONLY = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 """Sampling parameters that shape the text and never reach an engine."""
@@ -56,7 +56,7 @@ class SharedParts:
 
     turns: RunningTurns
     conversations: Conversations
-    tokenizer: TextDecoder
+    tokenizer: Tokenizer
     limits: LimitsConfig
     context: int
     defaults: Mapping[str, object]

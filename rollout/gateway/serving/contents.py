@@ -4,26 +4,15 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from slipstream.rollout.gateway.serving.running import AnswerPart, RunningAnswer
 from slipstream.rollout.gateway.source import Alternatives, Finished
+from slipstream.rollout.tokens.tokenizer import Tokenizer
 from slipstream.rollout.tokens.trajectory import Finish
 
 Content = dict[str, Any]
 """What SGLang's tokenizer manager yields: ``text``, ``output_ids`` and ``meta_info``."""
-
-
-class TextDecoder(Protocol):
-    """The part of a Hugging Face tokenizer that answers need."""
-
-    def decode(
-        self,
-        token_ids: Sequence[int],
-        *,
-        skip_special_tokens: bool = ...,
-        spaces_between_special_tokens: bool = ...,
-    ) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +39,7 @@ class Form:
 class AnswerContents:
     """Makes the contents of a process's answers."""
 
-    def __init__(self, tokenizer: TextDecoder, version: Callable[[], int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, version: Callable[[], int]) -> None:
         """``version``: returns the policy version that a new request gets."""
         self._tokenizer = tokenizer
         self._version = version

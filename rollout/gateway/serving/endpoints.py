@@ -1,69 +1,25 @@
 """The endpoints that answer: what each reads of a body, whom it asks, and in whose words. Imports SGLang."""
 
 import dataclasses
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 from starlette.responses import Response, StreamingResponse
 
-from slipstream.configs.schema import LimitsConfig
 from slipstream.rollout.gateway.serving import fields
 from slipstream.rollout.gateway.serving.answering import Chat, Messages, Responses, TextCompletion
 from slipstream.rollout.gateway.serving.call import LiveCall
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.native import GenerateBody, Native
-from slipstream.rollout.gateway.serving.replies import Protocols, Result
+from slipstream.rollout.gateway.serving.replies import Protocols
+from slipstream.rollout.gateway.serving.schema import Endpoint, Result
 from slipstream.rollout.gateway.serving.stand_in import StandIn
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """One way of asking for answers."""
-
-    path: str
-    body: type[BaseModel]
-    allowed: Collection[str]
-    known: Mapping[str, object]
-    """The default of every field that SGLang's endpoint reads."""
-    protocol: Protocols
-    answer: Callable[[LiveCall, Any], Awaitable[Result]]
-    generates: bool = True
-
-    @property
-    def name(self) -> str:
-        return self.path.removeprefix("/")
-
-    def read(self, body: object, limits: LimitsConfig) -> BaseModel:
-        """Return a checked body. Raises Refusal with 400."""
-        if not isinstance(body, dict):
-            raise Refusal(400, "expected a JSON object as the body")
-        given = fields.check_fields(body, self.allowed, self.known)  # pyright: ignore[reportUnknownArgumentType]
-        _check_messages(given, limits)
-        try:
-            return self.body.model_validate(given)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise Refusal(400, f"{where}: {first['msg']}" if where else first["msg"], param=where) from error
-        except Exception as error:
-            # SGLang's own validators meet what they do not expect before the types are checked.
-            raise Refusal(400, f"the body cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _check_messages(given: dict[str, object], limits: LimitsConfig) -> None:
-    for name in ("messages", "input"):
-        messages = given.get(name)
-        if isinstance(messages, list) and len(messages) > limits.messages:
-            raise Refusal(
-                400, f"{name}: expected at most {limits.messages}, found {len(messages)}", param=name
-            )
 
 
 class Endpoints:

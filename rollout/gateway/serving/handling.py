@@ -24,8 +24,8 @@ from slipstream.rollout.gateway.serving import replies
 from slipstream.rollout.gateway.serving.call import FULL_AGAIN_S, LiveCall, SharedParts
 from slipstream.rollout.gateway.serving.limits import Rates, Refusal
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
-from slipstream.rollout.gateway.serving.replies import ClientGone, EventStream, Result, unless_disconnected
-from slipstream.rollout.gateway.serving.schema import EndpointPort
+from slipstream.rollout.gateway.serving.replies import ClientGone, EventStream, unless_disconnected
+from slipstream.rollout.gateway.serving.schema import Endpoint
 from slipstream.rollout.gateway.source import TokenSource
 
 
@@ -106,7 +106,7 @@ class RequestHandler:
             raise Refusal(401, "this request has no valid key (Authorization: Bearer KEY)")
         return user
 
-    async def take(self, endpoint: EndpointPort, request: Request) -> Response:
+    async def take(self, endpoint: Endpoint, request: Request) -> Response:
         """Answer a request."""
         status = 500
         try:
@@ -123,7 +123,7 @@ class RequestHandler:
         finally:
             self._metrics.requests.labels(endpoint.name, str(status)).inc()
 
-    async def _answer(self, endpoint: EndpointPort, request: Request) -> Response:
+    async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
         now_s = self._clock()
         user = self.user(request)
         self._rates.take(user.name)
@@ -161,7 +161,7 @@ class RequestHandler:
             if not is_streamed:
                 await self._end(call)
 
-    async def _ask(self, endpoint: EndpointPort, call: LiveCall, parsed: object) -> Result:
+    async def _ask(self, endpoint: Endpoint, call: LiveCall, parsed: Any) -> Any:
         """Return the reply, or the events of one whose first tokens have come. Raises Refusal."""
         try:
             result = await endpoint.answer(call, parsed)
@@ -175,7 +175,7 @@ class RequestHandler:
             await call.started()
         return result
 
-    def _reply(self, endpoint: EndpointPort, call: LiveCall, result: Result) -> Response:
+    def _reply(self, endpoint: Endpoint, call: LiveCall, result: Any) -> Response:
         headers = {"x-request-id": call.id, **replies.session_headers(call.session)}
         if isinstance(result, AsyncIterator):
             return EventStream(
@@ -191,7 +191,7 @@ class RequestHandler:
                 part["session_id"] = call.session
         return replies.json_reply(result, headers=headers)
 
-    async def _left(self, endpoint: EndpointPort, call: LiveCall) -> None:
+    async def _left(self, endpoint: Endpoint, call: LiveCall) -> None:
         if any(answer.recorded is None for answer in call.answers):
             self._metrics.disconnects.labels(endpoint.name).inc()
         await self._end(call)

@@ -1,13 +1,16 @@
-"""The OpenAPI description of the endpoints: exactly what a client may set."""
+"""What an endpoint is, and the OpenAPI description of all: what a client may set. No SGLang in here."""
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from slipstream.configs.schema import LimitsConfig
+from slipstream.rollout.gateway.serving import fields
 from slipstream.rollout.gateway.serving.call import LiveCall
-from slipstream.rollout.gateway.serving.replies import Protocols, Result
+from slipstream.rollout.gateway.serving.limits import Refusal
+from slipstream.rollout.gateway.serving.replies import Protocols
 
 _REFERENCE = "#/components/schemas/{model}"
 _OWN: dict[str, object] = {
@@ -27,28 +30,54 @@ _REWARD: dict[str, object] = {
 }
 
 
-class EndpointPort(Protocol):
-    """An endpoint as the application uses it."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def body(self) -> type[BaseModel]: ...
-    @property
-    def allowed(self) -> Collection[str]: ...
-    @property
-    def protocol(self) -> Protocols: ...
-    @property
-    def generates(self) -> bool: ...
-    @property
-    def answer(self) -> Callable[[LiveCall, Any], Awaitable[Result]]: ...
-
-    def read(self, body: object, limits: LimitsConfig) -> BaseModel: ...
+Result = dict[str, Any] | AsyncIterator[str | bytes]
+"""A reply as JSON, or the events of a stream."""
 
 
-def describe(document: dict[str, Any], endpoints: Sequence[EndpointPort]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Endpoint:
+    """One way of asking for answers."""
+
+    path: str
+    body: type[BaseModel]
+    allowed: Collection[str]
+    known: Mapping[str, object]
+    """The default of every field that SGLang's endpoint reads."""
+    protocol: Protocols
+    answer: Callable[[LiveCall, Any], Awaitable[Result]]
+    generates: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.path.removeprefix("/")
+
+    def read(self, body: object, limits: LimitsConfig) -> BaseModel:
+        """Return a checked body. Raises Refusal with 400."""
+        if not isinstance(body, dict):
+            raise Refusal(400, "expected a JSON object as the body")
+        given = fields.check_fields(body, self.allowed, self.known)  # pyright: ignore[reportUnknownArgumentType]
+        _check_messages(given, limits)
+        try:
+            return self.body.model_validate(given)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise Refusal(400, f"{where}: {first['msg']}" if where else first["msg"], param=where) from error
+        except Exception as error:
+            # SGLang's own validators meet what they do not expect before the types are checked.
+            raise Refusal(400, f"the body cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _check_messages(given: dict[str, Any], limits: LimitsConfig) -> None:
+    for name in ("messages", "input"):
+        messages = given.get(name)
+        if isinstance(messages, list) and len(messages) > limits.messages:
+            raise Refusal(
+                400, f"{name}: expected at most {limits.messages}, found {len(messages)}", param=name
+            )
+
+
+def describe(document: dict[str, Any], endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     """Add the bodies of all endpoints to an OpenAPI document, and return it."""
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for endpoint in endpoints:
