@@ -9,8 +9,7 @@ live_turns   all turns of open sessions: entries in, trajectories out, and resta
 verdicts     the turns that wait for verdicts, and what becomes of them
 table        what both share: turns, sessions, the control core
 checks       what is wrong with a turn or a verdict
-conversation the messages that a judge is shown
-known        one turn in memory, and the branch that it ends
+conversation the messages that a judge is shown, and how they are stored
 batches      trajectories of the turns that train together
 judging      asks judge processes about turns, again and again until there is a verdict
 baseline     what a score is compared with

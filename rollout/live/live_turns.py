@@ -58,7 +58,7 @@ class JournalGap(RuntimeError):
 
 
 class LiveTurns:
-    """The live users of a run. Implements ``LiveIntake`` of the hand-over."""
+    """The live users of a run."""
 
     def __init__(
         self,
