@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 import numpy.typing as npt
 
 from slipstream.rollout.ledger.rows.stored_turns import KnownTurn, branch_of

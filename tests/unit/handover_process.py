@@ -22,7 +22,6 @@ from slipstream.rollout.live.driver_address import DriverAddress
 from slipstream.rollout.live.receiver import GatewayReceiver
 from slipstream.rollout.system.key import new_key
 from slipstream.rollout.tokens.turn_entries import Entry, chunk_of, encode_entry
-from tests.unit.doubles import Policy
 from tests.unit.gateway_entries import end, next_state, turn
 
 FLUSH_S = 0.01

@@ -76,7 +76,7 @@ class AppliedTemplate:
     tokenizer: Tokenizer
     messages: Sequence[ChatMessage]
     settings: Mapping[str, object]
-    encoding: Mapping[str, object]
+    encoding: Mapping[str, Any]
     text: str
 
     def render(self, messages: Sequence[ChatMessage], *, answer: bool) -> str:

@@ -74,7 +74,7 @@ class SharedParts:
 class LiveCall:
     """One HTTP request."""
 
-    def __init__(self, shared: SharedParts, arrival: Arrival, body: Mapping[str, Any]) -> None:
+    def __init__(self, shared: SharedParts, arrival: Arrival, body: Mapping[str, object]) -> None:
         """``arrival``: without a prompt. ``body``: as the client has sent it."""
         self._shared = shared
         self._arrival = arrival

@@ -17,8 +17,8 @@ from slipstream.rollout.gateway.serving.answering import Chat, Messages, Respons
 from slipstream.rollout.gateway.serving.call import LiveCall
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.native import GenerateBody, Native
-from slipstream.rollout.gateway.serving.replies import Protocols
-from slipstream.rollout.gateway.serving.schema import Endpoint, Result
+from slipstream.rollout.gateway.serving.replies import Protocols, Result
+from slipstream.rollout.gateway.serving.schema import Endpoint
 from slipstream.rollout.gateway.serving.stand_in import StandIn
 
 

@@ -24,7 +24,7 @@ from slipstream.rollout.gateway.serving import replies
 from slipstream.rollout.gateway.serving.call import FULL_AGAIN_S, LiveCall, SharedParts
 from slipstream.rollout.gateway.serving.limits import Rates, Refusal
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
-from slipstream.rollout.gateway.serving.replies import ClientGone, EventStream, unless_disconnected
+from slipstream.rollout.gateway.serving.replies import ClientGone, EventStream, Result, unless_disconnected
 from slipstream.rollout.gateway.serving.schema import Endpoint
 from slipstream.rollout.gateway.source import TokenSource
 
@@ -161,7 +161,7 @@ class RequestHandler:
             if not is_streamed:
                 await self._end(call)
 
-    async def _ask(self, endpoint: Endpoint, call: LiveCall, parsed: Any) -> Any:
+    async def _ask(self, endpoint: Endpoint, call: LiveCall, parsed: object) -> Result:
         """Return the reply, or the events of one whose first tokens have come. Raises Refusal."""
         try:
             result = await endpoint.answer(call, parsed)
@@ -175,7 +175,7 @@ class RequestHandler:
             await call.started()
         return result
 
-    def _reply(self, endpoint: Endpoint, call: LiveCall, result: Any) -> Response:
+    def _reply(self, endpoint: Endpoint, call: LiveCall, result: Result) -> Response:
         headers = {"x-request-id": call.id, **replies.session_headers(call.session)}
         if isinstance(result, AsyncIterator):
             return EventStream(

@@ -1,6 +1,6 @@
 """What an endpoint is, and the OpenAPI description of all: what a client may set. No SGLang in here."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from slipstream.configs.schema import LimitsConfig
 from slipstream.rollout.gateway.serving import fields
 from slipstream.rollout.gateway.serving.call import LiveCall
 from slipstream.rollout.gateway.serving.limits import Refusal
-from slipstream.rollout.gateway.serving.replies import Protocols
+from slipstream.rollout.gateway.serving.replies import Protocols, Result
 
 _REFERENCE = "#/components/schemas/{model}"
 _OWN: dict[str, object] = {
@@ -28,10 +28,6 @@ _REWARD: dict[str, object] = {
     "required": ["reward"],
     "properties": {"reward": {"type": "number"}, "turn": {"type": "integer", "minimum": 0}},
 }
-
-
-Result = dict[str, Any] | AsyncIterator[str | bytes]
-"""A reply as JSON, or the events of a stream."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ class Endpoint:
             raise Refusal(400, f"the body cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _check_messages(given: dict[str, Any], limits: LimitsConfig) -> None:
+def _check_messages(given: dict[str, object], limits: LimitsConfig) -> None:
     for name in ("messages", "input"):
         messages = given.get(name)
         if isinstance(messages, list) and len(messages) > limits.messages:
