@@ -141,10 +141,14 @@ class Users:
     async def step(self, run: Run) -> None:
         if not run.core.live.available:
             return
-        try:
-            batch = await asyncio.wait_for(run.batch(), 0.5)
-        except TimeoutError:
+        waiting = asyncio.ensure_future(run.batch())
+        await asyncio.wait([waiting], timeout=0.5)
+        # A batch must not be cancelled while it is written.
+        await run.ledger.flushed()
+        await asyncio.wait([waiting], timeout=0.01)
+        if waiting.cancel():
             return  # suspects of a failed step are withheld
+        batch = await waiting
         turns: list[int] = []
         for trajectory in batch.trajectories:
             turns += self.check(trajectory)
