@@ -18,6 +18,7 @@ from benchmarks.sleeping_engine import LONGEST, VOCABULARY, CollectorTask, Engin
 from slipstream.backend.driver.loops.collection import collection_loop
 from slipstream.backend.driver.loops.training import encoded
 from slipstream.rollout.collection.driver.assignments import Assignments
+from slipstream.rollout.collection.driver.batches import Batches
 from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.collection.driver.intake import Intake
 from slipstream.rollout.collection.driver.questions import EvaluationTasks
@@ -194,10 +195,12 @@ class Run:
         text = "What is the sum of the first hundred odd numbers? " * 5
         prompts = [Prompt(number, text, "10000", {"level": 1}) for number in range(1000)]
         intake = Intake(PromptStream(PromptSet.of(prompts), shuffle=True, seed=0))
-        self.gate = AdmissionGate(control, intake, ledger, Silent())
+        listener = Silent()
+        self.gate = AdmissionGate(control, intake, ledger, listener)
+        self.batches = Batches(self.gate, ledger, listener.note)
         self.roster = EngineRoster(lambda: control.version, limit=load.concurrent)
         self.assignments = Assignments(
-            self.gate, ledger, Silent(), share_of=self.roster.share_of, samples=load.samples
+            self.gate, ledger, listener, share_of=self.roster.share_of, samples=load.samples
         )
         self.key = new_key()
         self.server = CollectorServer(self.key, self.assignments, EvaluationTasks(), self.roster, ledger)
@@ -228,15 +231,15 @@ class Run:
 
     async def step(self) -> None:
         """Take a batch as far as the trainer gets it, and publish a version."""
-        gate = self.gate
-        groups = await gate.batch(TIMEOUT_S)
-        await gate.step_begins()
-        await encoded(groups, gate, self._read)
-        gate.published(gate.next_version)
+        batches = self.batches
+        groups = await batches.next(TIMEOUT_S)
+        await batches.step_begins()
+        await encoded(groups, batches, self._read)
+        batches.published(batches.next_version)
         self.roster.announce()
         self.freed += [time.monotonic()] * len(groups)
-        if gate.version > STEPS_KEPT:
-            self.ledger.release(gate.version - STEPS_KEPT)
+        if batches.core.version > STEPS_KEPT:
+            self.ledger.release(batches.core.version - STEPS_KEPT)
 
     async def _read(self, refs: list[bytes]) -> list[bytes]:
         return await asyncio.to_thread(lambda: [self.ledger.read(each) for each in refs])

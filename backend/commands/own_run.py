@@ -25,7 +25,7 @@ from slipstream.configs.schema import RunConfig
 if TYPE_CHECKING:
     from slipstream.backend.driver.loops.own_loop import Answer, OwnEvaluation, TrainBatch, Verb
     from slipstream.backend.driver.loops.training import StepEvent
-    from slipstream.rollout.collection.driver.gate import AdmissionGate
+    from slipstream.rollout.collection.driver.batches import Batches
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class OwnRun:
         start = partial(run, self._recipe, own=self._loop, **self._options)
         self._run: Future[RunSummary] = self._thread.submit(attended, self._recipe, start)
         try:
-            self._gate: AdmissionGate = self._first(self._loop.started)
+            self._batches: Batches = self._first(self._loop.started)
         except BaseException:
             self._abandon()
             raise
@@ -121,12 +121,12 @@ class OwnRun:
     @property
     def version(self) -> int:
         """Policy version that the trainer holds: 0 is the initial policy."""
-        return self._gate.version
+        return self._batches.core.version
 
     @property
     def steps_done(self) -> int:
         """Number of training steps behind it, those of earlier starts of the run included."""
-        return self._gate.step
+        return self._batches.core.step
 
     @property
     def total_steps(self) -> int:

@@ -1,8 +1,8 @@
 """From a recipe, its inputs and its state to the parts of a run. Each is made of finished parts.
 
-listener ──► gate ──► roster ──► trainer, devices ──► weights ──► supervisor, checkpoints ──► revival
-               └────────┴──────► assignments, questions ──► server, collectors                      ▲
-                                   └───────────────────────────────────────────────────────────┘
+listener ──► gate, batches ──► roster ──► trainer, devices ──► weights ──► supervisor, checkpoints ──► revival
+              └─────────────────┴───► assignments, questions ──► server, collectors                      ▲
+                                        └────────────────────────────────────────────────────────────────┘
 """
 
 from collections.abc import Callable
@@ -38,6 +38,7 @@ from slipstream.bridge.shards.adapter import adapter_spec
 from slipstream.configs.schema import LiveConfig, RunConfig
 from slipstream.configs.schema.judge import asks_policy, own_engines
 from slipstream.rollout.collection.driver.assignments import Assignments
+from slipstream.rollout.collection.driver.batches import Batches
 from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.collection.driver.lost_groups import LostGroups
 from slipstream.rollout.collection.driver.questions import EvaluationTasks
@@ -71,6 +72,7 @@ class Parts:
     """The parts that the course of a run drives."""
 
     gate: AdmissionGate
+    batches: Batches
     roster: EngineRoster
     trainer: RunTrainer
     weights: ServedWeights[EngineClient]
@@ -97,12 +99,13 @@ class Parts:
 
     def status(self) -> RunStatus:
         """Return where the run stands now."""
+        core = self.gate.core
         return RunStatus(
-            version=self.gate.version,
-            step=self.gate.step,
-            counts=self.gate.counts,
-            losses=self.gate.core.losses,
-            states=dict(self.gate.core.states),
+            version=core.version,
+            step=core.step,
+            counts=core.counts,
+            losses=core.losses,
+            states=dict(core.states),
             tokens_generated=self.roster.tokens_generated,
             requests_running=self.roster.in_use,
             requests_limit=self.roster.limit,
@@ -132,7 +135,8 @@ def assemble(
     """
     key, ledger, note = new_key(), state.ledger, listener.note
     turns = live_turns(config, inputs, state) if config.gateway is not None else None
-    gate = _gate(config, state, listener, turns)
+    gate = AdmissionGate(state.control, state.intake, ledger, listener, state.groups.ready, turns)
+    batches = _batches(config, gate, state, note, turns)
     roster = _roster(config, gate, ledger.epoch)
     trainer = _trainer(config, placement, logs) if trains else _batch_saver(config)
     devices = _devices(config, trainer, roster)
@@ -140,7 +144,7 @@ def assemble(
     limits = EngineLimits.of(config, inputs.spec.geometry, adapter=None if adapters is None else POLICY)
     verifier = _verifier(config, inputs, limits)
     starts_served = not trains or not _begins_with_adapter(config)
-    weights = _weights(config, trainer, roster, devices, gate, verifier, note, starts_served=starts_served)
+    weights = _weights(config, trainer, roster, devices, batches, verifier, note, starts_served=starts_served)
     actors = EngineActors(config, placement, logs, inputs.engine_model.path, adapters=adapters)
     handles = policy_engines(config, actors, limits, trainer, devices)
     restarts = config.rollout.engine.restarts
@@ -157,12 +161,13 @@ def assemble(
     hooks = hooked_batches(config, logs, note)
     feedback = state.feedback
     rewind = Rewind(
-        config, inputs, ledger, gate, assignments, feedback, note, turns, state.drawn, still_to_come
+        config, inputs, ledger, gate, batches, assignments, feedback, note, turns, state.drawn, still_to_come
     )
     silence_s = max(SILENCE_S, _patience_s(config))
     vocab = inputs.spec.geometry.vocab
     return Parts(
         gate=gate,
+        batches=batches,
         roster=roster,
         trainer=trainer,
         weights=weights,
@@ -185,19 +190,15 @@ def assemble(
     )
 
 
-def _gate(
-    config: RunConfig, state: RunState, listener: RunListener, turns: LiveTurns | None
-) -> AdmissionGate:
-    return AdmissionGate(
-        state.control,
-        state.intake,
-        state.ledger,
-        listener,
-        ready=state.groups.ready,
-        failures=state.failures,
-        live=turns,
-        live_wait_s=config.live.max_wait_s if config.live is not None else 0.0,
-    )
+def _batches(
+    config: RunConfig,
+    gate: AdmissionGate,
+    state: RunState,
+    note: Callable[[str], None],
+    turns: LiveTurns | None,
+) -> Batches:
+    live_wait_s = config.live.max_wait_s if config.live is not None else 0.0
+    return Batches(gate, state.ledger, note, state.failures, turns, live_wait_s)
 
 
 def _patience_s(config: RunConfig) -> float:
@@ -208,7 +209,9 @@ def _patience_s(config: RunConfig) -> float:
 def _roster(config: RunConfig, gate: AdmissionGate, epoch: int) -> EngineRoster:
     follow_timeout_s = max(FOLLOW_TIMEOUT_S, _patience_s(config))
     limit = config.rollout.max_concurrent
-    return EngineRoster(lambda: gate.served, limit=limit, epoch=epoch, follow_timeout_s=follow_timeout_s)
+    return EngineRoster(
+        lambda: gate.core.sampled_version, limit=limit, epoch=epoch, follow_timeout_s=follow_timeout_s
+    )
 
 
 def _controller(config: RunConfig) -> ConcurrencyController | None:
@@ -223,7 +226,7 @@ def _weights(
     trainer: RunTrainer,
     roster: EngineRoster,
     devices: Devices,
-    gate: AdmissionGate,
+    batches: Batches,
     verifier: Verifier | None,
     note: Callable[[str], None],
     *,
@@ -234,7 +237,7 @@ def _weights(
         trainer,
         roster,
         devices,
-        gate,
+        batches,
         verifier=verifier,
         interrupted=InterruptedUpdates(resumes=resumes, timeout_s=config.weights.timeout_s),
         starts_served=starts_served,
@@ -286,14 +289,15 @@ def _evaluation(
         step_of=lambda version: gate.core.versions.updates(version),
         by_function=named is not None and named.evaluating is not None,
     )
-    if evaluation.is_due_first(gate.step, config.run.folder):
+    if evaluation.is_due_first(gate.core.step, config.run.folder):
         questions.evaluates_from(0)
     return evaluation
 
 
 def _evaluates_from(config: RunConfig, gate: AdmissionGate, questions: EvaluationTasks) -> None:
     """Say which evaluations are still to come: those of later steps, and that of the last one."""
-    questions.evaluates_from(gate.step if gate.step >= config.run.total_steps else gate.step + 1)
+    step = gate.core.step
+    questions.evaluates_from(step if step >= config.run.total_steps else step + 1)
 
 
 def _trainer(config: RunConfig, placement: Placement, logs: Path) -> RunTrainer:
@@ -328,7 +332,7 @@ def _drawing(
 ) -> Drawing | None:
     if state.drawn is None:
         return None
-    state.drawn.when_ready(gate.prompts_came)
+    state.drawn.when_ready(gate.notify)
     if config.rollout.data_source is not None:
         return own_drawing(config, state.drawn, logs, ahead=state.control.capacity)
     drawing = hook_drawing(config, state.drawn, logs, ahead=state.control.capacity, note=note)

@@ -6,6 +6,7 @@ servers behind them, a simulated run has models.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -156,41 +157,16 @@ class ServingEngines(Protocol[ClientT]):
         ...
 
 
-class VersionOwner(Protocol):
-    """The one owner of the policy version: the control core, behind the admission gate."""
-
-    @property
-    def version(self) -> int:
-        """Version that the trainer holds."""
-        ...
-
-    @property
-    def served(self) -> int:
-        """Version that every engine that serves holds. It differs after the trainer was restored."""
-        ...
-
-    def published(self, version: int) -> None:
-        """Move to ``version``: every engine that serves holds it."""
-        ...
-
-
-class RunPosition(Protocol):
+@dataclass
+class RunPosition:
     """Position of a run, as its checkpoints record it."""
 
-    @property
-    def version(self) -> int: ...
-    @property
-    def step(self) -> int:
-        """Number of training steps done."""
-        ...
-
-    @property
-    def position(self) -> int:
-        """Number of prompts, or examples, drawn so far."""
-        ...
-
-    @property
-    def counts(self) -> GroupCounts: ...
+    version: int
+    step: int
+    """Number of training steps done."""
+    position: int
+    """Number of prompts, or examples, drawn so far."""
+    counts: GroupCounts
 
 
 class Checkpoints(Protocol):

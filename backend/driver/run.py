@@ -22,7 +22,7 @@ from slipstream.backend.driver.loops.job_end import stop_after_s
 from slipstream.backend.driver.loops.own_loop import OwnLoop
 from slipstream.backend.driver.loops.serving import serving_loop
 from slipstream.backend.driver.loops.stop import Stop, Stopped
-from slipstream.backend.driver.loops.training import training_loop, training_steps
+from slipstream.backend.driver.loops.training import position_of, training_loop, training_steps
 from slipstream.backend.driver.processes.gateways import announcement
 from slipstream.backend.driver.start.engine_model import write_engine_model
 from slipstream.backend.driver.start.inputs import read_inputs
@@ -215,7 +215,8 @@ async def _course(
             progress.note(announcement(config, os.environ))
         if parts.collectors.count:
             await parts.server.first_collector(config.rollout.engine.start_timeout_s)
-        due_first = evaluation is not None and evaluation.is_due_first(parts.gate.step, config.run.folder)
+        step = parts.gate.core.step
+        due_first = evaluation is not None and evaluation.is_due_first(step, config.run.folder)
         if evaluation is not None and due_first and own is None:
             progress.phase("evaluating the initial policy")
             await evaluation.run(0)
@@ -234,8 +235,8 @@ async def _course(
         if parts.turns is not None and not config.has_prompts and not stop.asked:
             parts.turns.training_ends()
             progress.phase("trained to the last step; serving until Ctrl-C or SIGTERM")
-            with stop.by("stopping", parts.gate.end):
-                await parts.gate.ended()
+            with stop.by("stopping", parts.batches.end):
+                await parts.batches.ended()
         if parts.lost is not None:
             await parts.lost.flush()
         revival_task.cancel()
@@ -262,10 +263,10 @@ async def _train(
 ) -> None:
     """Train while collecting, until every step is done or the run is asked to end."""
     collecting = tasks.create_task(collection_loop(parts.gate, parts.assignments), name="collection")
-    with stop.by("stopping behind this step; again to stop at once", parts.gate.end):
+    with stop.by("stopping behind this step; again to stop at once", parts.batches.end):
         steps = training_steps(
             config.run,
-            parts.gate,
+            parts.batches,
             parts.weights,
             parts.checkpoints,
             recorder,
@@ -276,9 +277,9 @@ async def _train(
         )
         async with aclosing(steps):
             if own is None:
-                await training_loop(steps, config.run, parts.gate, parts.evaluation)
+                await training_loop(steps, config.run, parts.batches, parts.evaluation)
             else:
-                await own.run(steps, parts.gate, parts.evaluation)
+                await own.run(steps, parts.batches, parts.evaluation)
     collecting.cancel()
     await asyncio.wait({collecting})
     await parts.assignments.close()
@@ -291,23 +292,23 @@ async def _finished(
 
     Return False if the trainer has died meanwhile and was restored, so that steps may have to be done again.
     """
-    gate, weights, life = parts.gate, parts.weights, parts.weights.life
+    batches, weights, life = parts.batches, parts.weights, parts.weights.life
     if stop.asked and not life.is_alive:
         return True  # the newest checkpoint is all that there is of its state
     try:
         await life.alive()
-        if gate.step < config.run.total_steps and not gate.is_ended:
+        if batches.core.step < config.run.total_steps and not batches.is_ended:
             return False
         await weights.settled()
-        await parts.checkpoints.last(gate)
+        await parts.checkpoints.last(position_of(batches))
         if stop.asked:
             await parts.trainer.flush()
             return True
         if parts.evaluation is not None and evaluates:
             progress.phase("evaluating the trained policy")
-            await parts.evaluation.run(gate.version)
+            await parts.evaluation.run(batches.core.version)
         await life.alive()
-        if gate.step < config.run.total_steps and not gate.is_ended:
+        if batches.core.step < config.run.total_steps and not batches.is_ended:
             return False
         progress.phase("writing the trained policy")
         async with weights.trainers_turn():

@@ -35,6 +35,7 @@ from slipstream.rollout.collection.collector.evaluation import Evaluations
 from slipstream.rollout.collection.collector.groups import GroupCollector, NamedFilter, WholeGroups
 from slipstream.rollout.collection.collector.outbox import Outbox
 from slipstream.rollout.collection.driver.assignments import Assignments
+from slipstream.rollout.collection.driver.batches import Batches
 from slipstream.rollout.collection.driver.gate import AdmissionGate, StalledRun
 from slipstream.rollout.collection.driver.group_ledger import NoLedger
 from slipstream.rollout.collection.driver.intake import Intake
@@ -93,11 +94,12 @@ class World:
         control = self._schedule.control(rollout, config.run.total_steps)
         ledger = NoLedger()
         gate = AdmissionGate(control, Intake(SimulatedStream()), ledger, account)
+        batches = Batches(gate, ledger, account.note)
         pool = SimulatedPool(self._split.engines, model.engine, workload, rollout.max_concurrent)
         shared = self._split.shared
         trainer = SimulatedTrainer(model, self._split.trainer_gpus, pool, None if shared else interrupt)
         devices: Devices = TimeShared(trainer, pool, interrupt) if shared else Separate()
-        weights = ServedWeights(trainer, pool, devices, gate)
+        weights = ServedWeights(trainer, pool, devices, batches)
         failures = Failures(model.failures, pool, weights, workload)
         context = partial(
             WorkflowContext, tokenizer=SimulatedTokenizer(), reward=NoReward(), sampling=rollout.sampling
@@ -135,11 +137,11 @@ class World:
 
         def status() -> RunStatus:
             return RunStatus(
-                version=gate.version,
-                step=gate.step,
-                counts=gate.counts,
-                losses=gate.core.losses,
-                states=dict(gate.core.states),
+                version=control.version,
+                step=control.step,
+                counts=control.counts,
+                losses=control.losses,
+                states=dict(control.states),
                 tokens_generated=pool.tokens_generated,
                 requests_running=0,
                 requests_limit=rollout.max_concurrent,
@@ -156,10 +158,10 @@ class World:
             ]
             try:
                 steps = training_steps(
-                    config.run, gate, weights, _NoCheckpoints(), account, status, _read, Feedback()
+                    config.run, batches, weights, _NoCheckpoints(), account, status, _read, Feedback()
                 )
                 async with aclosing(steps):
-                    await training_loop(steps, config.run, gate, evaluation)
+                    await training_loop(steps, config.run, batches, evaluation)
             except* StalledRun:
                 self._waiting = clock.waiting(asyncio.get_running_loop())
                 raise

@@ -264,6 +264,11 @@ class RolloutControl:
         return self.versions.distance(version, self.version)
 
     @property
+    def sampled_version(self) -> int:
+        """Version of what the engines sample now: that of ``served``, or else ``version``."""
+        return self.version if self.served is None else self.served
+
+    @property
     def may_generate(self) -> bool:
         """True if what the engines sample now can be trained within the bound."""
         return self.served is None or self.lag(self.served) <= self.bound
@@ -308,13 +313,12 @@ class RolloutControl:
         """
         if not self.may_admit():
             raise ControlError(f"no slot is free: {len(self._table)} groups hold a slot already")
-        sampled = self.version if self.served is None else self.served
         if self._unstarted:
             id_, requeues = self._unstarted.popleft()
             self._table.add(id_, self._present, requeues)
-            return Ticket(id_, sampled)
+            return Ticket(id_, self.sampled_version)
         before, requeues = self._requeued.popleft() if self._requeued else (None, 0)
-        ticket = Ticket(self.counts.admitted, sampled, before)
+        ticket = Ticket(self.counts.admitted, self.sampled_version, before)
         self.counts.admitted += 1
         self._table.add(ticket.id, self._present, requeues)
         return ticket

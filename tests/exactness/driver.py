@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.driver.loops.training import encoded
 from slipstream.configs.schema.live import RunningBaseline
+from slipstream.rollout.collection.driver.batches import Batches
 from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.collection.driver.intake import Intake
 from slipstream.rollout.control.core import RolloutControl
@@ -96,14 +97,15 @@ class Driver:
             train=True,
             vocab=vocab,
         )
+        said = _Said()
         self.gate = AdmissionGate(
             self.core,
             Intake(PromptStream(PromptSet.of([Prompt(0, "")]), shuffle=False, seed=0)),
             self.ledger,
-            _Said(),
+            said,
             live=self.live,
-            failures=self.recovered.failures,
         )
+        self.batches = Batches(self.gate, self.ledger, said.note, self.recovered.failures, self.live)
         self.address: DriverAddress | None = None
         self.is_ending = False
         """Everything that is ready is trained at once."""
@@ -118,7 +120,7 @@ class Driver:
 
     async def start(self) -> None:
         """Listen, judge and train."""
-        self.roster = EngineRoster(lambda: self.gate.version, limit=256, epoch=self.ledger.epoch)
+        self.roster = EngineRoster(lambda: self.gate.core.version, limit=256, epoch=self.ledger.epoch)
         for engine in self._engines.serving():
             self.roster.add(engine)
         key = new_key()
@@ -201,20 +203,20 @@ class Driver:
                     await ready.wait()
 
     async def _step(self) -> None:
-        groups = await self.gate.batch(60.0)
-        await self.gate.step_begins()
+        groups = await self.batches.next(60.0)
+        await self.batches.step_begins()
 
         async def read(refs: list[bytes]) -> list[bytes]:
             return [self.ledger.read(each) for each in refs]
 
-        coded = await encoded(groups, self.gate, read)
-        parent, version = self.gate.version, self.gate.next_version
+        coded = await encoded(groups, self.batches, read)
+        parent, version = self.gate.core.version, self.batches.next_version
         self._trained(version, parent, coded.decoded(), coded.lags)
         await self._engines.update(version, self.roster, lambda: self._published(version))
         await self.ledger.flushed()
 
     def _published(self, version: int) -> None:
-        self.gate.published(version)
+        self.batches.published(version)
         self.roster.announce()
 
     async def _replace(self) -> None:

@@ -160,7 +160,7 @@ class Run:
     async def _restart_driver(self, engines: ScriptedEngines, *, rewinds: bool) -> None:
         """Start the driver again; if it ``rewinds``, from an older version, as after a loss of weights."""
         await self.driver.stop()
-        line = [self.driver.gate.version]
+        line = [self.driver.gate.core.version]
         tree = self.driver.core.versions
         while (parent := tree.parent(line[-1])) is not None:
             line.append(parent)
@@ -187,7 +187,7 @@ class Run:
         report = {
             "conversations": conversations,
             "turns": len(self.scene.records.all),
-            "versions": self.driver.gate.version,
+            "versions": self.driver.gate.core.version,
             "outcomes": dict(self.oracle.outcomes()),
             "branches": dict(branches),
             "side": dict(side),

@@ -21,6 +21,7 @@ import aiohttp
 
 from slipstream.configs.schema.judge import CodeJudge
 from slipstream.configs.schema.live import LiveJudgingConfig, RunningBaseline
+from slipstream.rollout.collection.driver.batches import Batches
 from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.collection.driver.intake import Intake
 from slipstream.rollout.control.core import RolloutControl
@@ -99,10 +100,10 @@ class Driver:
             vocab=vocab,
         )
         prompts = PromptStream(PromptSet.of([Prompt(0, "")]), shuffle=False, seed=0)
-        self.gate = AdmissionGate(
-            self.core, Intake(prompts), self.ledger, SilentListener(), live=self.live, live_wait_s=0.2
-        )
-        self.roster = EngineRoster(lambda: self.gate.version, limit=64)
+        listener = SilentListener()
+        gate = AdmissionGate(self.core, Intake(prompts), self.ledger, listener, live=self.live)
+        self.batches = Batches(gate, self.ledger, listener.note, live=self.live, live_wait_s=0.2)
+        self.roster = EngineRoster(lambda: self.core.version, limit=64)
         self.key = new_key()
         self.receiver = GatewayReceiver(self.key, self.live, self.roster, limit=64)
         judge = CodeJudge(ask_again_s=0.05)
@@ -139,13 +140,13 @@ class Driver:
 
     async def _train(self) -> None:
         while True:
-            await self.gate.batch(1e9)
-            await self.gate.step_begins()
-            for each in self.gate.live_batch:
+            await self.batches.next(1e9)
+            await self.batches.step_begins()
+            for each in self.batches.live:
                 self.ledger.read(each.refs)
-            version = self.gate.next_version
+            version = self.batches.next_version
             await self._publish(version)
-            self.gate.published(version)
+            self.batches.published(version)
             self.roster.announce()
             if version > KEPT:
                 self.ledger.release(version - KEPT)

@@ -18,12 +18,16 @@ from slipstream.rollout.tokens.trajectory import TrajectoryHeader
 
 @dataclass
 class Policy:
-    """An owner of the policy version."""
+    """The policy version, and the control core and the batches that own it."""
 
     version: int = 0
 
     @property
-    def served(self) -> int:
+    def core(self) -> "Policy":
+        return self
+
+    @property
+    def sampled_version(self) -> int:
         return self.version
 
     def published(self, version: int) -> None:
@@ -37,12 +41,16 @@ class Listener:
 
     losses: list[tuple[Loss, tuple[TrajectoryHeader, ...]]] = field(default_factory=list)
     failures: list[tuple[int, int, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader], reason: str = "") -> None:
         self.losses.append((loss, tuple(trajectories)))
 
     def attempt_failed(self, prompt: int, attempt: int, error: str) -> None:
         self.failures.append((prompt, attempt, error))
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
 
 class Collector:

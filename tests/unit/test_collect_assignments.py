@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slipstream.rollout.collection.driver.assignments import Assignments
+from slipstream.rollout.collection.driver.batches import Batches
 from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.collection.driver.group_ledger import NoLedger
 from slipstream.rollout.collection.driver.intake import Intake
@@ -291,6 +292,7 @@ class Schedule(RuleBasedStateMachine):
         self.journal, self.listener = Held(), Listener()
         stream = PromptStream(PromptSet.of([Prompt(i, "?") for i in range(5)]), shuffle=False, seed=0)
         self.gate = AdmissionGate(self.core, Intake(stream), self.journal, self.listener)
+        self.batches = Batches(self.gate, self.journal, self.listener.note)
         self.assignments = Assignments(
             self.gate, self.journal, self.listener, lambda name: self.share, samples
         )
@@ -431,21 +433,21 @@ class Schedule(RuleBasedStateMachine):
     def the_trainer_asks_for_a_batch(self, publishes, commits):
         if commits:
             self.journal.commit()
-        if self.gate._batch.groups or self.gate._failures_in_a_row >= 8:
+        if self.batches._batch.groups or self.gate._failures_in_a_row >= 8:
             return
-        batch = self.gate._next_batch()
+        batch = self.batches._next()
         if batch is not None and batch.groups:
             for group in batch.groups:
                 assert self.journal.states[group.id][-1] == "ready"
-            self.gate._batch = batch
-            self.loop.run_until_complete(self.gate.step_begins())
+            self.batches._batch = batch
+            self.loop.run_until_complete(self.batches.step_begins())
             if publishes:
                 self.the_trainer_publishes()
 
     @rule()
     def the_trainer_publishes(self):
-        if self.gate._batch.groups:
-            self.gate.published(self.gate.next_version)
+        if self.batches._batch.groups:
+            self.batches.published(self.batches.next_version)
 
     @rule()
     def the_loop_of_collection_runs(self):

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
+from slipstream.rollout.collection.driver.batches import Batches
 from slipstream.rollout.collection.driver.collected_group import CollectedGroup
 from slipstream.rollout.collection.driver.gate import LEAST_FAILURES, AdmissionGate, StalledRun
 from slipstream.rollout.collection.driver.group_ledger import NoLedger
@@ -36,14 +37,18 @@ def group(ticket: Ticket, *versions: int) -> CollectedGroup:
     return ready_group(ticket.id, header(*(versions or (ticket.version,))))
 
 
-def make(batch_size=1, eta=0, **more: Any) -> tuple[RolloutControl, AdmissionGate]:
+def make(batch_size=1, eta=0, **more: Any) -> tuple[RolloutControl, AdmissionGate, Batches]:
     core = RolloutControl(batch_size, eta, **more)
-    return core, gate_of(core)
+    return core, *gate_of(core)
 
 
-def gate_of(core: RolloutControl, journal=None, listener=None, **more: Any) -> AdmissionGate:
+def gate_of(
+    core: RolloutControl, journal=None, listener=None, ready=(), live=None, live_wait_s=0.0
+) -> tuple[AdmissionGate, Batches]:
     stream = PromptStream(PromptSet.of([Prompt(i, f"prompt {i}") for i in range(5)]), shuffle=False, seed=0)
-    return AdmissionGate(core, Intake(stream), journal or NoLedger(), listener or Listener(), **more)
+    ledger, listener = journal or NoLedger(), listener or Listener()
+    gate = AdmissionGate(core, Intake(stream), ledger, listener, ready, live)
+    return gate, Batches(gate, ledger, listener.note, live=live, live_wait_s=live_wait_s)
 
 
 async def admitted(gate: AdmissionGate) -> tuple[Ticket, Prompt]:
@@ -57,9 +62,9 @@ async def slot(gate: AdmissionGate) -> Ticket:
     return (await admitted(gate))[0]
 
 
-async def published(gate: AdmissionGate) -> None:
-    await gate.step_begins()
-    gate.published(gate.next_version)
+async def published(batches: Batches) -> None:
+    await batches.step_begins()
+    batches.published(batches.next_version)
 
 
 async def settle() -> None:
@@ -78,7 +83,7 @@ async def cancelled(task: asyncio.Task) -> None:
 def test_a_group_without_a_token_that_carries_loss_makes_no_step():
     listener = Listener()
     core = RolloutControl(1, 1)
-    gate = gate_of(core, listener=listener)
+    gate, batches = gate_of(core, listener=listener)
 
     async def run() -> None:
         ticket = await slot(gate)
@@ -87,7 +92,7 @@ def test_a_group_without_a_token_that_carries_loss_makes_no_step():
         assert [loss for loss, _ in listener.losses] == [Loss.FILTERED]
         other = await slot(gate)
         gate.finished([group(other)])
-        assert [each.id for each in await gate.batch(1)] == [other.id]
+        assert [each.id for each in await batches.next(1)] == [other.id]
 
     asyncio.run(run())
 
@@ -97,15 +102,15 @@ def test_a_group_without_a_token_that_carries_loss_makes_no_step():
 
 def test_a_slot_is_waited_for_until_its_version_is_published():
     async def main():
-        _, gate = make()
+        _, gate, batches = make()
         first = await slot(gate)
         waiting = asyncio.create_task(slot(gate))
         gate.finished([group(first)])
-        assert [g.id for g in await gate.batch(1)] == [0]
-        await gate.step_begins()
+        assert [g.id for g in await batches.next(1)] == [0]
+        await batches.step_begins()
         await settle()
         assert not waiting.done()
-        gate.published(1)
+        batches.published(1)
         assert await waiting == Ticket(id=1, version=1)
 
     asyncio.run(main())
@@ -114,7 +119,7 @@ def test_a_slot_is_waited_for_until_its_version_is_published():
 @pytest.mark.parametrize("end", ["failed", "filtered"])
 def test_a_slot_that_comes_free_goes_to_whoever_waits(end):
     async def main():
-        core, gate = make()
+        core, gate, _ = make()
         first = await slot(gate)
         waiting = asyncio.create_task(slot(gate))
         await settle()
@@ -131,7 +136,7 @@ def test_a_cancelled_wait_for_a_slot_charges_none(steps, free_first):
     """Cancelled before, at, and after the moment at which the slot comes free."""
 
     async def main():
-        core, gate = make()
+        core, gate, _ = make()
         first = await slot(gate)
         waiting = asyncio.create_task(slot(gate))
         await settle()
@@ -155,7 +160,7 @@ def test_a_cancelled_wait_for_a_slot_charges_none(steps, free_first):
 
 def test_no_slot_is_given_without_asking():
     async def main():
-        _, gate = make()
+        _, gate, _ = make()
         gate.admit()
         with pytest.raises(ControlError, match="no slot is free"):
             gate.admit()
@@ -168,9 +173,9 @@ def test_no_slot_is_given_without_asking():
 
 def test_a_batch_is_delivered_whatever_came_first():
     async def main():
-        _, gate = make(batch_size=2)
+        _, gate, batches = make(batch_size=2)
         tickets = [await slot(gate), await slot(gate)]
-        waiting = asyncio.create_task(gate.batch(5))
+        waiting = asyncio.create_task(batches.next(5))
         gate.finished([group(tickets[1])])
         await settle()
         assert not waiting.done()
@@ -182,7 +187,7 @@ def test_a_batch_is_delivered_whatever_came_first():
 
 def test_a_time_out_names_what_was_waited_for():
     async def main():
-        _, gate = make(batch_size=3, eta=1)
+        _, gate, batches = make(batch_size=3, eta=1)
         gate.finished([group(await slot(gate))])
         gate.filtered((await slot(gate)).id, [header(0)])
         gate.failed((await slot(gate)).id, "prompt 7: TypeError: oops")
@@ -192,15 +197,15 @@ def test_a_time_out_names_what_was_waited_for():
             r"\(prompt 7: TypeError: oops\)"
         )
         with pytest.raises(StalledRun, match=expected):
-            await gate.batch(0.01)
+            await batches.next(0.01)
 
     asyncio.run(main())
 
 
 def test_failures_in_a_row_stall_the_run_and_name_the_last_one():
     async def main():
-        _, gate = make(batch_size=4, eta=2)
-        waiting = asyncio.create_task(gate.batch(5))
+        _, gate, batches = make(batch_size=4, eta=2)
+        waiting = asyncio.create_task(batches.next(5))
         for number in range(12):
             await settle()
             assert not waiting.done()
@@ -214,9 +219,9 @@ def test_failures_in_a_row_stall_the_run_and_name_the_last_one():
 @pytest.mark.parametrize("end", ["finished", "filtered"])
 def test_a_group_that_succeeds_ends_a_row_of_failures(end):
     async def main():
-        _, gate = make(batch_size=2, eta=3)
+        _, gate, batches = make(batch_size=2, eta=3)
         tickets = [await slot(gate)]
-        waiting = asyncio.create_task(gate.batch(5))
+        waiting = asyncio.create_task(batches.next(5))
         for turn in range(4):
             for _ in range(7):
                 gate.failed((await slot(gate)).id, "why")
@@ -237,8 +242,8 @@ def test_a_group_that_succeeds_ends_a_row_of_failures(end):
 
 def test_one_bad_prompt_does_not_end_a_run_with_few_slots():
     async def main():
-        _, gate = make(batch_size=1, eta=0)
-        waiting = asyncio.create_task(gate.batch(5))
+        _, gate, batches = make(batch_size=1, eta=0)
+        waiting = asyncio.create_task(batches.next(5))
         for _ in range(LEAST_FAILURES - 1):
             gate.failed((await slot(gate)).id, "why")
             await settle()
@@ -250,12 +255,12 @@ def test_one_bad_prompt_does_not_end_a_run_with_few_slots():
 
 def test_a_refused_event_does_not_count_as_a_failure():
     async def main():
-        _, gate = make()
+        _, gate, batches = make()
         for _ in range(LEAST_FAILURES):
             with pytest.raises(ControlError):
                 gate.failed(9, "nobody generates it")
         gate.finished([group(await slot(gate))])
-        assert len(await gate.batch(1)) == 1
+        assert len(await batches.next(1)) == 1
 
     asyncio.run(main())
 
@@ -266,9 +271,9 @@ def test_a_cancelled_wait_for_a_batch_takes_none_and_is_cancelled(steps, finish_
     """A cancellation must also not be swallowed when the batch comes at the same instant."""
 
     async def main():
-        core, gate = make()
+        core, gate, batches = make()
         ticket = await slot(gate)
-        waiting = asyncio.create_task(gate.batch(5))
+        waiting = asyncio.create_task(batches.next(5))
         await settle()
         if finish_first:
             gate.finished([group(ticket)])
@@ -283,7 +288,7 @@ def test_a_cancelled_wait_for_a_batch_takes_none_and_is_cancelled(steps, finish_
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert core.ready == 1
-        assert [g.id for g in await gate.batch(1)] == [0]
+        assert [g.id for g in await batches.next(1)] == [0]
 
     asyncio.run(main())
 
@@ -291,16 +296,16 @@ def test_a_cancelled_wait_for_a_batch_takes_none_and_is_cancelled(steps, finish_
 def test_a_batch_that_comes_at_the_instant_of_the_time_out_is_not_lost():
     async def main():
         for finishing_delay in np.linspace(0.004, 0.006, 40):
-            core, gate = make()
+            core, gate, batches = make()
             ticket = await slot(gate)
             loop = asyncio.get_running_loop()
             loop.call_later(finishing_delay, gate.finished, [group(ticket)])
             try:
-                batch = await gate.batch(0.005)
+                batch = await batches.next(0.005)
             except StalledRun:
                 await asyncio.sleep(0.002)
                 assert core.ready == 1
-                batch = await gate.batch(1)
+                batch = await batches.next(1)
             assert [g.id for g in batch] == [0]
 
     asyncio.run(main())
@@ -311,17 +316,17 @@ def test_an_event_is_reported_although_its_task_is_being_cancelled(end):
     """A task that has been cancelled but not yet run still reports its group: events do not suspend."""
 
     async def main():
-        core, gate = make()
+        core, gate, batches = make()
         ticket = await slot(gate)
         if end == "published":
             gate.finished([group(ticket)])
-            await gate.batch(1)
-            await gate.step_begins()
+            await batches.next(1)
+            await batches.step_begins()
         events = {
             "finished": lambda: gate.finished([group(ticket)]),
             "filtered": lambda: gate.filtered(ticket.id, [header(0)]),
             "failed": lambda: gate.failed(ticket.id, "why"),
-            "published": lambda: gate.published(1),
+            "published": lambda: batches.published(1),
         }
 
         async def report():
@@ -341,25 +346,25 @@ def test_an_event_is_reported_although_its_task_is_being_cancelled(end):
 
 def test_two_trainers_cannot_take_batches_at_once():
     async def main():
-        _, gate = make(batch_size=1, eta=1)
+        _, gate, batches = make(batch_size=1, eta=1)
         for _ in range(2):
             gate.finished([group(await slot(gate))])
-        await gate.batch(1)
+        await batches.next(1)
         with pytest.raises(ControlError, match="neither published nor given back"):
-            await gate.batch(1)
+            await batches.next(1)
 
     asyncio.run(main())
 
 
 def test_an_ended_gate_gives_no_batch_to_those_who_wait_or_come():
     async def main():
-        _, gate = make()
-        waiting = asyncio.create_task(gate.batch(10))
+        _, gate, batches = make()
+        waiting = asyncio.create_task(batches.next(10))
         await settle()
-        gate.end()
+        batches.end()
         assert await waiting == []
         gate.finished([group(await slot(gate))])
-        assert await gate.batch(10) == []
+        assert await batches.next(10) == []
 
     asyncio.run(main())
 
@@ -395,16 +400,16 @@ def test_a_step_begins_when_the_ledger_knows_of_its_version():
 
     async def main():
         journal = Written()
-        gate = gate_of(RolloutControl(1, 0), journal)
+        gate, batches = gate_of(RolloutControl(1, 0), journal)
         gate.finished([group(await slot(gate))])
-        await gate.batch(1)
-        beginning = asyncio.create_task(gate.step_begins())
+        await batches.next(1)
+        beginning = asyncio.create_task(batches.step_begins())
         await settle()
         assert not beginning.done()
-        assert (gate.version, gate.next_version) == (0, 1)
+        assert (gate.core.version, batches.next_version) == (0, 1)
         journal.safe.set()
         await beginning
-        gate.published(1)
+        batches.published(1)
         assert journal.events == [
             ("admitted", Ticket(0, 0), 0),
             ("step_begins", 1, 0, [0]),
@@ -419,17 +424,17 @@ def test_the_account_of_a_training_has_every_sampled_token():
         journal = Written()
         journal.safe.set()
         core = RolloutControl(1, 1, consumption=ReadyFirst(OnStale.MASK))
-        gate = gate_of(core, journal)
+        gate, batches = gate_of(core, journal)
         first, second = await slot(gate), await slot(gate)
         gate.finished([group(first)])
         for _ in range(2):
-            await gate.batch(1)
-            await published(gate)
+            await batches.next(1)
+            await published(batches)
             gate.finished([group(await slot(gate))])
         gate.finished([group(second, 0, 1, 1)])
-        [batch] = await gate.batch(1)
+        [batch] = await batches.next(1)
         assert batch.headers[0].trained_tokens == {1: 2}, "the token of version 0 is too old"
-        await published(gate)
+        await published(batches)
         name, version, trainings = journal.events[-1]
         assert (name, version) == ("published", 3)
         assert trainings == [Training(second.id, 1, 2, 1, 3, ((1, 2),))]
@@ -441,7 +446,7 @@ def test_the_account_of_a_training_has_every_sampled_token():
 def test_a_lost_group_is_written_down_with_its_tokens_and_the_listener_hears_of_it(end):
     async def main():
         journal, listener = Written(), Listener()
-        gate = gate_of(RolloutControl(1, 0), journal, listener)
+        gate, _ = gate_of(RolloutControl(1, 0), journal, listener)
         ticket = await slot(gate)
         headers = [header(0, 0, 0), header(0)]
         if end == "failed":
@@ -463,21 +468,20 @@ def test_work_on_an_expired_group_is_given_up_and_its_late_end_is_ignored():
         core = RolloutControl(1, 0, over_sampling=2)
         journal, listener = Written(), Listener()
         journal.safe.set()
-        gate = gate_of(core, journal, listener)
+        gate, batches = gate_of(core, journal, listener)
         first, second = await slot(gate), await slot(gate)
         await gate.changed()
         waiting = asyncio.create_task(gate.changed())
         gate.finished([group(first)])
         assert await waiting == []
-        await gate.batch(1)
+        await batches.next(1)
         waiting = asyncio.create_task(gate.changed())
-        await published(gate)
+        await published(batches)
         assert await waiting == [second.id]
         assert not gate.core.is_open(second.id)
         assert listener.losses == [(Loss.SURPLUS, ())]
         assert journal.events[-1] == ("lost", second.id, Loss.SURPLUS, 0, "")
         gate.finished([group(second)])
-        gate.judging(second.id)
         assert core.ready == 0
         assert len(journal.events) == 5
 
@@ -488,14 +492,14 @@ def test_work_on_an_expired_group_is_given_up_and_its_late_end_is_ignored():
 def test_no_group_that_is_given_up_is_kept_from_the_collection_by_a_cancellation(steps):
     async def main():
         core = RolloutControl(1, 0, over_sampling=2)
-        gate = gate_of(core)
+        gate, batches = gate_of(core)
         first, second = await slot(gate), await slot(gate)
         gate.finished([group(first)])
         await gate.changed()
-        await gate.batch(1)
+        await batches.next(1)
         waiting = asyncio.create_task(gate.changed())
         await settle()
-        await published(gate)
+        await published(batches)
         for _ in range(steps):
             await asyncio.sleep(0)
         waiting.cancel()
@@ -509,19 +513,19 @@ def test_no_group_that_is_given_up_is_kept_from_the_collection_by_a_cancellation
 def test_a_requeued_prompt_is_assigned_again():
     async def main():
         core = RolloutControl(1, 0, consumption=ReadyFirst(OnStale.REQUEUE), over_sampling=2)
-        gate = gate_of(core)
+        gate, batches = gate_of(core)
         first, slow = await admitted(gate), await admitted(gate)
         gate.finished([group(first[0])])
-        await gate.batch(1)
-        await published(gate)
+        await batches.next(1)
+        await published(batches)
         gate.finished([group(slow[0])])
-        waiting = asyncio.create_task(gate.batch(1))
+        waiting = asyncio.create_task(batches.next(1))
         await settle()
         again, fresh = await admitted(gate), await admitted(gate)
         assert again[0] == Ticket(2, 1, requeued_from=slow[0].id)
         assert again[1] == slow[1]
         assert fresh[1].id == 2
-        assert gate.position == 3
+        assert batches.prompts_drawn == 3
         await cancelled(waiting)
 
     asyncio.run(main())
@@ -549,8 +553,8 @@ def test_groups_that_were_ready_before_a_restart_are_trained():
     async def main():
         core = RolloutControl(1, 2, counts=GroupCounts(1))
         assert core.restore_ready(0, {0})
-        gate = gate_of(core, ready=[group(Ticket(0, 0))])
-        assert [each.id for each in await gate.batch(1)] == [0]
+        _, batches = gate_of(core, ready=[group(Ticket(0, 0))])
+        assert [each.id for each in await batches.next(1)] == [0]
 
     asyncio.run(main())
 
@@ -617,7 +621,7 @@ class Turns:
 def test_while_no_turn_becomes_ready_one_batch_waits_and_not_each_of_them():
     core = RolloutControl(1, 1, live_trajectories=2)
     turns: Any = Turns(core)
-    gate = gate_of(core, live=turns, live_wait_s=60)
+    gate, batches = gate_of(core, live=turns, live_wait_s=60)
 
     async def run() -> None:
         now = asyncio.get_running_loop().time
@@ -625,8 +629,8 @@ def test_while_no_turn_becomes_ready_one_batch_waits_and_not_each_of_them():
         async def waited() -> float:
             gate.finished([group(await slot(gate))])
             began = now()
-            assert len(await gate.batch(1000)) == 1
-            await published(gate)
+            assert len(await batches.next(1000)) == 1
+            await published(batches)
             return now() - began
 
         assert [await waited() for _ in range(3)] == [60, 0, 0]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from slipstream.backend.simulate import clock
 from slipstream.rollout.collection.driver.assignments import Assignments
+from slipstream.rollout.collection.driver.batches import Batches
 from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.collection.driver.group_ledger import NoLedger
 from slipstream.rollout.collection.driver.intake import Intake
@@ -61,6 +62,7 @@ class World:
         stream = PromptStream(PromptSet.of([Prompt(i, "?") for i in range(5)]), shuffle=False, seed=0)
         listener, journal = Listener(), LostReads()
         self.gate = AdmissionGate(self.core, Intake(stream), journal, listener)
+        self.batches = Batches(self.gate, journal, listener.note)
         assignments = Assignments(self.gate, journal, listener, lambda _: 100, 1)
         self.notes: list[str] = []
         self.lost = LostGroups(self.gate, assignments, journal, share, 1, self.notes.append)
@@ -78,9 +80,9 @@ class World:
         return id_
 
     async def train(self) -> None:
-        await self.gate.batch(1)
-        await self.gate.step_begins()
-        self.gate.published(self.gate.next_version)
+        await self.batches.next(1)
+        await self.batches.step_begins()
+        self.batches.published(self.batches.next_version)
 
 
 def test_groups_that_are_lost_while_no_collector_is_connected_wait_for_one():
@@ -148,7 +150,7 @@ def test_a_group_that_has_expired_says_of_which_lags_its_tokens_were():
         world.gate.finished([ready_group(second[0].id, header, refs=REFS)])
         with suppress(TimeoutError):
             async with asyncio.timeout(0.1):
-                await world.gate.batch(1)
+                await world.batches.next(1)
         [group] = collector.groups
         assert (group.group, group.loss, group.step, group.version) == (second[0].id, "stale", 3, 2)
         assert group.lags == [(0, 2)]

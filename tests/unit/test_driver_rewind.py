@@ -13,6 +13,7 @@ from slipstream.backend.driver.start.resume import RunState, begin
 from slipstream.backend.driver.weights.rewind import Rewind
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collection.driver.assignments import Assignments
+from slipstream.rollout.collection.driver.batches import Batches
 from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.collection.messages import JUDGED, TRAIN, Assignment, Event, GroupVerdict, Up
 from slipstream.rollout.control.ends import Loss
@@ -25,15 +26,6 @@ from tests.unit.doubles import Listener
 
 B, BOUND = 2, 2
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(50)]
-
-
-class Notes(Listener):
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 class Collector:
@@ -60,7 +52,7 @@ class Collector:
         assignments, self.assignments = self.assignments[:most], self.assignments[most:]
         for assignment in assignments:
             chunk = encode_chunk((1,), (2, 3), [-0.5, -0.5])
-            version = self.world.gate.served
+            version = self.world.gate.core.sampled_version
             header = TrajectoryHeader(((UNSAMPLED, False, 1), (version, True, 3)), Finish.STOP, 0, 1.0)
             raw = msgspec.Raw(encode(header))
             event = Event(assignment.group, assignment.number, 0, JUDGED, raw, 0, len(chunk), checksum(chunk))
@@ -73,15 +65,17 @@ class World:
     """A run without engines and trainer."""
 
     def __init__(self, config: RunConfig, state: RunState) -> None:
-        self.listener = Notes()
+        self.listener = Listener()
         listener: Any = self.listener
         self.ledger = state.ledger
         self.gate = AdmissionGate(state.control, state.intake, state.ledger, listener)
+        self.batches = Batches(self.gate, state.ledger, listener.note)
         self.assignments = Assignments(self.gate, state.ledger, listener, lambda _: 100, samples=1)
         self.collector = Collector(self)
         inputs: Any = SimpleNamespace(prompts=PromptSet.of(PROMPTS))
+        ledger, feedback = state.ledger, state.feedback
         self.rewind = Rewind(
-            config, inputs, state.ledger, self.gate, self.assignments, state.feedback, listener.note
+            config, inputs, ledger, self.gate, self.batches, self.assignments, feedback, listener.note
         )
         self.assignments.joined("collector", self.collector)
         self.assignments.open()
@@ -91,12 +85,12 @@ class World:
         self.assignments.grant()
         self.collector.finish(most)
         await self.ledger.flushed()
-        batch = await self.gate.batch(5)
+        batch = await self.batches.next(5)
         for group in batch:
             assert max(map(self.gate.core.lag, group.trained_tokens)) <= BOUND
-        await self.gate.step_begins()
-        version = self.gate.next_version
-        self.gate.published(version)
+        await self.batches.step_begins()
+        version = self.batches.next_version
+        self.batches.published(version)
         return version
 
 
@@ -143,18 +137,19 @@ def test_the_run_goes_on_from_any_distance_with_the_next_number(tmp_path: Path, 
         for _ in range(6):
             await world.step()
         await world.rewind.to(6 - lost)
-        assert (world.gate.version, world.gate.served) == (6 - lost, 6)
-        assert world.gate.counts.trained == (6 - lost) * B
+        assert (world.gate.core.version, world.gate.core.sampled_version) == (6 - lost, 6)
+        assert world.gate.core.counts.trained == (6 - lost) * B
         copy = await world.rewind.copy_begins()
         assert copy == (7 if lost else None)
         if copy is not None:
             if lost > BOUND:
                 assert not world.collector.assignments, "what an engine samples now could never be trained"
-            assert (world.gate.version, world.gate.served) == (6 - lost, 6), "until every engine has it"
-            world.gate.published(copy)
+            core = world.gate.core
+            assert (core.version, core.sampled_version) == (6 - lost, 6), "until every engine has it"
+            world.batches.published(copy)
         first = 7 if copy is None else 8
         assert [await world.step() for _ in range(4)] == [first, first + 1, first + 2, first + 3]
-        assert (world.gate.step, world.gate.served) == (10 - lost, first + 3)
+        assert (world.gate.core.step, world.gate.core.sampled_version) == (10 - lost, first + 3)
 
     run(tmp_path, main, consumption=consumption)
 
@@ -166,8 +161,8 @@ def test_the_batches_behind_the_checkpoint_are_ready_again_and_trained_without_a
         await world.rewind.to(2)
         copy = await world.rewind.copy_begins()
         assert copy == 7
-        world.gate.published(copy)
-        batch = await world.gate.batch(1)
+        world.batches.published(copy)
+        batch = await world.batches.next(1)
         assert [group.id for group in batch] == [4, 5], "the batch that was trained from version 2 before"
 
     run(tmp_path, main)
@@ -209,14 +204,14 @@ def test_a_step_that_killed_the_trainer_twice_is_bisected(tmp_path: Path):
             world.assignments.grant()
             world.collector.finish()
             await world.ledger.flushed()
-            batch = await world.gate.batch(5)
-            await world.gate.step_begins()
-            await world.gate.step_failed("rank 0 was killed")
+            batch = await world.batches.next(5)
+            await world.batches.step_begins()
+            await world.batches.step_failed("rank 0 was killed")
             await world.rewind.to(1)
         world.assignments.grant()
         world.collector.finish()
         await world.ledger.flushed()
-        third = await world.gate.batch(5)
+        third = await world.batches.next(5)
         assert len({group.id for group in third} & {group.id for group in batch}) == 1
 
     run(tmp_path, main)
@@ -233,7 +228,7 @@ def test_a_run_of_which_nothing_is_left_to_train_collects_from_the_restored_weig
             world.ledger.lost(group, Loss.QUARANTINED)
         copy = await world.rewind.copy_begins()
         assert copy is not None
-        world.gate.published(copy)
+        world.batches.published(copy)
         world.assignments.grant()
         assert {assignment.version for assignment in world.collector.assignments} == {copy}
         assert await world.step() == 8
@@ -250,13 +245,13 @@ def test_a_trainer_that_dies_while_its_restored_weights_are_published_goes_back_
         await world.rewind.to(2)
         copy = await world.rewind.copy_begins()
         assert copy == 8 and world.gate.core.lag(7) == world.gate.core.lag(8) == 0
-        world.gate.published(copy)
+        world.batches.published(copy)
         assert await world.step() == 9
         await world.rewind.to(2)
         assert world.gate.core.lag(9) == 1, "one update behind the copy"
         copy = await world.rewind.copy_begins()
         assert copy == 10
-        world.gate.published(copy)
+        world.batches.published(copy)
         assert [await world.step() for _ in range(3)] == [11, 12, 13]
 
     run(tmp_path, main)

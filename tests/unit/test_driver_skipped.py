@@ -8,6 +8,7 @@ import pytest
 
 from slipstream.backend.batch.skipped import SHOWN, FaultyTrajectory, SkippedUpdate
 from slipstream.backend.driver.loops.training import training_loop, training_steps
+from slipstream.backend.driver.ports import RunPosition
 from slipstream.backend.driver.processes.devices import Separate
 from slipstream.backend.driver.start.feedback import Feedback
 from slipstream.backend.driver.weights.served_weights import ServedWeights
@@ -15,6 +16,7 @@ from slipstream.backend.driver.weights.skipped import SkippedUpdateLimit, TooMan
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.run import RunSection
 from slipstream.rollout.collection.driver.collected_group import CollectedGroup
+from slipstream.rollout.control.ends import GroupCounts
 from slipstream.rollout.tokens.trajectory import Prompt
 from tests.unit.doubles import Policy
 
@@ -84,7 +86,7 @@ class Roster:
 
 
 @dataclass
-class Gate(Policy):
+class Batches(Policy):
     @property
     def step(self) -> int:
         return self.version
@@ -93,15 +95,19 @@ class Gate(Policy):
     def next_version(self) -> int:
         return self.version + 1
 
-    async def batch(self, timeout_s: float) -> list[CollectedGroup]:
+    async def next(self, timeout_s: float) -> list[CollectedGroup]:
         return [CollectedGroup(self.version, 0, Prompt(0, "?"), [])]
 
     async def step_begins(self) -> None: ...
 
-    live_batch = ()
+    live = ()
+    prompts_drawn = 0
+    counts = GroupCounts()
 
     is_ended = False
-    live_batch = ()
+    live = ()
+    prompts_drawn = 0
+    counts = GroupCounts()
 
     async def ended(self) -> None:
         await asyncio.Event().wait()
@@ -128,7 +134,7 @@ class Heard:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    async def step_done(self, run: Gate) -> None:
+    async def step_done(self, run: RunPosition) -> None:
         self.checkpoints.append(run.step)
 
 
@@ -138,11 +144,11 @@ async def nothing(refs: list[bytes]) -> list[bytes]:
 
 def run_loop(trainer: Trainer, heard: Heard, **settings: int) -> None:
     async def main() -> None:
-        gate = Gate()
-        weights = ServedWeights(trainer, Roster(), Separate(), gate)
+        batches = Batches()
+        weights = ServedWeights(trainer, Roster(), Separate(), batches)
         run = RunSection(name="test", steps=6, **settings)
-        steps = training_steps(run, gate, weights, heard, heard, lambda: None, nothing, Feedback())
-        await training_loop(steps, run, gate, None)
+        steps = training_steps(run, batches, weights, heard, heard, lambda: None, nothing, Feedback())
+        await training_loop(steps, run, batches, None)
 
     asyncio.run(main())
 

@@ -16,6 +16,7 @@ from slipstream.backend.driver.weights.served_weights import ServedWeights
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.run import RunSection
 from slipstream.rollout.collection.driver.collected_group import CollectedGroup
+from slipstream.rollout.control.ends import GroupCounts
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.tokens.trajectory import Prompt
@@ -53,29 +54,31 @@ class Trainer:
 
 
 @dataclass
-class Gate:
+class Batches:
     """Batches without an end, from version 0 on, until ``end``."""
 
     version: int = 0
-    served: int = 0
+    sampled_version: int = 0
     next_version: int = 0
     is_stepping: bool = False
     is_ended: bool = False
     failed: list[str] = field(default_factory=list)
-    batches: asyncio.Event = field(default_factory=asyncio.Event)
+    there: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     begun: int = 0
-    live_batch: tuple[()] = ()
+    live: tuple[()] = ()
+    prompts_drawn: int = 0
+    counts: GroupCounts = field(default_factory=GroupCounts)
 
     def __post_init__(self) -> None:
-        self.batches.set()
+        self.there.set()
 
     @property
     def step(self) -> int:
         return self.version
 
-    async def batch(self, timeout_s: float) -> list[CollectedGroup]:
-        await self.batches.wait()
+    async def next(self, timeout_s: float) -> list[CollectedGroup]:
+        await self.there.wait()
         return [] if self.is_ended else [CollectedGroup(1, 0, Prompt(0, "?"), [])]
 
     async def step_begins(self) -> None:
@@ -87,7 +90,7 @@ class Gate:
         self.is_stepping = False
 
     def published(self, version: int) -> None:
-        self.version = self.served = version
+        self.version = self.sampled_version = version
         self.is_stepping = False
 
     @property
@@ -100,7 +103,7 @@ class Gate:
     def end(self) -> None:
         self.is_ended = True
         self.over.set()
-        self.batches.set()
+        self.there.set()
 
     async def ended(self) -> None:
         await self.over.wait()
@@ -153,7 +156,7 @@ def engine(name: str) -> EngineAddress:
 @dataclass
 class World:
     trainer: Trainer
-    gate: Gate
+    batches: Batches
     roster: EngineRoster
     weights: ServedWeights
     interrupted: Interrupted
@@ -162,29 +165,29 @@ class World:
 
     async def train(self, steps: int) -> None:
         run = RunSection(name="test", steps=steps)
-        gate: Any = self.gate
+        batches: Any = self.batches
         taken = training_steps(
-            run, gate, self.weights, self.checkpoints, self.listener, lambda: None, nothing, Feedback()
+            run, batches, self.weights, self.checkpoints, self.listener, lambda: None, nothing, Feedback()
         )
-        await training_loop(taken, run, gate, None)
+        await training_loop(taken, run, batches, None)
 
     async def revive(self, restored: int | None = None) -> None:
         """Restore the trainer as soon as it has failed, to ``restored`` or to what it had."""
         await self.weights.life.lost()
         if restored is not None:
-            self.gate.version = restored
+            self.batches.version = restored
         self.weights.life.restored()
 
 
 def world_of(*engines: str, stock: Stock | None = None, dies: tuple[str, ...] = ()) -> World:
-    gate = Gate()
+    batches = Batches()
     trainer, interrupted = Trainer([*dies]), Interrupted(stock)
-    roster = EngineRoster(lambda: gate.served, limit=4)
+    roster = EngineRoster(lambda: batches.sampled_version, limit=4)
     for name in engines:
         client: Any = Client(name)
         roster.add(client)
-    weights: Any = ServedWeights(trainer, roster, Separate(), gate, interrupted=interrupted)
-    return World(trainer, gate, roster, weights, interrupted)
+    weights: Any = ServedWeights(trainer, roster, Separate(), batches, interrupted=interrupted)
+    return World(trainer, batches, roster, weights, interrupted)
 
 
 async def nothing(refs: list[bytes]) -> list[bytes]:
@@ -206,9 +209,9 @@ def test_a_step_in_which_the_trainer_dies_is_charged_to_its_batch_and_training_g
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(world.revive())
             tasks.create_task(world.train(3))
-        assert len(world.gate.failed) == 1 and f"killed in {dies}" in world.gate.failed[0]
+        assert len(world.batches.failed) == 1 and f"killed in {dies}" in world.batches.failed[0]
         assert world.listener.steps == [1, 2, 3]
-        assert world.gate.begun == 4
+        assert world.batches.begun == 4
 
     run(main)
 
@@ -220,7 +223,7 @@ def test_a_failure_that_is_no_steps_is_charged_to_nobody():
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(world.revive())
             tasks.create_task(world.train(2))
-        assert world.gate.failed == []
+        assert world.batches.failed == []
         assert world.listener.steps == [1, 2], "the step was done before"
 
     run(main)
@@ -229,18 +232,18 @@ def test_a_failure_that_is_no_steps_is_charged_to_nobody():
 def test_a_loss_is_noticed_while_the_loop_waits_for_a_batch():
     async def main() -> None:
         world = world_of("a")
-        world.gate.batches.clear()
+        world.batches.there.clear()
         training = asyncio.create_task(world.train(1))
         await asyncio.sleep(0.01)
         world.weights.life.fail(TrainerFailed("killed while it waited"))
         await asyncio.sleep(0.01)
-        assert not training.done() and world.gate.begun == 0
-        world.gate.batches.set()
+        assert not training.done() and world.batches.begun == 0
+        world.batches.there.set()
         await asyncio.sleep(0.01)
-        assert world.gate.begun == 0, "no step begins without a trainer"
+        assert world.batches.begun == 0, "no step begins without a trainer"
         world.weights.life.restored()
         await training
-        assert world.gate.failed == [] and world.listener.steps == [1]
+        assert world.batches.failed == [] and world.listener.steps == [1]
 
     run(main)
 
@@ -252,7 +255,7 @@ def test_a_run_may_be_stopped_while_the_trainer_is_restarted():
         await world.weights.life.lost()
         await asyncio.sleep(0.01)
         assert not training.done()
-        world.gate.end()
+        world.batches.end()
         await training
         assert not world.weights.life.is_alive and world.listener.steps == []
 
@@ -286,13 +289,13 @@ def test_an_engine_that_starts_waits_for_a_trainer():
         world.weights.life.fail(TrainerFailed("killed"))
         admitted: list[int] = []
         late = asyncio.create_task(
-            world.weights.bring_up_to_date(engine("late"), lambda: admitted.append(world.gate.version))
+            world.weights.bring_up_to_date(engine("late"), lambda: admitted.append(world.batches.version))
         )
         await asyncio.sleep(0.01)
-        world.gate.version = 0
+        world.batches.version = 0
         await world.weights.publish_copy(2)
         await asyncio.sleep(0.01)
-        assert (world.gate.version, world.gate.served) == (2, 2)
+        assert (world.batches.version, world.batches.sampled_version) == (2, 2)
         assert not late.done()
         world.weights.life.restored()
         assert await late is None
@@ -307,10 +310,10 @@ def test_a_copy_that_the_trainer_does_not_survive_leaves_the_engines_as_any_publ
         stock = Stock(outdated={"b": "a part has come"})
         world = world_of("a", "b", stock=stock, dies=("publish 6",))
         await advance(world.weights, 5)
-        world.gate.version = 2
+        world.batches.version = 2
         with pytest.raises(TrainerFailed):
             await world.weights.publish_copy(6)
-        assert (world.gate.version, world.gate.served) == (2, 5)
+        assert (world.batches.version, world.batches.sampled_version) == (2, 5)
         assert world.interrupted.asked == [(5, ["a", "b"])]
         assert [client.name for client in world.roster.clients] == ["a"]
 
@@ -339,7 +342,7 @@ def test_requests_are_held_while_no_engine_serves_and_one_waits_for_the_trainer(
 def test_a_trainer_that_dies_while_it_brings_an_engine_up_to_date_is_reported_and_waited_for():
     async def main() -> None:
         world = world_of("a", dies=("publish 1",))
-        world.gate.version = world.gate.served = 1
+        world.batches.version = world.batches.sampled_version = 1
         bringing = asyncio.create_task(world.weights.bring_up_to_date(engine("late"), lambda: None))
         assert "killed in publish 1" in str(await world.weights.life.lost())
         await asyncio.sleep(0.01)

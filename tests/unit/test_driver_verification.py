@@ -196,7 +196,7 @@ class Trainer:
 
 async def advance(weights: ServedWeights) -> TrainedWeights:
     """Train a step and publish the next version."""
-    return await doubles.advance(weights, weights._owner.version + 1)
+    return await doubles.advance(weights, weights._batches.core.version + 1)
 
 
 async def serving(

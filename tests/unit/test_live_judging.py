@@ -10,7 +10,8 @@ from slipstream.rollout.live.judging import LiveJudging
 from slipstream.rollout.reward.judge.judge_errors import JudgesClosed, JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.judge.judge_pool import JudgePool
 from slipstream.rollout.reward.live import Verdict, VoteCounts, text_of
-from tests.unit.test_live_turns import Run, Talk, Told, number
+from tests.unit.doubles import Listener
+from tests.unit.test_live_turns import Run, Talk, number
 
 ASK_AGAIN_S = 0.02
 
@@ -58,7 +59,7 @@ def judged(folder: Path, judges: Judges, *said: str, until: int | None = None, *
         talk.next(talk.turn(session=each), each)
     judge = CodeJudge(ask_again_s=settings.pop("ask_again_s", ASK_AGAIN_S))
     limits = LiveJudgingConfig(**{"concurrency": 2} | settings)
-    listener = Told()
+    listener = Listener()
     run.notes = listener.notes
 
     async def body():
@@ -148,7 +149,9 @@ def test_a_turn_that_cannot_be_read_fails_and_no_other(tmp_path):
 
     async def body():
         await run.hear(talk)
-        judging = LiveJudging(CodeJudge(), LiveJudgingConfig(), run.live.verdicts, judges.open, Told().note)
+        judging = LiveJudging(
+            CodeJudge(), LiveJudgingConfig(), run.live.verdicts, judges.open, Listener().note
+        )
         task = asyncio.create_task(judging.run())
         async with asyncio.timeout(10):
             while run.core.live.states[TurnState.READY] < 1 or run.core.live.states[TurnState.WAITING]:
@@ -175,7 +178,7 @@ def test_an_outage_of_real_judge_processes_is_no_score(tmp_path):
     folder.mkdir()
     run, talk = Run(folder, trajectories=64), Talk()
     talk.next(talk.turn(), "thanks")
-    told = Told()
+    told = Listener()
 
     def pool() -> JudgePool:
         return JudgePool(settings, plugin, tmp_path, "live", of_turns=True)
@@ -218,7 +221,7 @@ def test_a_turn_that_waits_too_long_fails_also_while_the_judges_are_down(tmp_pat
         assert run.core.live.states[TurnState.WAITING] == 1
         now[0] += 1
         task = asyncio.create_task(
-            LiveJudging(judge, LiveJudgingConfig(), run.live.verdicts, judges.open, Told().note).run()
+            LiveJudging(judge, LiveJudgingConfig(), run.live.verdicts, judges.open, Listener().note).run()
         )
         async with asyncio.timeout(10):
             while run.core.live.states[TurnState.WAITING]:

@@ -154,16 +154,16 @@ class Users:
             turns += self.check(trajectory)
         assert len(turns) == len(set(turns)), "a turn is in a batch twice"
         if self.dice.random() < 0.15:
-            await run.gate.step_failed("killed")
+            await run.batches.step_failed("killed")
             run.core.give_back()
-            run.gate._batch.version = None
-            run.gate._quarantine.given_up(run.gate._batch.ids[0])
+            run.batches._batch.version = None
+            run.batches._quarantine.given_up(run.batches._batch.ids[0])
             return
         if self.dice.random() < 0.3:
             self.forget()
             await self.hear(run)
-        version = run.gate.next_version
-        run.gate.published(version)
+        version = run.batches.next_version
+        run.batches.published(version)
         await run.ledger.flushed()
         self.parents[version], self.version = self.version, version
         for turn in turns:

@@ -12,6 +12,7 @@ import pytest
 
 from slipstream.backend.driver.loops.training import encoded
 from slipstream.configs.schema.live import NoBaseline, RunningBaseline
+from slipstream.rollout.collection.driver.batches import Batches
 from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.collection.driver.intake import Intake
 from slipstream.rollout.control.core import RolloutControl
@@ -114,17 +115,6 @@ class Talk:
         return number
 
 
-class Told(Listener):
-    """Hears notes, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
 class Run:
     """A run of live users with a ledger, in a folder that outlives it."""
 
@@ -153,14 +143,15 @@ class Run:
             clock=more.pop("clock", lambda: NOW),
         )
         stream = PromptStream(PromptSet.of([Prompt(0, "")]), shuffle=False, seed=0)
-        self.gate = AdmissionGate(
-            self.core,
-            Intake(stream),
+        told = Listener()
+        self.gate = AdmissionGate(self.core, Intake(stream), self.ledger, told, live=self.live)
+        self.batches = Batches(
+            self.gate,
             self.ledger,
-            Told(),
+            told.note,
+            self.recovered.failures,
             live=self.live,
             live_wait_s=more.pop("wait_s", 0.0),
-            failures=self.recovered.failures,
         )
         assert not more
 
@@ -194,17 +185,17 @@ class Run:
 
     async def batch(self):
         """Take a batch, and return its trajectories as ranks decode them."""
-        groups = await self.gate.batch(5)
-        await self.gate.step_begins()
+        groups = await self.batches.next(5)
+        await self.batches.step_begins()
 
         async def read(refs):
             return [self.ledger.read(each) for each in refs]
 
-        return (await encoded(groups, self.gate, read)).decoded()
+        return (await encoded(groups, self.batches, read)).decoded()
 
     async def step(self):
         batch = await self.batch()
-        self.gate.published(self.gate.next_version)
+        self.batches.published(self.batches.next_version)
         await self.ledger.flushed()
         return batch
 
@@ -770,14 +761,14 @@ def test_a_batch_waits_for_turns_no_longer_than_it_shall(in_run):
     talk.say(score=1.0)
 
     async def act(run):
-        waiting = asyncio.create_task(run.gate.batch(1e-3))
+        waiting = asyncio.create_task(run.batches.next(1e-3))
         await asyncio.sleep(0.02)
         assert not waiting.done(), "there is nothing to train: nobody is to blame"
         await run.hear(talk)
         assert await asyncio.wait_for(waiting, 5) == []
-        assert len(run.gate.live_batch) == 1
-        await run.gate.step_begins()
-        run.gate.published(run.gate.next_version)
+        assert len(run.batches.live) == 1
+        await run.batches.step_begins()
+        run.batches.published(run.batches.next_version)
 
     in_run(act, wait_s=0.05)
 
@@ -815,14 +806,14 @@ def test_a_batch_holds_its_groups_and_as_many_turns_as_there_are(in_run):
         for session in "abc":
             talk.say(session=session, spans=((2, 2),), score=1.0)
         await run.hear(talk, first=4)
-        waiting = asyncio.create_task(run.gate.batch(5))
+        waiting = asyncio.create_task(run.batches.next(5))
         await asyncio.sleep(0.1)
         assert not waiting.done(), "turns never take the place of groups"
         await run.ready_group()
         await asyncio.wait_for(waiting, 5)
-        assert len(run.gate.live_batch) == 2
-        await run.gate.step_begins()
-        run.gate.published(run.gate.next_version)
+        assert len(run.batches.live) == 2
+        await run.batches.step_begins()
+        run.batches.published(run.batches.next_version)
 
     in_run(act, groups=1, trajectories=2, wait_s=0.01)
 
@@ -832,9 +823,9 @@ def test_a_batch_of_groups_is_not_given_up_because_of_turns(in_run):
 
     async def act(run):
         await run.ready_group()
-        assert len(await run.gate.batch(0.05)) == 1
-        await run.gate.step_begins()
-        run.gate.published(run.gate.next_version)
+        assert len(await run.batches.next(0.05)) == 1
+        await run.batches.step_begins()
+        run.batches.published(run.batches.next_version)
 
     in_run(act, groups=1, wait_s=3600.0)
 
@@ -876,23 +867,23 @@ def test_a_turn_that_kills_the_trainer_is_quarantined(in_run):
             batch = await run.batch()
             poisoned = talk.sampled[bad] in [turn for turns in trained(batch) for turn in turns]
             if not poisoned:
-                run.gate.published(run.gate.next_version)
+                run.batches.published(run.batches.next_version)
                 break
-            await run.gate.step_failed("killed")
+            await run.batches.step_failed("killed")
             run.core.give_back()
         for _ in range(20):
             if run.core.live.ends[TurnEnd.FAILED]:
                 break
             heard = len(talk.entries)
-            talk.say(session=f"further {heard}", spans=((run.gate.version, 2),), score=1.0)
+            talk.say(session=f"further {heard}", spans=((run.gate.core.version, 2),), score=1.0)
             await run.hear(talk, first=heard + 1)
             batch = await run.batch()
             poisoned = talk.sampled[bad] in [turn for turns in trained(batch) for turn in turns]
             if poisoned:
-                await run.gate.step_failed("killed")
+                await run.batches.step_failed("killed")
                 run.core.give_back()
             else:
-                run.gate.published(run.gate.next_version)
+                run.batches.published(run.batches.next_version)
         assert run.core.live.ends[TurnEnd.FAILED] == 1
         assert not run.core.live.is_alive(number(bad))
         assert run.core.live.ends[TurnEnd.TRAINED] >= 1
@@ -921,7 +912,7 @@ def test_what_is_forgotten_is_never_trained_and_erased_behind_the_step_that_read
         talk.add(Forgotten(None, "key"))
         await run.hear(talk, first=heard + 1)
         assert stored().count(b"hello") == 3, "a step may read it"
-        run.gate.published(run.gate.next_version)
+        run.batches.published(run.batches.next_version)
         await run.ledger.flushed()
         run.ledger.when_durable(lambda: None)
         await run.ledger.flushed()
@@ -983,16 +974,16 @@ def test_a_session_that_is_forgotten_in_training_is_kept_until_its_step_is_over(
 
     async def act(run):
         await run.hear(talk)
-        await run.gate.batch(5)
+        await run.batches.next(5)
         talk.add(Forgotten(None, "key"))
         await run.hear(talk, first=4)
-        await run.gate.step_begins()
-        assert [run.ledger.read(each.refs) for each in run.gate.live_batch]
+        await run.batches.step_begins()
+        assert [run.ledger.read(each.refs) for each in run.batches.live]
         [count] = run.ledger._store._connection.execute("SELECT count(*) FROM sessions").fetchone()
         assert count == 1
-        run.gate.published(run.gate.next_version)
+        run.batches.published(run.batches.next_version)
         assert run.live._table.turns == {}
-        run.ledger.release(run.gate.version)
+        run.ledger.release(run.gate.core.version)
         await run.ledger.flushed()
 
     in_run(act)
@@ -1005,8 +996,8 @@ def test_a_session_that_was_forgotten_in_a_step_that_is_lost_is_over_after_a_res
 
     async def act(run):
         await run.hear(talk)
-        await run.gate.batch(5)
-        await run.gate.step_begins()
+        await run.batches.next(5)
+        await run.batches.step_begins()
         talk.add(Forgotten("a", "key"))
         await run.hear(talk, first=4)
 
@@ -1066,24 +1057,24 @@ def test_users_are_learned_from_again_when_the_engines_serve_the_restored_weight
         run.live.hold()
         recovered = await run.ledger.restarted(0, bound=2, n_samples=1)
         core = core_of(recovered, 2, 4, served=3)
-        run.gate.restored(
-            core, Intake(PromptStream(PromptSet.of([Prompt(0, "")]), shuffle=False, seed=0)), [], []
-        )
+        prompts = PromptStream(PromptSet.of([Prompt(0, "")]), shuffle=False, seed=0)
+        run.gate.restored(core, Intake(prompts), [])
+        run.batches.restored([])
         run.live.restored(core, recovered.live)
         heard = len(talk.entries)
         old = talk.say(spans=((3, 2),), session="old", score=1.0)
         await run.hear(talk, first=heard + 1)
         assert core.live.ends[TurnEnd.EXPIRED] == 1 and not core.live.is_alive(number(old))
         assert not run.gate.core.may_generate
-        copy = await run.gate.copy_begins()
-        run.gate.published(copy)
-        assert (run.gate.version, run.gate.step) == (4, 0)
+        copy = await run.batches.copy_begins()
+        run.batches.published(copy)
+        assert (run.gate.core.version, run.gate.core.step) == (4, 0)
         heard = len(talk.entries)
         new = talk.say(spans=((4, 2),), session="new", score=1.0)
         await run.hear(talk, first=heard + 1)
         batch = await asyncio.wait_for(run.step(), 5)
         assert talk.sampled[new] in [turn for turns in trained(batch) for turn in turns]
-        assert (run.gate.version, run.gate.step) == (5, 1)
+        assert (run.gate.core.version, run.gate.core.step) == (5, 1)
 
     in_run(act)
 

@@ -21,9 +21,13 @@ from tests.wrong_inputs.failing_plugins import batch
 STEPS = 2
 
 
-class Gate:
+class Batches:
     version = 0
     is_ended = False
+
+    @property
+    def core(self) -> "Batches":
+        return self
 
     @property
     def step(self) -> int:
@@ -42,11 +46,11 @@ class FakeRun:
     """In the place of ``attended``: a run of which nothing is real but the loop."""
 
     def __init__(self, events: Any = None) -> None:
-        self.gate, self.events, self.sent, self.stopped, self.closed = Gate(), events, [], 0, False
+        self.batches, self.events, self.sent, self.stopped, self.closed = Batches(), events, [], 0, False
 
     async def steps(self):
         try:
-            while self.gate.version < STEPS:
+            while self.batches.version < STEPS:
                 for event in self.events or (StepTrained({"train/loss": 1.5}), None):
                     if isinstance(event, Exception):
                         raise event
@@ -54,8 +58,8 @@ class FakeRun:
                         yield event
                         break
                     if event is None:
-                        self.gate.version += 1
-                        yield StepPublished(self.gate.version, {})
+                        self.batches.version += 1
+                        yield StepPublished(self.batches.version, {})
                         continue
                     encoded: Any = SimpleNamespace(decoded=batch)
                     self.sent.append((yield BatchTaken(encoded)))
@@ -77,7 +81,7 @@ class FakeRun:
             loop.can_be_stopped_by(stop)
             steps: Any = self.steps()
             async with aclosing(steps):
-                await loop.run(steps, self.gate, Evaluation())
+                await loop.run(steps, self.batches, Evaluation())
             return "summary"
 
         try:
@@ -130,7 +134,7 @@ def test_a_step_that_was_not_published_is_published_at_the_end(run_of):
     fake = FakeRun()
     with run_of(fake) as run:
         run.step(run.batch())
-    assert fake.gate.version == 1
+    assert fake.batches.version == 1
 
 
 def test_verbs_out_of_order_and_things_that_are_no_batch_are_refused(run_of):
@@ -152,7 +156,7 @@ def test_a_trainer_that_dies_costs_the_step_and_the_loop_goes_on(run_of):
         fake.events = None
         assert len(run.batch().trajectories) == 4
         run.step(batch())
-    assert fake.gate.version == 1
+    assert fake.batches.version == 1
 
 
 def test_an_error_in_the_block_ends_the_run_at_once(run_of):

@@ -70,7 +70,7 @@ EPISODES = (
 
 
 def made() -> tuple[EncodedBatch, list[CollectedGroup], SimpleNamespace]:
-    """Return a batch, its groups, and what the hooks ask the gate."""
+    """Return a batch, its groups, and what the hooks ask the step."""
     chunks = [encode_trajectory(episode) for episode in EPISODES]
     headers = [episode.header for episode in EPISODES]
     groups = [
@@ -84,11 +84,11 @@ def made() -> tuple[EncodedBatch, list[CollectedGroup], SimpleNamespace]:
         tuple(map(len, chunks)),
         np.array([7, 7, 9, 9]),
     )
-    return batch, groups, SimpleNamespace(step=5)
+    return batch, groups, 5
 
 
 def run(model: Path, tmp_path: Path, hooks: dict[str, str], use, timeout_s: float = 60):
-    """Return the result of ``use(hooked, batch, groups, gate)``, and the notes."""
+    """Return the result of ``use(hooked, batch, groups, step)``, and the notes."""
     notes: list[str] = []
 
     async def course():
@@ -104,8 +104,8 @@ def run(model: Path, tmp_path: Path, hooks: dict[str, str], use, timeout_s: floa
     return result, notes
 
 
-async def begun(hooked, batch, groups, gate):
-    return await hooked.begin(batch, groups, gate, 1.5)
+async def begun(hooked, batch, groups, step):
+    return await hooked.begin(batch, groups, step, 1.5)
 
 
 def test_rewards_of_a_hook_are_the_advantages_of_its_samples(model, tmp_path):
@@ -135,10 +135,10 @@ def test_live_trajectories_keep_what_they_have():
 
 
 def test_a_hook_that_logs_says_whether_ours_is_needed(model, tmp_path):
-    async def twice(hooked, batch, groups, gate):
+    async def twice(hooked, batch, groups, step):
         answers = []
         for _ in range(2):  # the second call finds what the first has left in the process
-            assert await hooked.begin(batch, groups, gate, 1.5) is batch
+            assert await hooked.begin(batch, groups, step, 1.5) is batch
             answers.append(await hooked.has_logged())
         return answers
 
@@ -162,10 +162,10 @@ FAILING = [("hangs", "has not returned within 1 s"), ("exits", "has ended")]
 
 @pytest.mark.parametrize(("name", "problem"), FAILING)
 def test_a_hook_that_logs_and_fails_is_a_note(model, tmp_path, name, problem):
-    async def begins(hooked, batch, groups, gate):
+    async def begins(hooked, batch, groups, step):
         answers = []
         for _ in range(1 if name == "hangs" else 2):  # a process that has ended is started again
-            assert await hooked.begin(batch, groups, gate, 1.5) is batch
+            assert await hooked.begin(batch, groups, step, 1.5) is batch
             answers.append(await hooked.has_logged())
         return answers
 
@@ -188,9 +188,9 @@ WRONG = {
 OF_DATA = ("other_tokens", "nothing_trained", "without_rewards")
 
 
-async def refused(hooked, batch, groups, gate) -> str:
+async def refused(hooked, batch, groups, step) -> str:
     with pytest.raises(HookProcessFailed) as raised:
-        await begun(hooked, batch, groups, gate)
+        await begun(hooked, batch, groups, step)
     return str(raised.value)
 
 
@@ -198,12 +198,12 @@ async def refused(hooked, batch, groups, gate) -> str:
 def test_what_is_no_training_data_is_an_error_by_the_name_of_the_hook(model, tmp_path, setting):
     names = [name for name in WRONG if (name in OF_DATA) == ("convert" in setting)]
 
-    async def all_refused(hooked, batch, groups, gate):
+    async def all_refused(hooked, batch, groups, step):
         errors = []
         for name in names:  # the process outlives an error
             for group in groups:
                 group.prompt = Prompt(group.id, "?", label=name)
-            errors.append(await refused(hooked, batch, groups, gate))
+            errors.append(await refused(hooked, batch, groups, step))
         return errors
 
     errors, _ = run(model, tmp_path, {setting: "named_by_label"}, all_refused)

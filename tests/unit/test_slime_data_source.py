@@ -154,7 +154,7 @@ def test_a_position_that_the_ledger_knows_and_the_file_does_not_is_an_error(tmp_
 def test_no_group_is_admitted_before_its_prompt_is_there(tmp_path):
     prompts = DrawnPrompts(tmp_path / FILE)
     gate = AdmissionGate(RolloutControl(1, 1), Intake(prompts), NoLedger(), Listener())
-    prompts.when_ready(gate.prompts_came)
+    prompts.when_ready(gate.notify)
 
     async def check() -> None:
         await gate.changed()  # what was there at the beginning

@@ -9,8 +9,8 @@ Within that, each collector holds as many episodes as its engines may run, and a
 collectors' processes: nothing of a user's code stands in the way of this loop.
 
 waits for       ``gate.changed``: slots or prompts may have come, or groups were given up
-unblocked by    ``gate.published`` (the slots of a batch), ``gate.filtered`` and ``gate.failed`` (the slot of
-                a group), ``gate.prompts_came`` (a data source), ``gate.restored`` (the trainer was)
+unblocked by    ``gate.trained`` (the slots of a batch), ``gate.filtered`` and ``gate.failed`` (the slot of
+                a group), ``gate.notify`` (a data source), ``gate.restored`` (the trainer was)
 """
 
 import asyncio

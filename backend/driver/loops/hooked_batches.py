@@ -17,7 +17,6 @@ import numpy as np
 from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collection.driver.collected_group import CollectedGroup
-from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.compat.hooks import (
     SERVE_BATCHES,
     BatchQuestion,
@@ -54,21 +53,22 @@ class HookedBatches:
         self._logging: asyncio.Task[bool] | None = None
 
     async def begin(
-        self, batch: EncodedBatch, groups: Sequence[CollectedGroup], gate: AdmissionGate, waited_s: float
+        self, batch: EncodedBatch, groups: Sequence[CollectedGroup], step: int, waited_s: float
     ) -> EncodedBatch:
-        """Return the batch as the hooks make it, and begin to log it. Live trajectories stay as they are.
+        """Return the batch of a step as the hooks make it, and begin to log it. Live trajectories stay as
+        they are.
 
         Raises HookProcessFailed.
         """
         await self._give_up()
         episodes = records_of(batch, groups)
-        data = await self._training_data(gate.step, episodes)
+        data = await self._training_data(step, episodes)
         if "custom_rollout_log_function" in self._paths:
             metrics = means_by_name(episode.header.metrics for episode in episodes)
             logged = self._logged(
                 BatchQuestion(
                     "custom_rollout_log_function",
-                    gate.step,
+                    step,
                     tuple(episodes),
                     metrics=metrics,
                     seconds=waited_s,

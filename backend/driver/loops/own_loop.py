@@ -17,7 +17,7 @@ from typing import Literal
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.driver.loops.evaluation import Evaluation
 from slipstream.backend.driver.loops.training import StepEvent, Steps
-from slipstream.rollout.collection.driver.gate import AdmissionGate
+from slipstream.rollout.collection.driver.batches import Batches
 
 Verb = Literal["go on", "evaluate", "end"]
 
@@ -44,7 +44,7 @@ class OwnLoop:
     """The loop of one run. ``call`` and ``stop`` may be called from any thread, the others by the run."""
 
     def __init__(self) -> None:
-        self.started: Future[AdmissionGate] = Future()
+        self.started: Future[Batches] = Future()
         """Done when engines and trainer are ready: the first step may begin."""
         self.total_steps = 0
         """Number of training steps of the run, which it knows before ``started``."""
@@ -69,14 +69,14 @@ class OwnLoop:
         """Begin: the run's event loop is running, and ``ask`` ends it."""
         self._loop, self._ask = asyncio.get_running_loop(), ask
 
-    async def run(self, steps: Steps, gate: AdmissionGate, evaluation: Evaluation | None) -> None:
+    async def run(self, steps: Steps, batches: Batches, evaluation: Evaluation | None) -> None:
         """Do what is asked until that is the end."""
         if not self.started.done():
-            self.started.set_result(gate)
-        while not gate.is_ended:
+            self.started.set_result(batches)
+        while not batches.is_ended:
             command = await self._commands.get()
             try:
-                answer = await _answer(command, steps, gate, evaluation)
+                answer = await _answer(command, steps, batches, evaluation)
             except Exception as error:
                 command.answer.set_exception(error)
                 raise
@@ -84,12 +84,12 @@ class OwnLoop:
 
 
 async def _answer(
-    command: _Command, steps: Steps, gate: AdmissionGate, evaluation: Evaluation | None
+    command: _Command, steps: Steps, batches: Batches, evaluation: Evaluation | None
 ) -> StepEvent | OwnEvaluation | None:
     if command.verb == "evaluate":
-        return OwnEvaluation(None if evaluation is None else await evaluation.run(gate.version))
+        return OwnEvaluation(None if evaluation is None else await evaluation.run(batches.core.version))
     if command.verb == "end":
-        gate.end()
+        batches.end()
         return None
     try:
         return await steps.asend(command.batch)

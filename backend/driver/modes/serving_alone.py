@@ -104,7 +104,7 @@ async def _serve(
         placement = place_engines(nodes, config)
         actors = EngineActors(config, placement, folder / LOGS, inputs.engine_model.path)
         roster = EngineRoster(
-            lambda: gate.served, limit=config.rollout.max_concurrent, epoch=state.ledger.epoch
+            lambda: gate.core.sampled_version, limit=config.rollout.max_concurrent, epoch=state.ledger.epoch
         )
         limits = EngineLimits.of(config, inputs.spec.geometry)
         live = live_users(config, limits, turns, new_key(), roster, folder / LOGS, listener.note)

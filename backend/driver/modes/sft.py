@@ -4,6 +4,7 @@ For the trainer a response is a trajectory with reward 1 that its present policy
 (``configs/supervised.py``). A reward model is trained by ``RewardModelRank`` on pairs of such trajectories.
 """
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.cluster.ray_cluster import ray_cluster
 from slipstream.backend.driver.loops.job_end import stop_after_s
 from slipstream.backend.driver.loops.stop import Stop, Stopped
+from slipstream.backend.driver.ports import RunPosition
 from slipstream.backend.driver.start.data_checks import example_checks, template_problems
 from slipstream.backend.driver.start.inputs import HfTokenizer, InputError, adapter_problems, read_tokenizer
 from slipstream.backend.driver.start.prepare import prepare_inputs
@@ -141,10 +143,11 @@ async def _run(
         stack.callback(trainer.kill)
         progress.phase("starting the trainer")
         await trainer.connect()
-        position = Position(config.rollout.batch_size)
+        position, ended = RunPosition(0, 0, 0, GroupCounts()), asyncio.Event()
         if checkpoint is not None:
             position.version = _unused_version(folder, checkpoint)
             position.step = await trainer.restore(checkpoint.path)
+            position.position = position.step * config.rollout.batch_size
             progress.note(f"resumed from step {position.step}")
         metrics.log(position.version, {"run/recipe": f"```yaml\n{recipe_text(config)}```"})
         checkpoints = TrainerCheckpoints(
@@ -157,8 +160,8 @@ async def _run(
             last_step=position.step,
         )
         try:
-            with stop.by("stopping behind this step; again to stop at once", position.end):
-                await _train(config, examples, trainer, position, checkpoints, metrics, progress)
+            with stop.by("stopping behind this step; again to stop at once", ended.set):
+                await _train(config, examples, trainer, position, ended, checkpoints, metrics, progress)
             await checkpoints.last(position)
         finally:
             await checkpoints.cancel()
@@ -167,26 +170,6 @@ async def _run(
         progress.phase("writing the trained model")
         await trainer.export_hf(folder / CHECKPOINT_HF)
     return folder / CHECKPOINT_HF
-
-
-@dataclass
-class Position:
-    """Position of a supervised run. For its checkpoints it is a run without groups."""
-
-    batch_size: int
-    version: int = 0
-    step: int = 0
-    ended: bool = False
-    counts = GroupCounts()
-
-    @property
-    def position(self) -> int:
-        """Number of examples drawn so far."""
-        return self.step * self.batch_size
-
-    def end(self) -> None:
-        """Begin no further step."""
-        self.ended = True
 
 
 @dataclass(frozen=True)
@@ -206,7 +189,8 @@ async def _train(
     config: RunConfig,
     examples: "EncodedExamples",
     trainer: RankedTrainer,
-    position: Position,
+    position: RunPosition,
+    ended: asyncio.Event,
     checkpoints: TrainerCheckpoints,
     metrics: MetricsLog,
     progress: Progress,
@@ -214,11 +198,13 @@ async def _train(
     skipped = SkippedUpdateLimit(config.run.max_skipped_updates, progress.note)
     steps, size = config.run.total_steps, config.rollout.batch_size
     first = position.step
-    while position.step < steps and not position.ended:
+    while position.step < steps and not ended.is_set():
         indices = range(position.position, position.position + size)
         pairs = [pair for index in indices for pair in examples.pairs_at(index)]
         trained = await trainer.learn(demonstrated(pairs, position.version))
-        position.version, position.step = position.version + 1, position.step + 1
+        position.version += 1
+        position.step += 1
+        position.position += size
         shown = {tag: value for tag, value in trained.items() if tag.startswith(METRICS)}
         metrics.log(position.version, {**shown, "train/step": position.step})
         if position.step in (first + 1, steps) or position.step % -(-steps // PROGRESS_LINES) == 0:

@@ -10,30 +10,18 @@ of their own.
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 from slipstream.backend.driver.start.feedback import Feedback
 from slipstream.backend.driver.start.inputs import Inputs
 from slipstream.backend.driver.start.resume import restore_collection
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collection.driver.assignments import Assignments
+from slipstream.rollout.collection.driver.batches import Batches
 from slipstream.rollout.collection.driver.gate import AdmissionGate
-from slipstream.rollout.control.core import RolloutControl
-from slipstream.rollout.ledger.rows.stored_turns import RecoveredTurns
+from slipstream.rollout.control.control_errors import UnknownVersion
 from slipstream.rollout.ledger.writing.writer import Ledger
+from slipstream.rollout.live.live_turns import LiveTurns
 from slipstream.rollout.prompts.sources.drawn_prompts import DrawnPrompts
-
-
-class Turns(Protocol):
-    """The turns of live users: ``rollout.live.turns.LiveTurns``."""
-
-    def hold(self) -> None:
-        """Record nothing until ``restored``."""
-        ...
-
-    def restored(self, core: RolloutControl, recovered: RecoveredTurns) -> None:
-        """Go on with ``core`` and ``recovered``."""
-        ...
 
 
 class Rewind:
@@ -45,10 +33,11 @@ class Rewind:
         inputs: Inputs,
         ledger: Ledger,
         gate: AdmissionGate,
+        batches: Batches,
         assignments: Assignments,
         feedback: Feedback,
         note: Callable[[str], None],
-        turns: Turns | None = None,
+        turns: LiveTurns | None = None,
         drawn: DrawnPrompts | None = None,
         when_done: Callable[[], None] = lambda: None,
     ) -> None:
@@ -59,6 +48,7 @@ class Rewind:
         self._inputs = inputs
         self._ledger = ledger
         self._gate = gate
+        self._batches = batches
         self._assignments = assignments
         self._feedback = feedback
         self._note = note
@@ -69,18 +59,22 @@ class Rewind:
     @property
     def step(self) -> int:
         """Number of training steps behind the version that the trainer holds."""
-        return self._gate.step
+        return self._gate.core.step
 
     def is_possible(self, version: int) -> bool:
         """True if the present weights are those of ``version`` or descend from them."""
-        return self._gate.descends_from(version)
+        core = self._gate.core
+        try:
+            return core.versions.is_ancestor(version, of=core.version)
+        except UnknownVersion:
+            return False
 
     async def copy_begins(self) -> int | None:
         """Return a new number for the trainer's weights, under which the engines must get them at once.
 
         None if the engines serve them already. Raises LedgerError.
         """
-        return None if self._gate.served == self._gate.version else await self._gate.copy_begins()
+        return None if self._gate.core.served is None else await self._batches.copy_begins()
 
     async def to(self, version: int) -> None:
         """Go back to ``version``. Raises LedgerError and CorruptRecord."""
@@ -99,10 +93,11 @@ class Rewind:
             self._ledger,
             recovered,
             self._feedback,
-            served=self._gate.served,
+            served=self._gate.core.sampled_version,
             drawn=self._drawn,
         )
-        self._gate.restored(collected.control, collected.intake, collected.groups.ready, recovered.failures)
+        self._gate.restored(collected.control, collected.intake, collected.groups.ready)
+        self._batches.restored(recovered.failures)
         self._assignments.restored(collected.groups.continued)
         if self._turns is not None:
             self._turns.restored(collected.control, recovered.live)
@@ -111,7 +106,7 @@ class Rewind:
             self._note(note)
         self._note(
             f"the trainer goes on from {collected.described()}; the engines serve version "
-            f"{self._gate.served} until version {collected.control.versions.next}"
+            f"{collected.control.sampled_version} until version {collected.control.versions.next}"
         )
         if was_open:
             self._assignments.open()

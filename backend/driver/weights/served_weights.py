@@ -23,13 +23,14 @@ from typing import Generic
 from slipstream.backend.batch.skipped import SkippedUpdate
 from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
 from slipstream.backend.cluster.trainer_failed import TrainerFailed
-from slipstream.backend.driver.ports import ClientT, ServingEngines, Trainer, VersionOwner
+from slipstream.backend.driver.ports import ClientT, ServingEngines, Trainer
 from slipstream.backend.driver.processes.devices import Devices, TrainerTurn
 from slipstream.backend.driver.weights.interrupted import InterruptedUpdates
 from slipstream.backend.driver.weights.skipped import skipped_in
 from slipstream.backend.driver.weights.trainer_life import TrainerLife
 from slipstream.backend.driver.weights.verification import Verifier, WeightsMismatch
 from slipstream.bridge.publish.report import PublishReport
+from slipstream.rollout.collection.driver.batches import Batches
 from slipstream.rollout.engine.client import EngineAddress
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class ServedWeights(Generic[ClientT]):
         trainer: Trainer,
         roster: ServingEngines[ClientT],
         devices: Devices,
-        owner: VersionOwner,
+        batches: Batches,
         *,
         verifier: Verifier | None = None,
         interrupted: InterruptedUpdates | None = None,
@@ -90,7 +91,7 @@ class ServedWeights(Generic[ClientT]):
         self._trainer = trainer
         self._roster = roster
         self._devices = devices
-        self._owner = owner
+        self._batches = batches
         self._verifier = verifier
         self._interrupted = interrupted
         self._starts_served = starts_served
@@ -117,7 +118,7 @@ class ServedWeights(Generic[ClientT]):
         """Train one step before the block, which publishes its result as ``version`` (``publish``).
 
         No engine starts to serve before the block has ended. Raises TrainerFailed; the version is published
-        nevertheless if the owner has moved to it.
+        nevertheless if the run has moved to it.
         """
         async with self._moving:
             async with AsyncExitStack() as verification, self.trainers_turn() as turn:
@@ -159,7 +160,7 @@ class ServedWeights(Generic[ClientT]):
         try:
             yield
         finally:
-            if self._owner.served == version:
+            if self._batches.core.sampled_version == version:
                 verifying = self._verify(verifier, version, expected)
                 self._verdict = asyncio.create_task(verifying, name=f"verdict on version {version}")
             else:
@@ -206,10 +207,10 @@ class ServedWeights(Generic[ClientT]):
                 self._trainer.kill()
                 self.life.fail(error)
                 if self._interrupted is not None:  # else its next update could not begin
-                    await self._interrupted.ended(self._owner.version, [engine])
+                    await self._interrupted.ended(self._batches.core.version, [engine])
 
     async def _bring_up_to_date(self, engine: EngineAddress, admit: Callable[[], None]) -> str | None:
-        version = self._owner.version
+        version = self._batches.core.version
         expected: list[float] = []
         async with self.trainers_turn(engine):
             if version > 0 or not self._starts_served:
@@ -239,7 +240,7 @@ class ServedWeights(Generic[ClientT]):
         for client in list(self._roster.clients):
             if client.name in report.failed:
                 self._roster.condemn(client, report.failed[client.name])
-        self._owner.published(version)
+        self._batches.published(version)
         self._roster.announce()
         return report
 
@@ -250,7 +251,7 @@ class ServedWeights(Generic[ClientT]):
         """
         if self._interrupted is None:
             return
-        stock = await self._interrupted.ended(self._owner.served, addresses)
+        stock = await self._interrupted.ended(self._batches.core.sampled_version, addresses)
         for client in list(self._roster.clients):
             if client.name in stock.failed:
                 self._roster.condemn(client, stock.failed[client.name])

@@ -331,8 +331,9 @@ class Assignments:
         group.samples[event.sample] = sample
         if event.kind != PIECE and not was_whole:
             group.unanswered -= 1
-            if not group.unanswered and any(each and each.state == ANSWERED for each in group.samples):
-                self._gate.judging(event.group)
+            waits = not group.unanswered and any(each and each.state == ANSWERED for each in group.samples)
+            if waits and self._gate.core.is_open(event.group):
+                self._gate.core.judging(event.group)
 
     def _add_piece(self, sample: OpenSample, key: int, event: Event, ref: bytes) -> None:
         if sample.is_whole or event.base > len(sample.pieces) or not ref:
