@@ -66,10 +66,10 @@ class PassForEach(Ours):
 
     def __init__(self, config: RunConfig, first: TrainBatch) -> None:
         super().__init__(config, first)
-        from slipstream.backend.trainer import scoring
+        from slipstream.backend.trainer import rank
 
         # The process has no other trainer.
-        scoring.first_recomputed = lambda config: 0
+        rank.first_recomputed = lambda actor, hooks: 0
 
 
 RECOMPUTED = {"recompute_logprobs": True, "interpolate_logprobs": False}

@@ -95,7 +95,7 @@ class LiveRun:
     def __init__(self, folder: Path, model: Path, engines: Sequence[str], **settings: Any) -> None:
         """``settings``: of the recipe's section ``gateway``."""
         self.config = recipe(folder, model, **settings)
-        self.key = add_key(keys_file(self.config), "ann")
+        self.key = add_key(keys_file(self.config.gateway, self.config.run.folder), "ann")
         assert self.config.gateway is not None
         self.processes = self.config.gateway.processes
         self.url = f"http://127.0.0.1:{self.config.gateway.port}"
@@ -229,7 +229,7 @@ async def _drive(task: LiveRunTask) -> None:
         print(text, file=sys.stderr, flush=True)
 
     def command(number: int) -> list[str]:
-        whole = gateway_command(config, number, CONTEXT)
+        whole = gateway_command(config.gateway, config.run.folder, config.model.path, number, CONTEXT)
         return [*whole[:-1], json.dumps({**json.loads(whole[-1]), "linger_s": LINGER_S})]
 
     commands = [command(number) for number in range(gateway.processes)]

@@ -12,6 +12,7 @@ from slipstream.backend.cluster.trainer_actor import TrainerActor
 from slipstream.bridge.engine.orders import TAKE
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.judge import OwnEngines
+from slipstream.rollout.collection.collector.spec import CollectorSpec
 from slipstream.rollout.engine.actor import EngineActor
 from slipstream.rollout.engine.adapters import AdapterServing
 from slipstream.rollout.engine.server_process import LIVE_SERVER_ARGS, ReplicaSpec
@@ -53,8 +54,9 @@ def create_ranks(
 class CollectorActors:
     """Makes the actor of any collector of a run, as often as it is needed."""
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, config: RunConfig) -> None:
         self._nodes = placement.collectors
+        self._config = config
 
     @property
     def count(self) -> int:
@@ -65,6 +67,10 @@ class CollectorActors:
         """Return the handle of a new actor for collector ``number``."""
         options = on_node(self._nodes[number], gpus=0, cpus=0)
         return cast(CollectorHandle, ray.remote(CollectorActor).options(**options).remote())
+
+    async def collect(self, actor: CollectorHandle, spec: CollectorSpec) -> None:
+        """Have an actor collect until its connection ends. Raises Ray's errors."""
+        await actor.collect.remote(spec, self._config)
 
 
 class EngineActors:
@@ -127,7 +133,9 @@ class EngineActors:
                 start_timeout_s=engine.start_timeout_s,
                 shared_gpus=shared_gpus,
                 environment=(
-                    gpu_environment.environment(config, "engines") if placement.device == "cuda" else {}
+                    gpu_environment.environment(engine, config.actor.parallel, "engines")
+                    if placement.device == "cuda"
+                    else {}
                 ),
                 replica=None if self._adapters is not None else replica_of(config),
                 adapters=self._adapters,
@@ -153,6 +161,7 @@ class JudgeEngineActors:
         """Return the handle of a new actor for engine ``number``."""
         config, engines, placement = self._config, self._engines, self._placement
         on_gpus = placement.device == "cuda"
+        environment = gpu_environment.environment(config.rollout.engine, config.actor.parallel, "engines")
         actor = (
             ray.remote(EngineActor)
             .options(
@@ -172,7 +181,7 @@ class JudgeEngineActors:
                 log_folder=str(self._logs),
                 loopback=config.cluster.type == "local",
                 start_timeout_s=engines.start_timeout_s,
-                environment=gpu_environment.environment(config, "engines") if on_gpus else {},
+                environment=environment if on_gpus else {},
             )
         )
         return cast(EngineServerActor, actor)

@@ -37,6 +37,12 @@ class Placement:
     """Nodes of the judge's own engines."""
 
 
+def actor_count(config: RunConfig) -> int:
+    """Return the number of trainer ranks and engines, those of the judge included."""
+    judge = own_engines(config.judge)
+    return config.actor.parallel.world_size + config.rollout.engine.count + (judge.count if judge else 0)
+
+
 def place(nodes: Sequence[Node], config: RunConfig, *, trains: bool = True) -> Placement:
     """Place trainer ranks on the first nodes and engines on the nodes after them; a single node is shared.
 

@@ -17,8 +17,7 @@ from slipstream.backend.cluster.object_store import (
     too_small,
 )
 from slipstream.backend.cluster.placement import Node
-from slipstream.configs.schema import RunConfig
-from slipstream.configs.schema.judge import own_engines
+from slipstream.configs.schema.run import Cluster
 from slipstream.rollout.system.temporary import OwnedFolder
 
 TEMPORARY = Path("/tmp")
@@ -30,27 +29,30 @@ class ClusterError(RuntimeError):
 
 
 @contextmanager
-def ray_cluster(config: RunConfig, *, batch_bytes: int, note: Callable[[str], None]) -> Iterator[list[Node]]:
+def ray_cluster(
+    cluster: Cluster, name: str, actors: int, *, batch_bytes: int, note: Callable[[str], None]
+) -> Iterator[list[Node]]:
     """Connect to Ray and give its nodes. A cluster started here ends on exit, with all of its files.
 
-    ``batch_bytes``: size of the largest batch. ``note``: tells the user something.
+    ``name``: of the run. ``actors``: number of actors with a CPU (``actor_count``). ``batch_bytes``: size of
+    the largest batch. ``note``: tells the user something.
     """
-    _check_address(config)
+    _check_address(cluster)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     with ExitStack() as stack:
-        if config.cluster.type == "local":
-            folder = OwnedFolder(TEMPORARY, f"ray-{config.run.name:.8}")
+        if cluster.type == "local":
+            folder = OwnedFolder(TEMPORARY, f"ray-{name:.8}")
             stack.callback(folder.remove)
             stack.enter_context(guarded(folder.path))
         stack.callback(ray.shutdown)
-        if config.cluster.type == "local":
-            _start_local(config, folder.path, batch_bytes, note)
+        if cluster.type == "local":
+            _start_local(actors, folder.path, batch_bytes, note)
         else:
             _join_job()
         if threading.current_thread() is threading.main_thread():  # no other thread has signals
             signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts in one that exits without cleaning up
         alive = [node for node in ray.nodes() if node["Alive"]]
-        if config.cluster.type == "slurm":
+        if cluster.type == "slurm":
             smallest = min(int(node["Resources"].get("object_store_memory", 0)) for node in alive)
             if message := too_small(smallest, batch_bytes):
                 note(message)
@@ -60,22 +62,19 @@ def ray_cluster(config: RunConfig, *, batch_bytes: int, note: Callable[[str], No
         ]
 
 
-def driver_address(config: RunConfig) -> str:
+def driver_address(cluster: Cluster) -> str:
     """Return the address of this node by which the run's other processes reach it."""
-    return "127.0.0.1" if config.cluster.type == "local" else ray.util.get_node_ip_address()
+    return "127.0.0.1" if cluster.type == "local" else ray.util.get_node_ip_address()
 
 
-def _start_local(config: RunConfig, folder: Path, batch_bytes: int, note: Callable[[str], None]) -> None:
-    judge = own_engines(config.judge)
+def _start_local(actors: int, folder: Path, batch_bytes: int, note: Callable[[str], None]) -> None:
     store = object_store(batch_bytes, shared_memory=free_shared_memory(), memory=free_memory())
     if store.note:
         note(store.note)
     ray.init(
         address="local",
         # Logical CPUs: on a small machine trainer and engines share the cores.
-        num_cpus=config.actor.parallel.world_size
-        + config.rollout.engine.count
-        + (judge.count if judge else 0),
+        num_cpus=actors,
         object_store_memory=store.size,
         include_dashboard=False,
         log_to_driver=False,
@@ -86,15 +85,15 @@ def _start_local(config: RunConfig, folder: Path, batch_bytes: int, note: Callab
     )
 
 
-def _check_address(config: RunConfig) -> None:
+def _check_address(cluster: Cluster) -> None:
     """Raise ClusterError if RAY_ADDRESS does not fit the recipe."""
     address = os.environ.get("RAY_ADDRESS")
-    if config.cluster.type == "slurm" and not address:
+    if cluster.type == "slurm" and not address:
         raise ClusterError(
             "cluster.type is slurm, but RAY_ADDRESS is not set: "
             'launch with `sbatch "$(slipstream slurm-script)" RECIPE`'
         )
-    if config.cluster.type == "local" and address:
+    if cluster.type == "local" and address:
         # Ray has been imported without the settings that close a local cluster to others (configured_ray).
         raise ClusterError(
             f"cluster.type is local, but RAY_ADDRESS is set to {address}: unset it to run on this machine, "

@@ -48,7 +48,8 @@ class TrainerActor:
         if self._device == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
         else:
-            os.environ.update(gpu_environment.environment(self._config, "trainer"))
+            engine, parallel = self._config.rollout.engine, self._config.actor.parallel
+            os.environ.update(gpu_environment.environment(engine, parallel, "trainer"))
         os.environ.update(process_group_variables(self._address()))
         with kept_for_good():
             from slipstream.backend.megatron.parallel import RankSpec

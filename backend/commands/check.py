@@ -8,7 +8,7 @@ from pathlib import Path
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.memory.activations import Kernels
 from slipstream.backend.memory.engine_memory import EngineMemory, engine_memory
-from slipstream.backend.memory.trainer_memory import RUNTIME, StageMemory, trainer_memory
+from slipstream.backend.memory.trainer_memory import RUNTIME, StageMemory, tokens_of, trainer_memory
 from slipstream.backend.memory.verdict import GIB, judge_misfits, misfits
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
@@ -101,8 +101,8 @@ def check(config: RunConfig, *, weights: bool = True, supervised: Supervised | N
             notes += quantization_notes(config, plan.export.spec, has_engines=supervised is None)
             problems += engine_problems(config, plan.export.spec)
             problems += adapter_problems(config, plan.export.spec)
-            problems += misfits(config, plan.stages, plan.engine, plan.gpu_memory)
-            problems += judge_misfits(config, plan.gpu_memory)
+            problems += misfits(plan.stages, plan.engine, config.rollout.engine.ranks, plan.gpu_memory)
+            problems += judge_misfits(config.judge, plan.gpu_memory)
         except WrongInput as error:
             problems.append(str(error))
         if supervised is None:
@@ -134,10 +134,21 @@ def planned(config: RunConfig, *, supervised: bool = False) -> Planned:
     try:
         spec = model_spec(config.model.path, plugins.resolved(config.model.families))
         layers = layer_spec_on_gpus(config.actor, config.model.dtype, spec.geometry) if for_gpus else None
-        export = export_plan(config, spec, layers=layers)
-        stages = trainer_memory(config, export, kernels, runtime=RUNTIME if on_gpus else 0)
-        engine = None if supervised else engine_memory(config, spec, _gpu_memory(config))
-        return Planned(config, export, stages, engine)
+        actor, dtype, transport = config.actor, config.model.dtype, config.weights.transport
+        engine = config.rollout.engine
+        export = export_plan(actor, dtype, transport, spec, layers=layers)
+        stages = trainer_memory(
+            actor,
+            config.critic,
+            dtype,
+            export,
+            tokens_of(actor, config.rollout.sampling.max_new_tokens),
+            kernels,
+            quantizes=engine.quantization is not None,
+            runtime=RUNTIME if on_gpus else 0,
+        )
+        memory = None if supervised else engine_memory(engine, transport, dtype, spec, _gpu_memory(config))
+        return Planned(config, export, stages, memory)
     except (UnsupportedModel, plugins.PluginError) as error:
         raise WrongInput(f"model.path: {error}") from None
     except UnevenSplit as error:

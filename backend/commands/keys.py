@@ -20,7 +20,8 @@ def file_of(where: str) -> Path:
     if where.endswith(".json"):
         return Path(where)
     try:
-        return keys_file(load_recipe(Path(where), []))
+        config = load_recipe(Path(where), [])
+        return keys_file(config.gateway, config.run.folder)
     except KeysError as error:
         raise WrongInput(f"{where}: {error}") from None
 

@@ -209,6 +209,7 @@ def _environment(planned: Planned) -> list[SharedVariable]:
     if planned.config.cluster.device == "cpu":
         return []
     sides = {"trainer"} if planned.engine is None else {"trainer", "engines"}
+    engine, parallel = planned.config.rollout.engine, planned.config.actor.parallel
     return [
         {
             "name": variable.name,
@@ -216,7 +217,7 @@ def _environment(planned: Planned) -> list[SharedVariable]:
             "processes": [side for side in variable.who if side in sides],
             "reason": variable.why,
         }
-        for variable in gpu_environment.variables(planned.config)
+        for variable in gpu_environment.variables(engine, parallel)
         if sides.intersection(variable.who)
     ]
 
@@ -298,10 +299,11 @@ def _print_memory(planned: Planned, console: Console) -> None:
         columns[name] = lambda row, name=name: _gib(row[1].get(name))
     console.print(rows_table("memory, estimated", rows.items(), columns))
     actor, layout = planned.config.actor, planned.export.layout
+    new_tokens = planned.config.rollout.sampling.max_new_tokens
     fits = "" if gpu is None else f"{_gib(worst.peak)} of {_gib(gpu)} GiB, {_verdict(worst.peak, gpu)}; "
     _line(
         console,
-        f"trainer: {fits}micro-batches of {tokens_of(planned.config):,} tokens on a rank, recompute "
+        f"trainer: {fits}micro-batches of {tokens_of(actor, new_tokens):,} tokens on a rank, recompute "
         f"{actor.recompute}, layers of {layout.layer_spec}",
     )
     if planned.engine is not None:
@@ -439,7 +441,7 @@ def _print_weights(planned: Planned, document: PlanDocument, console: Console) -
     _line(
         console,
         f"\n{_size(document['bytes'])} of HF tensors leave through rank {SENDER} in {len(plan.buckets)} "
-        f"buckets, at most {bucket_mb(config)} MB each unless a tensor is larger",
+        f"buckets, at most {bucket_mb(config.weights.transport)} MB each unless a tensor is larger",
     )
     rows: list[tuple[object, ...]] = [
         (

@@ -64,7 +64,7 @@ def check_start(config: RunConfig, where: StartPlace | None = None, *, place: Pl
         *_no_time(config, where),
         *_wrong_address(config, where),
         *_unreadable_keys(config),
-        *missing_packages(config),
+        *missing_packages(config.log),
         *fp8_problems_of(config, on_gpus=where.has_gpus),
         *machine_problems(config, where.machine, place),
     ]
@@ -128,7 +128,7 @@ def _wrong_address(config: RunConfig, where: StartPlace) -> Iterator[str]:
 def _unreadable_keys(config: RunConfig) -> Iterator[str]:
     if config.gateway is not None:
         try:
-            read_keys(keys_file(config))
+            read_keys(keys_file(config.gateway, config.run.folder))
         except KeysError as error:
             yield f"gateway.keys: {error}"
 

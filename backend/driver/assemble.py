@@ -15,7 +15,7 @@ from slipstream.backend.cluster.actors import CollectorActors, EngineActors, cre
 from slipstream.backend.cluster.placement import Placement
 from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.driver.loops.evaluation import Evaluation
-from slipstream.backend.driver.loops.hooked_batches import HookedBatches, hooked_batches
+from slipstream.backend.driver.loops.hooked_batches import HookedBatches, sees_batches
 from slipstream.backend.driver.loops.live_users import LiveUsers
 from slipstream.backend.driver.ports import RunListener, RunTrainer
 from slipstream.backend.driver.processes.collectors import Collectors
@@ -24,7 +24,7 @@ from slipstream.backend.driver.processes.engines import EngineLimits, policy_eng
 from slipstream.backend.driver.processes.gateways import Gateways, gateway_command
 from slipstream.backend.driver.processes.judge_engines import judge_supervisor
 from slipstream.backend.driver.start.inputs import Inputs
-from slipstream.backend.driver.start.resume import RunState
+from slipstream.backend.driver.start.resume import RestoredCollection, RunState, restore_collection
 from slipstream.backend.driver.weights.checkpointing import TrainerCheckpoints
 from slipstream.backend.driver.weights.interrupted import InterruptedUpdates
 from slipstream.backend.driver.weights.ranked_trainer import RankedTrainer
@@ -50,6 +50,7 @@ from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.roster import FOLLOW_TIMEOUT_S, EngineRoster
 from slipstream.rollout.engine.serving import encoded
 from slipstream.rollout.engine.supervisor import Supervisor
+from slipstream.rollout.ledger.recovery import Recovered
 from slipstream.rollout.live.baseline import ScoreBaseline
 from slipstream.rollout.live.judging import LiveJudging
 from slipstream.rollout.live.live_turns import LiveTurns
@@ -141,13 +142,14 @@ def assemble(
     trainer = _trainer(config, placement, logs) if trains else _batch_saver(config)
     devices = _devices(config, trainer, roster)
     adapters = _adapters(config, inputs) if trains else None
-    limits = EngineLimits.of(config, inputs.spec.geometry, adapter=None if adapters is None else POLICY)
+    engine, adapter = config.rollout.engine, None if adapters is None else POLICY
+    limits = EngineLimits.of(engine, inputs.spec.geometry, config.run.step_timeout_s, adapter=adapter)
     verifier = _verifier(config, inputs, limits)
     starts_served = not trains or not _begins_with_adapter(config)
     weights = _weights(config, trainer, roster, devices, batches, verifier, note, starts_served=starts_served)
     actors = EngineActors(config, placement, logs, inputs.engine_model.path, adapters=adapters)
-    handles = policy_engines(config, actors, limits, trainer, devices)
-    restarts = config.rollout.engine.restarts
+    handles = policy_engines(engine, actors, limits, trainer, devices)
+    restarts = engine.restarts
     checkpoints = _checkpoints(config, state, trainer, weights, listener)
     questions = EvaluationTasks()
     samples = config.rollout.n_samples_per_prompt
@@ -158,11 +160,9 @@ def assemble(
     still_to_come()
     logged = config.log.episodes
     lost = None if logged is None else LostGroups(gate, assignments, ledger, logged.share, samples, note)
-    hooks = hooked_batches(config, logs, note)
-    feedback = state.feedback
-    rewind = Rewind(
-        config, inputs, ledger, gate, batches, assignments, feedback, note, turns, state.drawn, still_to_come
-    )
+    hooks = _hooks(config, logs, note)
+    restore = partial(_restored, config, inputs, state)
+    rewind = Rewind(config.rollout, restore, ledger, gate, batches, assignments, note, turns, still_to_come)
     silence_s = max(SILENCE_S, _patience_s(config))
     vocab = inputs.spec.geometry.vocab
     return Parts(
@@ -175,7 +175,15 @@ def assemble(
         controller=_controller(config),
         assignments=assignments,
         server=CollectorServer(key, assignments, questions, roster, ledger, silence_s=silence_s, lost=lost),
-        collectors=Collectors(config, CollectorActors(placement), logs, key, vocab, limits.max_length, note),
+        collectors=Collectors(
+            config.rollout.collector_restarts,
+            CollectorActors(placement, config),
+            logs,
+            key,
+            vocab,
+            limits.max_length,
+            note,
+        ),
         evaluation=_evaluation(config, inputs, gate, questions, listener, hooks),
         checkpoints=checkpoints,
         revival=Revival(
@@ -199,6 +207,21 @@ def _batches(
 ) -> Batches:
     live_wait_s = config.live.max_wait_s if config.live is not None else 0.0
     return Batches(gate, state.ledger, note, state.failures, turns, live_wait_s)
+
+
+def _restored(
+    config: RunConfig, inputs: Inputs, state: RunState, recovered: Recovered, served: int
+) -> RestoredCollection:
+    """Return what the run goes on with from ``recovered``, while the engines serve version ``served``."""
+    feedback, drawn = state.feedback, state.drawn
+    return restore_collection(config, inputs, state.ledger, recovered, feedback, served=served, drawn=drawn)
+
+
+def _hooks(config: RunConfig, logs: Path, note: Callable[[str], None]) -> HookedBatches | None:
+    hooks = config.rollout.hooks
+    if hooks is None or not sees_batches(hooks):
+        return None
+    return HookedBatches(hooks, config.model_dump_json().encode(), logs, note)
 
 
 def _patience_s(config: RunConfig) -> float:
@@ -324,7 +347,7 @@ def _begins_with_adapter(config: RunConfig) -> bool:
 def _batch_saver(config: RunConfig) -> RunTrainer:
     from slipstream.backend.driver.weights.batch_saver import BatchSaver  # imports torch
 
-    return BatchSaver(config)
+    return BatchSaver(config.weights, config.log.episodes, config.run.folder, config.model.path)
 
 
 def _drawing(
@@ -333,8 +356,10 @@ def _drawing(
     if state.drawn is None:
         return None
     state.drawn.when_ready(gate.notify)
-    if config.rollout.data_source is not None:
-        return own_drawing(config, state.drawn, logs, ahead=state.control.capacity)
+    if (source := config.rollout.data_source) is not None:
+        return own_drawing(
+            source, state.drawn, logs, ahead=state.control.capacity, timeout_s=config.run.batch_timeout_s
+        )
     drawing = hook_drawing(config, state.drawn, logs, ahead=state.control.capacity, note=note)
     gate.when_lost(drawing.lost)
     return drawing
@@ -365,8 +390,10 @@ def live_users(
 ) -> LiveUsers:
     """Make the live loop of a run with a gateway. ``key``: secret of the run."""
     assert config.gateway is not None
-    gateway, live, run = config.gateway, config.live, config.run.folder
-    commands = [gateway_command(config, number, limits.max_length) for number in range(gateway.processes)]
+    gateway, live, run, model = config.gateway, config.live, config.run.folder, config.model.path
+    commands = [
+        gateway_command(gateway, run, model, number, limits.max_length) for number in range(gateway.processes)
+    ]
     judging = None
     if live is not None and live.train:
         judges = partial(
@@ -376,7 +403,7 @@ def live_users(
             logs,
             "live",
             of_turns=True,
-            model=named_model(config),
+            model=named_model(config.judge, config.model),
             engines=_askable(config, roster),
         )
         judging = LiveJudging(config.judge, live.judging, turns.verdicts, judges, note)

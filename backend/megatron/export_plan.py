@@ -6,24 +6,31 @@ from slipstream.bridge.hf.index import ITEMSIZE
 from slipstream.bridge.model.layout import LayerSpec, Layout
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.plan import ExportPlan, make_plan
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import ActorConfig, TransportConfig
 
 EXPORT_BUCKET_MB = 256
 """Size of a bucket where only files are written: the engines get their weights shard by shard."""
 
 
-def bucket_mb(config: RunConfig) -> int:
+def bucket_mb(transport: TransportConfig) -> int:
     """Return the size of the buckets in which whole HF tensors leave the trainer, in MiB."""
-    transport = config.weights.transport
     return EXPORT_BUCKET_MB if transport.type == "shards" else transport.bucket_mb
 
 
-def export_plan(config: RunConfig, spec: ModelSpec, *, layers: LayerSpec | None = None) -> ExportPlan:
+def export_plan(
+    actor: ActorConfig,
+    dtype: str,
+    transport: TransportConfig,
+    spec: ModelSpec,
+    *,
+    layers: LayerSpec | None = None,
+) -> ExportPlan:
     """Return the export plan of the recipe's layout. Raises UnevenSplit and UnsupportedModel.
 
-    layers: the layer spec of the ranks; None: the one that ``actor.layer_spec`` gives on this machine.
+    ``dtype``: that of the weights, by torch's name. ``layers``: the layer spec of
+    the ranks; None: the one that ``actor.layer_spec`` gives on this machine.
     """
-    layers = layers or layer_spec(config.actor, config.model.dtype, spec.geometry)
-    layout = Layout.of(config.actor.parallel, layers)
+    layers = layers or layer_spec(actor, dtype, spec.geometry)
+    layout = Layout.of(actor.parallel, layers)
     require_supported(spec.geometry, layout)
-    return make_plan(spec, layout, bucket_mb(config) * 2**20, ITEMSIZE[config.model.dtype])
+    return make_plan(spec, layout, bucket_mb(transport) * 2**20, ITEMSIZE[dtype])

@@ -26,7 +26,7 @@ from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.mapping import is_attention
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.plan import entries
-from slipstream.configs.schema import EngineConfig, RunConfig
+from slipstream.configs.schema import EngineConfig, TransportConfig
 
 MIB = 2**20
 RESERVED = 512 * MIB
@@ -72,9 +72,13 @@ class EngineMemory:
         return max(self.pool, 0) // self.token * self.caches
 
 
-def engine_memory(config: RunConfig, spec: ModelSpec, gpu: int | None) -> EngineMemory:
-    """Return the memory of an engine rank. ``gpu``: bytes of the GPU's memory, None if unknown."""
-    engine, itemsize = config.rollout.engine, ITEMSIZE[config.model.dtype]
+def engine_memory(
+    engine: EngineConfig, transport: TransportConfig, dtype: str, spec: ModelSpec, gpu: int | None
+) -> EngineMemory:
+    """Return the memory of an engine rank. ``dtype``: that of the model, by torch's name. ``gpu``: bytes of
+    the GPU's memory, None if unknown.
+    """
+    itemsize = ITEMSIZE[dtype]
     geometry, layers = spec.geometry, stage_sizes(spec.geometry.n_layers, engine.pipeline_parallel)
     held = max(_held(spec, engine, layers), key=lambda stage: stage.bytes(itemsize))
     parameters, weights = held.elements, held.bytes(itemsize) + _passed_through(spec) * itemsize
@@ -82,26 +86,25 @@ def engine_memory(config: RunConfig, spec: ModelSpec, gpu: int | None) -> Engine
     reserved, pool = 0, None
     if gpu is not None:
         fraction = engine.args.get("mem_fraction_static")
-        reserved = round((1 - fraction) * gpu) if isinstance(fraction, float) else _left_free(config)
-        pool = round((gpu - reserved - weights) * _cache_share(config, geometry))
+        reserved = round((1 - fraction) * gpu) if isinstance(fraction, float) else _left_free(engine)
+        pool = round((gpu - reserved - weights) * _cache_share(engine, geometry))
         most = engine.args.get("max_total_tokens")
         pool = min(pool, most * token) if isinstance(most, int) else pool
-    staging = _staging(config, spec, itemsize)
+    staging = _staging(transport, spec, itemsize)
     return EngineMemory(parameters, weights, token, staging, pool, reserved, caches=engine.data_parallel)
 
 
-def _staging(config: RunConfig, spec: ModelSpec, itemsize: int) -> int:
+def _staging(transport: TransportConfig, spec: ModelSpec, itemsize: int) -> int:
     """Return the bytes that an update takes beside the weights."""
-    transport = config.weights.transport
     if transport.type == "shards":
         return WINDOW * transport.packed_mb * MIB
     largest = max(sum(map(prod, entry.hf_shapes)) for entry in entries(spec, Layout())) * itemsize
     return max(transport.bucket_mb * MIB, largest)
 
 
-def _cache_share(config: RunConfig, geometry: Geometry) -> float:
+def _cache_share(engine: EngineConfig, geometry: Geometry) -> float:
     """Return the share of the pool that the KV cache has."""
-    ratio = config.rollout.engine.args.get("mamba_full_memory_ratio")
+    ratio = engine.args.get("mamba_full_memory_ratio")
     ratio = ratio if isinstance(ratio, int | float) else STATE_RATIO
     return 1 / (1 + ratio) if geometry.delta_layers else 1.0
 
@@ -192,8 +195,7 @@ def _passed_through(spec: ModelSpec) -> int:
     return sum(prod(tensor.shape) for name, tensor in stored.items() if name.startswith(prefixes))
 
 
-def _left_free(config: RunConfig) -> int:
-    engine = config.rollout.engine
+def _left_free(engine: EngineConfig) -> int:
     graph = 256 if engine.tensor_parallel < 4 else 512
     prefill = engine.args.get("chunked_prefill_size")
     tokens = prefill if isinstance(prefill, int) and prefill > 0 else PREFILL_TOKENS

@@ -33,7 +33,7 @@ from slipstream.bridge.model.geometry import Geometry
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.spec import value_spec
 from slipstream.bridge.shards.plan import SENDER, STAGING_DIVISOR, ExportPlan
-from slipstream.configs.schema import ActorConfig, OptimizerConfig, RunConfig
+from slipstream.configs.schema import ActorConfig, CriticConfig, OptimizerConfig
 
 
 def parts_in_flight(stage: int, stages: int, chunks: int) -> list[int]:
@@ -97,22 +97,35 @@ class StageMemory:
 
 
 def trainer_memory(
-    config: RunConfig, plan: ExportPlan, kernels: Kernels = "fused", *, runtime: int = RUNTIME
+    actor: ActorConfig,
+    critic: CriticConfig | None,
+    dtype: str,
+    plan: ExportPlan,
+    tokens: int,
+    kernels: Kernels = "fused",
+    *,
+    quantizes: bool = False,
+    runtime: int = RUNTIME,
 ) -> list[StageMemory]:
-    """Return the memory of a rank of each pipeline stage. Raises UnevenSplit."""
-    spec, layout, actor = plan.spec, plan.layout, config.actor
+    """Return the memory of a rank of each pipeline stage. Raises UnevenSplit.
+
+    ``dtype``: that of the model, by torch's name. ``tokens``: of the largest micro-batch (``tokens_of``).
+    ``quantizes``: engines get quantized weights.
+    """
+    spec, layout = plan.spec, plan.layout
     # Two buckets are exported; what is quantized of them does not share their memory.
-    copies = 2 if config.rollout.engine.quantization is None else 4
-    itemsize = ITEMSIZE[config.model.dtype]
+    copies = 4 if quantizes else 2
+    itemsize = ITEMSIZE[dtype]
     policy = stage_parameters(spec, layout, actor.lora)
-    critic = stage_parameters(value_spec(spec), layout) if config.critic else None
+    of_critic = stage_parameters(value_spec(spec), layout) if critic else None
+    sharing = sharing_of(actor, layout, itemsize, kernels)
     stages: list[StageMemory] = []
     for stage, held in enumerate(policy):
-        kept, work = _activations(config, spec.geometry, layout, stage, kernels)
+        kept, work = _activations(actor, spec.geometry, layout, stage, sharing, tokens)
         weights, gradients, optimizer = _state(held, layout, actor.optimizer, itemsize, stage)
         values = 0
-        if critic is not None and config.critic is not None:
-            values = sum(_state(critic[stage], layout, config.critic.optimizer, itemsize, stage))
+        if critic is not None and of_critic is not None:
+            values = sum(_state(of_critic[stage], layout, critic.optimizer, itemsize, stage))
         stages.append(
             StageMemory(
                 stage=stage,
@@ -123,7 +136,7 @@ def trainer_memory(
                 critic=values,
                 activations=kept,
                 work=work,
-                frozen=held.total * itemsize if _scores(config) else 0,
+                frozen=held.total * itemsize if _scores(actor) else 0,
                 transfer=_transfer(plan, itemsize, stage, copies),
                 runtime=runtime,
             )
@@ -131,8 +144,8 @@ def trainer_memory(
     return stages
 
 
-def _scores(config: RunConfig) -> bool:
-    return config.actor.kl is not None or config.actor.teacher_model is not None
+def _scores(actor: ActorConfig) -> bool:
+    return actor.kl is not None or actor.teacher_model is not None
 
 
 def _state(
@@ -163,14 +176,13 @@ def _state(
     return weights, gradients, state
 
 
-def tokens_of(config: RunConfig) -> int:
+def tokens_of(actor: ActorConfig, new_tokens: int) -> int:
     """Return the tokens of the largest micro-batch, on the ranks that share a context.
 
     A trajectory that is longer than the budget has a micro-batch of its own. The lengths of prompts are
-    unknown; a completion alone may take ``rollout.sampling.max_new_tokens``.
+    unknown; a completion alone may take ``new_tokens``.
     """
-    longest = max(config.actor.microbatch_tokens, config.rollout.sampling.max_new_tokens)
-    return ceil(longest / config.actor.parallel.context)
+    return ceil(max(actor.microbatch_tokens, new_tokens) / actor.parallel.context)
 
 
 def sharing_of(actor: ActorConfig, layout: Layout, itemsize: int, kernels: Kernels) -> Sharing:
@@ -187,11 +199,9 @@ def sharing_of(actor: ActorConfig, layout: Layout, itemsize: int, kernels: Kerne
 
 
 def _activations(
-    config: RunConfig, geometry: Geometry, layout: Layout, stage: int, kernels: Kernels
+    actor: ActorConfig, geometry: Geometry, layout: Layout, stage: int, sharing: Sharing, tokens: int
 ) -> tuple[int, int]:
     """Return the bytes that are kept for the backward pass, and those of the work besides."""
-    actor, tokens = config.actor, tokens_of(config)
-    sharing = sharing_of(actor, layout, ITEMSIZE[config.model.dtype], kernels)
 
     def kind_of(layer: int) -> tuple[bool, bool]:
         return geometry.has_experts(layer), geometry.delta_of(layer) is not None

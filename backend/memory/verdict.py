@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 from slipstream.backend.memory.engine_memory import EngineMemory
 from slipstream.backend.memory.trainer_memory import StageMemory
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import Judge
 from slipstream.configs.schema.judge import OwnEngines, own_engines
 
 GIB = 2**30
 
 
 def misfits(
-    config: RunConfig, stages: Sequence[StageMemory], engine: EngineMemory | None, gpu_memory: int | None
+    stages: Sequence[StageMemory], engine: EngineMemory | None, ranks: int, gpu_memory: int | None
 ) -> list[str]:
     """Return a line for everything that is too large; none if the bytes of a GPU's memory are not known.
 
@@ -32,7 +32,6 @@ def misfits(
             "actor.optimizer.distributed"
         )
     if engine is not None and engine.pool is not None and engine.pool <= 0:
-        ranks = config.rollout.engine.ranks
         problems.append(
             f"rollout.engine.tensor_parallel: the weights take {engine.weights / GIB:.1f} GiB on each of the "
             f"{ranks} ranks of an engine, which leaves no room for a KV cache: a GPU has {memory:g} GiB "
@@ -42,9 +41,9 @@ def misfits(
     return problems
 
 
-def judge_misfits(config: RunConfig, gpu_memory: int | None) -> list[str]:
+def judge_misfits(judge: Judge, gpu_memory: int | None) -> list[str]:
     """Return a line if the weights of the judge's own engines alone are too large for a GPU."""
-    engines = own_engines(config.judge)
+    engines = own_engines(judge)
     if engines is None or gpu_memory is None or (weights := judge_weights(engines)) < gpu_memory:
         return []
     return [

@@ -9,6 +9,7 @@ Legend: T tokens of a trajectory, M tokens with loss of a micro-batch.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.trainer.prepared import PreparedMicroBatch
-from slipstream.configs.schema import EpisodeLogConfig, RunConfig
+from slipstream.configs.schema import EpisodeLogConfig
 from slipstream.rollout.ledger.episode_log.files import EPISODES, EpisodeFiles, open_files
 from slipstream.rollout.ledger.episode_log.rows import (
     SAVED,
@@ -103,13 +104,17 @@ class EpisodeLog:
         self._files.append(step, [episode_row(episode, text, most) for episode in episodes])
 
 
-def open_episode_log(config: RunConfig, *, writer: int, writers: int) -> EpisodeLog | None:
-    """Return the log of data-parallel rank ``writer``; None: the recipe asks for none."""
-    settings = config.log.episodes
+def open_episode_log(
+    settings: EpisodeLogConfig | None, run: Path, model: Path, *, writer: int, writers: int
+) -> EpisodeLog | None:
+    """Return the log of data-parallel rank ``writer`` in the folder ``run``; None: the recipe asks for none.
+
+    ``model``: folder of the tokenizer.
+    """
     if settings is None:
         return None
-    files = open_files(settings, config.run.folder / EPISODES, writer=writer, writers=writers)
-    return EpisodeLog(settings, files, lambda: load_decoder(config.model.path))
+    files = open_files(settings, run / EPISODES, writer=writer, writers=writers)
+    return EpisodeLog(settings, files, lambda: load_decoder(model))
 
 
 def chosen_episodes(

@@ -8,18 +8,17 @@ from slipstream.backend.batch.packing import balance, schedule, split_minibatche
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.objective.averaging import mean_scale, token_shares
 from slipstream.bridge.model.geometry import Geometry
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import ActorConfig, HooksConfig
 
 
 def microbatches_of(
-    config: RunConfig, geometry: Geometry, batch: TrainBatch, step: int, *, rank: int
+    actor: ActorConfig, geometry: Geometry, batch: TrainBatch, seed: int, step: int, *, rank: int
 ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
     """Return the micro-batches of data-parallel ``rank`` by mini-batch, and how well all ranks are packed.
 
-    The draw depends only on the run's seed and on the training step, so it is the same on all ranks.
-    Micro-batches keep to the token budget with their padding included.
+    The draw depends only on ``seed``, that of the run, and on the training step, so it is the same on all
+    ranks. Micro-batches keep to the token budget with their padding included.
     """
-    actor = config.actor
     multiple, trajectory_multiple = actor.parallel.length_multiple, actor.parallel.trajectory_multiple
     budget = actor.microbatch_tokens
     tokens_N = np.array([trajectory.response_length for trajectory in batch.trajectories])
@@ -33,7 +32,7 @@ def microbatches_of(
         ranks=actor.parallel.data,
         multiple=actor.parallel.microbatch_multiple,
         budget=budget - budget % multiple,
-        rng=_draw(config, step),
+        rng=np.random.default_rng((seed, step)),
     )
     # Means are over the mini-batch on all ranks, not over the part that one of them holds.
     share_N = np.zeros(len(tokens_N), np.float32)
@@ -57,14 +56,13 @@ def microbatches_of(
     return microbatches, {"packing/fill": quality.fill, "packing/imbalance": quality.imbalance}
 
 
-def first_recomputed(config: RunConfig) -> int:
+def first_recomputed(actor: ActorConfig, hooks: HooksConfig | None) -> int:
     """Return the number of the first mini-batch with a forward pass for its proximal log-probs.
 
     All later ones have one too; ``actor.minibatches``: none has. The training pass of mini-batch 0 gives
     these log-probs itself: no update comes before it, and there is no dropout. It comes too late only where
     advantages, or hooks that see the whole batch, depend on them.
     """
-    actor, hooks = config.actor, config.rollout.hooks
     if not actor.recompute_logprobs:
         return actor.minibatches
     in_advantages = (
@@ -76,14 +74,12 @@ def first_recomputed(config: RunConfig) -> int:
     return 0 if in_advantages or seen else 1
 
 
-def is_recomputed(config: RunConfig, episode_N: np.ndarray, step: int) -> np.ndarray:
+def is_recomputed(
+    actor: ActorConfig, hooks: HooksConfig | None, episode_N: np.ndarray, seed: int, step: int
+) -> np.ndarray:
     """Return which trajectories of a batch have a forward pass for their proximal log-probs, bool [N]."""
-    drawn = split_minibatches(episode_N, config.actor.minibatches, _draw(config, step))
+    drawn = split_minibatches(episode_N, actor.minibatches, np.random.default_rng((seed, step)))
     is_recomputed_N = np.ones(len(episode_N), np.bool_)
-    for places in drawn[: first_recomputed(config)]:
+    for places in drawn[: first_recomputed(actor, hooks)]:
         is_recomputed_N[places] = False
     return is_recomputed_N
-
-
-def _draw(config: RunConfig, step: int) -> np.random.Generator:
-    return np.random.default_rng((config.run.seed, step))

@@ -21,7 +21,7 @@ from slipstream.backend.objective.losses import LossOfTokens, Tokens
 from slipstream.backend.objective.names import BATCH
 from slipstream.backend.objective.policy_loss import PolicyLoss, ratio_of
 from slipstream.backend.trainer.prepared import Scores
-from slipstream.configs.schema import ActorConfig, PluginConfig, RunConfig
+from slipstream.configs.schema import ActorConfig, PluginConfig
 from slipstream.configs.schema.objective import PluginObjective
 from slipstream.rollout.system.plugins import BuiltPlugin, PluginFailed
 from slipstream.rollout.tokens.trajectory import Trajectory
@@ -30,10 +30,10 @@ from slipstream.rollout.tokens.trajectory import Trajectory
 class RankPlugins:
     """What a recipe names by import path for ranks. None and empty where it names nothing."""
 
-    def __init__(self, config: RunConfig) -> None:
-        """Construct every object. Raises PluginError."""
-        actor = config.actor
-        self._config = config
+    def __init__(self, actor: ActorConfig, bound: int) -> None:
+        """Construct every object. ``bound``: largest lag of a trained token. Raises PluginError."""
+        self._actor = actor
+        self._bound = bound
         self._transforms = _built("actor.transforms", actor.transforms)
         self._metrics = _built("actor.metrics", actor.metrics)
         self._term = None
@@ -50,10 +50,42 @@ class RankPlugins:
         Raises PluginFailed.
         """
         for plugin in self._transforms:
-            batch = _checked_batch(plugin, batch, plugin.call("transform", batch), self._config)
+            batch = self._checked_batch(plugin, batch, plugin.call("transform", batch))
         if self._transforms and dist.is_initialized():
             _require_equal(self._transforms[-1], batch)
         return batch
+
+    def _checked_batch(self, plugin: BuiltPlugin, before: TrainBatch, value: object) -> TrainBatch:
+        if not isinstance(value, TrainBatch):
+            raise plugin.wrong(
+                "transform",
+                f"returned {_kind(value)}, expected a TrainBatch: return `batch` to change nothing",
+            )
+        count = len(value.trajectories)
+        lengths = {
+            "group_N": len(value.group_N),
+            "siblings_N": count if value.siblings_N is None else len(value.siblings_N),
+            "given_rewards": count if value.given_rewards is None else len(value.given_rewards),
+        }
+        problems = [
+            f"`{name}` of {length} trajectories, expected {count}: `batch.keeping` keeps them equal"
+            for name, length in lengths.items()
+            if length != count
+        ]
+        if value.version != before.version:
+            problems.append(
+                f"policy version {value.version}, expected {before.version}: leave `version` as it is"
+            )
+        if any(not 0 <= place < count for place in value.turn_advantages):
+            problems.append("`turn_advantages` of trajectories that are not there: use `batch.keeping`")
+        problems += _trajectory_problems(value) or _size_problems(before, value, self._actor)
+        if problems:
+            raise plugin.wrong("transform", f"returned a batch with {'; and with '.join(problems)}")
+        try:
+            check_staleness(value, self._bound)
+        except StalenessViolation as error:
+            raise plugin.wrong("transform", f"returned tokens that cannot be trained: {error}") from error
+        return value
 
     def term(self, batch: TrainBatch, micro: MicroBatch, scores: Scores) -> Tensor | None:
         """Return the recipe's own term of the advantage, float32 [M]; None: it names none.
@@ -178,38 +210,6 @@ def _require_finite(plugin: BuiltPlugin, method: str, value_M: Tensor, inputs: S
         f"returned {value_M[place].item()} for token {place} of {len(value_M)}, though all of its inputs are "
         "finite; expected finite numbers: bound what is exponentiated, divided or taken a logarithm of",
     )
-
-
-def _checked_batch(plugin: BuiltPlugin, before: TrainBatch, value: object, config: RunConfig) -> TrainBatch:
-    if not isinstance(value, TrainBatch):
-        raise plugin.wrong(
-            "transform", f"returned {_kind(value)}, expected a TrainBatch: return `batch` to change nothing"
-        )
-    count = len(value.trajectories)
-    lengths = {
-        "group_N": len(value.group_N),
-        "siblings_N": count if value.siblings_N is None else len(value.siblings_N),
-        "given_rewards": count if value.given_rewards is None else len(value.given_rewards),
-    }
-    problems = [
-        f"`{name}` of {length} trajectories, expected {count}: `batch.keeping` keeps them equal"
-        for name, length in lengths.items()
-        if length != count
-    ]
-    if value.version != before.version:
-        problems.append(
-            f"policy version {value.version}, expected {before.version}: leave `version` as it is"
-        )
-    if any(not 0 <= place < count for place in value.turn_advantages):
-        problems.append("`turn_advantages` of trajectories that are not there: use `batch.keeping`")
-    problems += _trajectory_problems(value) or _size_problems(before, value, config.actor)
-    if problems:
-        raise plugin.wrong("transform", f"returned a batch with {'; and with '.join(problems)}")
-    try:
-        check_staleness(value, config.rollout.max_head_offpolicyness)
-    except StalenessViolation as error:
-        raise plugin.wrong("transform", f"returned tokens that cannot be trained: {error}") from error
-    return value
 
 
 def _size_problems(before: TrainBatch, batch: TrainBatch, actor: ActorConfig) -> list[str]:

@@ -19,6 +19,7 @@ from slipstream.bridge.engine import orders
 from slipstream.bridge.group.store import serve_store
 from slipstream.bridge.hf.bucket import FlatBucket
 from slipstream.bridge.hf.index import stored_tensors
+from slipstream.bridge.hf.quantization import EngineFp8
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.publish.endpoint import EngineEndpoint
@@ -36,7 +37,7 @@ from slipstream.bridge.transport.disk import DiskTransport
 from slipstream.bridge.transport.sender import ShardSender
 from slipstream.bridge.transport.shards import ShardTransport
 from slipstream.bridge.transport.tensor import TensorTransport
-from slipstream.configs.schema import RunConfig, ShardsTransportConfig
+from slipstream.configs.schema import EngineConfig, ModelConfig, ShardsTransportConfig, WeightsConfig
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 
 if TYPE_CHECKING:
@@ -70,12 +71,19 @@ class WayOut(Protocol):
         ...
 
 
-def way_out(config: RunConfig, source: RankWeights, written: Callable[[Path], object] | None) -> WayOut:
-    """Return this rank's way out. Collective: all ranks call it at the same time.
+def way_out(
+    config: WeightsConfig,
+    engine: EngineConfig,
+    model: ModelConfig,
+    run: Path,
+    source: RankWeights,
+    written: Callable[[Path], object] | None,
+) -> WayOut:
+    """Return this rank's way out. ``run``: the run folder. Collective: all ranks call it at the same time.
 
     ``written``: as in ``DiskTransport``; other transports write no files.
     """
-    transport = config.weights.transport
+    transport = config.transport
     if (adapter := source.adapter) is not None:
         # Requests that outlast the draining are cut off, too: each is bound to the adapter it began with.
         publisher = Publisher(
@@ -85,9 +93,16 @@ def way_out(config: RunConfig, source: RankWeights, written: Callable[[Path], ob
         )
         return BucketsOut(publisher, adapter.buckets)
     if transport.type == "shards":
-        return ShardsOut(config, transport, source)
-    publisher = _publisher(config, _bucket_transport(config, source.plan, written))
-    fp8 = engine_fp8(config.rollout.engine.quantization, source.plan.spec)
+        return ShardsOut(config, engine, model.dtype, transport, source)
+    fp8 = engine_fp8(engine.quantization, source.plan.spec)
+    if transport.type == "delta":
+        engines_start_from = engine_model_of(model, engine.quantization, run, source.plan.spec).path
+        sent: Transport = DeltaTransport(source.plan, engines_start_from, model.dtype, fp8)
+    elif transport.type == "disk":
+        sent = _disk_transport(transport.path or run / VERSIONS, source.plan, model.dtype, fp8, written)
+    else:
+        sent = TensorTransport()
+    publisher = _publisher(config, engine, sent)
     return BucketsOut(
         publisher,
         lambda: engine_buckets(export(source.plan, source.parameters, dist.get_rank()), fp8),
@@ -114,7 +129,15 @@ class BucketsOut:
 class ShardsOut:
     """The shards of every rank, straight into the engines' parameters."""
 
-    def __init__(self, config: RunConfig, transport: ShardsTransportConfig, source: RankWeights) -> None:
+    def __init__(
+        self,
+        config: WeightsConfig,
+        engine: EngineConfig,
+        dtype_name: str,
+        transport: ShardsTransportConfig,
+        source: RankWeights,
+    ) -> None:
+        """``dtype_name``: that of the model, by torch's name."""
         rank, timeouts = dist.get_rank(), _timeouts(config)
         backend = "nccl" if source.device.type == "cuda" else "gloo"
         # Between two commands lie a transfer and some answers of the engines.
@@ -124,7 +147,7 @@ class ShardsOut:
         dist.broadcast(port, SENDER)
         meeting = orders.Meeting(source.address, int(port), patience_s)
         spec, layout = source.plan.spec, source.plan.layout
-        dtype = getattr(torch, config.model.dtype)
+        dtype = getattr(torch, dtype_name)
         sends = Sends(
             spec,
             layout,
@@ -140,14 +163,14 @@ class ShardsOut:
             self._transport = ShardTransport(
                 store,
                 meeting,
-                published_tensors(spec, config.model.dtype),
+                published_tensors(spec, dtype_name),
                 trainer_ranks=layout.world_size,
                 backend=backend,
                 timeouts=timeouts,
-                engines=config.rollout.engine.count,
-                digests=config.weights.verify.type == "digests",
+                engines=engine.count,
+                digests=config.verify.type == "digests",
             )
-            self._publisher = _publisher(config, self._transport)
+            self._publisher = _publisher(config, engine, self._transport)
 
     def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport | None:
         if self._transport is None:
@@ -182,45 +205,35 @@ def published_tensors(spec: ModelSpec, dtype: str) -> list[orders.Tensor]:
     return list(tensors.values())
 
 
-def _timeouts(config: RunConfig) -> Timeouts:
-    weights = config.weights
+def _timeouts(weights: WeightsConfig) -> Timeouts:
     return Timeouts(transfer_s=weights.timeout_s, answer_s=min(weights.answer_timeout_s, weights.timeout_s))
 
 
-def _publisher(config: RunConfig, transport: Transport) -> Publisher:
+def _publisher(weights: WeightsConfig, engine: EngineConfig, transport: Transport) -> Publisher:
     return Publisher(
         transport,
         # Colocated engines are stopped during the training step already.
-        interrupt=None if config.rollout.engine.colocated else config.weights.interrupt,
-        timeouts=_timeouts(config),
+        interrupt=None if engine.colocated else weights.interrupt,
+        timeouts=_timeouts(weights),
     )
 
 
-def _bucket_transport(
-    config: RunConfig, plan: ExportPlan, written: Callable[[Path], object] | None
-) -> Transport:
-    transport, fp8 = config.weights.transport, engine_fp8(config.rollout.engine.quantization, plan.spec)
-    match transport.type:
-        case "tensor":
-            return TensorTransport()
-        case "disk":
-            folder = transport.path or config.run.folder / VERSIONS
-            dtype: torch.dtype = getattr(torch, config.model.dtype)
-            names = [name for bucket in plan.buckets for name in bucket.hf_names]
-            quantization = None if fp8 is None else fp8.config(names)
-            return DiskTransport(
-                folder,
-                plan.spec.path,
-                written,
-                dtype=dtype,
-                quantization=quantization,
-                passed_through=plan.spec.mappings.passed_through,
-            )
-        case "delta":
-            engines_start_from = engine_model_of(config, plan.spec).path
-            return DeltaTransport(plan, engines_start_from, config.model.dtype, fp8)
-        case "shards":
-            raise AssertionError("it sends no buckets")
+def _disk_transport(
+    folder: Path,
+    plan: ExportPlan,
+    dtype: str,
+    fp8: EngineFp8 | None,
+    written: Callable[[Path], object] | None,
+) -> DiskTransport:
+    names = [name for bucket in plan.buckets for name in bucket.hf_names]
+    return DiskTransport(
+        folder,
+        plan.spec.path,
+        written,
+        dtype=getattr(torch, dtype),
+        quantization=None if fp8 is None else fp8.config(names),
+        passed_through=plan.spec.mappings.passed_through,
+    )
 
 
 async def publish_to(

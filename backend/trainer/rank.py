@@ -37,7 +37,7 @@ from slipstream.backend.trainer.checkpointed_rank import CheckpointedRank
 from slipstream.backend.trainer.episode_log import StepLogProbs, open_episode_log
 from slipstream.backend.trainer.hooks import rank_hooks
 from slipstream.backend.trainer.learning_rate import learning_rate
-from slipstream.backend.trainer.minibatches import is_recomputed, microbatches_of
+from slipstream.backend.trainer.minibatches import first_recomputed, is_recomputed, microbatches_of
 from slipstream.backend.trainer.plugins import RankPlugins
 from slipstream.backend.trainer.policy_update import update_policy
 from slipstream.backend.trainer.prepared import PreparedMicroBatch, Scores, Targets, prepared
@@ -65,7 +65,7 @@ class TrainerRank(CheckpointedRank):
         self._device = initialize(
             rank, config.actor.parallel, seed=config.run.seed, timeout_s=config.run.step_timeout_s
         )
-        self._plugins = RankPlugins(config)
+        self._plugins = RankPlugins(config.actor, config.rollout.max_head_offpolicyness)
         self._hooks = rank_hooks(config, self._device)
         # Megatron can only be imported now.
         from slipstream.backend.megatron import checkpoint, fusions, groups, head, model
@@ -101,7 +101,14 @@ class TrainerRank(CheckpointedRank):
         self._parameters = [model.named_shards(part) for part in parts]
         self._adapter = None if actor.lora is None else model.adapter_export(parts, self._spec, actor)
         self._learning_rate = partial(learning_rate, actor.optimizer, run_steps=config.run.total_steps)
-        self._scorers = Scorers(config, dtype, self._device, self._hooks.log_probs_begin)
+        self._scorers = Scorers(
+            actor,
+            config.critic,
+            config.model,
+            self._device,
+            config.run.total_steps,
+            self._hooks.log_probs_begin,
+        )
         trained = {checkpoint.POLICY: self._trained}
         if self._scorers.critic is not None:
             trained[checkpoint.CRITIC] = self._scorers.critic.trained
@@ -115,12 +122,14 @@ class TrainerRank(CheckpointedRank):
             finish_timeout_s=config.run.step_timeout_s / 2,
         )
         self._resting = Resting(self._device)
-        self._plan = export_plan(config, self._spec)
+        self._plan = export_plan(actor, config.model.dtype, config.weights.transport, self._spec)
         self._way_out: WayOut | None = None
         self._episodes = None
         if groups.holds_results():
             self._episodes = open_episode_log(
-                config,
+                config.log.episodes,
+                config.run.folder,
+                config.model.path,
                 writer=self._groups.get_data_parallel_rank(),
                 writers=config.actor.parallel.data,
             )
@@ -147,7 +156,10 @@ class TrainerRank(CheckpointedRank):
         minibatches, metrics = self.microbatches(batch)
         microbatches = list(chain.from_iterable(minibatches))
         self._hooks.step_begins(self.step, batch, microbatches)
-        scores = self._scorers.score(self._policy, minibatches)
+        config = self._config
+        first = first_recomputed(config.actor, config.rollout.hooks)
+        temperature = config.rollout.sampling.temperature
+        scores = self._scorers.score(self._policy, minibatches, first, temperature)
         targets = self._hooks.targets(scores, self._targets(batch, microbatches, scores))
         inputs = prepared(minibatches, scores, targets)
         metrics |= self._work_of(batch)
@@ -166,7 +178,8 @@ class TrainerRank(CheckpointedRank):
     def microbatches(self, batch: TrainBatch) -> tuple[list[list[MicroBatch]], dict[str, float]]:
         """Return this rank's micro-batches in its present step, as ``microbatches_of`` does."""
         rank = self._groups.get_data_parallel_rank()
-        return microbatches_of(self._config, self._spec.geometry, batch, self.step, rank=rank)
+        actor, seed = self._config.actor, self._config.run.seed
+        return microbatches_of(actor, self._spec.geometry, batch, seed, self.step, rank=rank)
 
     def _targets(
         self, batch: TrainBatch, microbatches: Sequence[MicroBatch], scores: Sequence[Scores]
@@ -174,7 +187,8 @@ class TrainerRank(CheckpointedRank):
         if not self._groups.is_pipeline_last_stage():
             return [None] * len(microbatches)
         group = self._groups.get_data_parallel_group()
-        targets = find_targets(self._config, batch, microbatches, scores, group, self._plugins, self._device)
+        actor, critic = self._config.actor, self._config.critic
+        targets = find_targets(actor, critic, batch, microbatches, scores, group, self._plugins, self._device)
         # Before the first micro-batch: a copy in the middle of one makes the host wait.
         columns = [(target.advantage_M, *target.measured.values()) for target in targets]
         moved = iter(self._policy.moved_together(list(chain.from_iterable(columns))))
@@ -191,7 +205,8 @@ class TrainerRank(CheckpointedRank):
         """Return how much a step computes and trains, on all ranks together."""
         length_N = np.array([len(trajectory.tokens_T) for trajectory in batch.trajectories])
         # A backward pass counts as two forward passes.
-        passes_N = 3 + is_recomputed(self._config, batch.episode_N, self.step)
+        actor, hooks = self._config.actor, self._config.rollout.hooks
+        passes_N = 3 + is_recomputed(actor, hooks, batch.episode_N, self._config.run.seed, self.step)
         flops = float(passes_N @ forward_flops(self._spec.geometry, length_N))
         tokens = float(sum(trajectory.response_length for trajectory in batch.trajectories))
         return {"train/tflop": flops / 1e12, "train/tokens": tokens}
@@ -275,7 +290,15 @@ class TrainerRank(CheckpointedRank):
         self._require_finite("the weights of the policy", parameters)
         if self._way_out is None:
             weights = RankWeights(self._plan, self._parameters, served, self._address, self._device)
-            self._way_out = way_out(self._config, weights, self._hooks.version_written)
+            config = self._config
+            self._way_out = way_out(
+                config.weights,
+                config.rollout.engine,
+                config.model,
+                config.run.folder,
+                weights,
+                self._hooks.version_written,
+            )
         if dist.get_rank() == SENDER:
             self._hooks.publication_begins(engines)
         return self._way_out.publish(version, engines)

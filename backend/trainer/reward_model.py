@@ -58,7 +58,7 @@ class RewardModelRank(CheckpointedRank):
         self._parameters = [model.named_shards(part) for part in parts]
         self._trained = Trained(parts, actor, dtype)
         self._model = ValueModel(self._trained.parts, device)
-        self._plan = export_plan(config, self._spec)
+        self._plan = export_plan(actor, config.model.dtype, config.weights.transport, self._spec)
         self._checkpoints = checkpoint.RankCheckpoints(
             {checkpoint.POLICY: self._trained},
             None,
@@ -76,7 +76,7 @@ class RewardModelRank(CheckpointedRank):
         self._skipped.begin(batch)
         rank = self._groups.get_data_parallel_rank()
         [microbatches], metrics = microbatches_of(
-            self._config, self._spec.geometry, batch, self.step, rank=rank
+            self._config.actor, self._spec.geometry, batch, self._config.run.seed, self.step, rank=rank
         )
         values = self._model.evaluate(microbatches, self._values_of)
         gradient_N: Tensor | None = None

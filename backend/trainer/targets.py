@@ -27,7 +27,7 @@ from slipstream.backend.trainer.rewards import (
     trajectory_rewards,
     turn_rewards,
 )
-from slipstream.configs.schema import ActorConfig, CriticConfig, RunConfig
+from slipstream.configs.schema import ActorConfig, CriticConfig
 from slipstream.configs.schema.advantage import (
     AdvantageNorm,
     Estimator,
@@ -38,7 +38,8 @@ from slipstream.configs.schema.advantage import (
 
 
 def find_targets(
-    config: RunConfig,
+    actor: ActorConfig,
+    critic: CriticConfig | None,
     batch: TrainBatch,
     microbatches: Sequence[MicroBatch],
     scores: Sequence[Scores],
@@ -51,12 +52,13 @@ def find_targets(
     ``plugins``: what the recipe names by import path; None: nothing. ``device``: that of ``group``'s
     tensors; None: the CPU.
     """
-    actor = config.actor
     if actor.reward_term is None:
         targets = [Targets(torch.zeros(len(micro.target_M)), None) for micro in microbatches]
     else:
         estimate = plugins and plugins.penalty
-        targets = _reward_targets(config, actor.reward_term, batch, microbatches, scores, group, estimate)
+        targets = _reward_targets(
+            actor, critic, actor.reward_term, batch, microbatches, scores, group, estimate
+        )
     targets = [
         _summed(actor, target, micro, score, plugins and plugins.term(batch, micro, score))
         for target, micro, score in zip(targets, microbatches, scores, strict=True)
@@ -67,7 +69,8 @@ def find_targets(
 
 
 def _reward_targets(
-    config: RunConfig,
+    actor: ActorConfig,
+    critic: CriticConfig | None,
     term: RewardTerm,
     batch: TrainBatch,
     microbatches: Sequence[MicroBatch],
@@ -76,13 +79,12 @@ def _reward_targets(
     estimate: Estimate | None,
 ) -> list[Targets]:
     """Return targets from rewards alone. Collective over ``group``. ``estimate``: of ``actor.kl.penalty``."""
-    actor = config.actor
     reward_N = trajectory_rewards(actor, batch)
     turns = None if actor.turns is None else turn_rewards(actor.turns, batch)
     penalties = kl_penalties(actor.kl, microbatches, scores, estimate)
     if term.estimator == "gae":
-        assert config.critic is not None
-        return _token_targets(config.critic, reward_N, turns, microbatches, scores, penalties, group)
+        assert critic is not None
+        return _token_targets(critic, reward_N, turns, microbatches, scores, penalties, group)
     penalty_N = torch.zeros_like(reward_N)
     if penalties is not None:
         penalty_N = reward_N - penalised(reward_N, microbatches, penalties, group)

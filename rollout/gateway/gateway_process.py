@@ -105,7 +105,7 @@ async def serve(
         )
         stack.push_async_callback(pool.close)
         link = DriverLink(journal, pool, lambda: DriverAddress.read(spec.run))
-        keys = ApiKeys(keys_file(config), environment=os.environ.get(KEY_VARIABLE, ""))
+        keys = ApiKeys(keys_file(spec.gateway, spec.run), environment=os.environ.get(KEY_VARIABLE, ""))
         owners = Owners(spec.number, spec.processes)
         retained = ((row.number, row.entry()) for row in journal.retained())
         source = EngineTokens(pool, decode)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import GatewayConfig
 from slipstream.rollout.gateway.conversations import User
 from slipstream.rollout.gateway.naming import checked_name
 from slipstream.rollout.system.durable import write_durably
@@ -80,15 +80,15 @@ _FORMAT = 1
 _FILE = msgspec.json.Decoder(KeysFile)
 
 
-def keys_file(config: RunConfig) -> Path:
-    """Return the file of a recipe's API keys. It lies beside the run folder, which every new run makes anew.
+def keys_file(gateway: GatewayConfig | None, run: Path) -> Path:
+    """Return the file of a recipe's API keys. It lies beside ``run``, the run folder, which every new run
+    makes anew.
 
     Raises KeysError for a recipe without a gateway.
     """
-    if config.gateway is None:
+    if gateway is None:
         raise KeysError("the recipe has no gateway section: add one")
-    folder = config.run.folder
-    return config.gateway.keys or folder.with_name(f"{folder.name}.keys.json")
+    return gateway.keys or run.with_name(f"{run.name}.keys.json")
 
 
 class ApiKeys:

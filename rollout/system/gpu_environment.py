@@ -9,7 +9,8 @@ NCCL fail or hang in its first collective.
 from dataclasses import dataclass
 from typing import Literal
 
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import EngineConfig
+from slipstream.configs.schema.actor import ParallelConfig
 
 Side = Literal["trainer", "engines"]
 
@@ -31,11 +32,10 @@ class Variable:
     why: str
 
 
-def variables(config: RunConfig) -> tuple[Variable, ...]:
+def variables(engine: EngineConfig, parallel: ParallelConfig) -> tuple[Variable, ...]:
     """Return the variables of a run on GPUs, in the order in which they are shown."""
-    arguments, parallel = config.rollout.engine.args, config.actor.parallel
-    symmetric = bool(arguments.get("enable_symm_mem"))
-    multicast = symmetric or bool(arguments.get("enable_nccl_nvls"))
+    symmetric = bool(engine.args.get("enable_symm_mem"))
+    multicast = symmetric or bool(engine.args.get("enable_nccl_nvls"))
     both: tuple[Side, ...] = ("trainer", "engines")
     table = [
         Variable(
@@ -67,7 +67,7 @@ def variables(config: RunConfig) -> tuple[Variable, ...]:
                 "the order of their launches; SGLang sets 8 for itself",
             )
         )
-    if config.rollout.engine.colocated:
+    if engine.colocated:
         table.append(
             Variable(
                 "SGLANG_MEMORY_SAVER_CUDA_GRAPH",
@@ -79,6 +79,6 @@ def variables(config: RunConfig) -> tuple[Variable, ...]:
     return tuple(table)
 
 
-def environment(config: RunConfig, side: Side) -> dict[str, str]:
+def environment(engine: EngineConfig, parallel: ParallelConfig, side: Side) -> dict[str, str]:
     """Return the variables of one side."""
-    return {variable.name: variable.value for variable in variables(config) if side in variable.who}
+    return {variable.name: variable.value for variable in variables(engine, parallel) if side in variable.who}

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
-from slipstream.backend.memory.trainer_memory import trainer_memory
+from slipstream.backend.memory.trainer_memory import tokens_of, trainer_memory
 from slipstream.bridge.model.layout import Coordinates
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
@@ -141,7 +141,11 @@ def state_of(trained: Any) -> Measured:
 
 def estimated(trainer: Any, config: RunConfig, rank: int):
     stage = Coordinates.of(rank, trainer._plan.layout).stage
-    return trainer_memory(config, trainer._plan, "plain", runtime=0)[stage]
+    tokens = tokens_of(config.actor, config.rollout.sampling.max_new_tokens)
+    dtype = config.model.dtype
+    return trainer_memory(config.actor, config.critic, dtype, trainer._plan, tokens, "plain", runtime=0)[
+        stage
+    ]
 
 
 def pack() -> TrainBatch:

@@ -173,7 +173,9 @@ def gradients_of(rank: RankSpec, configs: dict[str, RunConfig], batch: TrainBatc
         if trainer is None:
             trainer = TrainerRank(config, rank)
         else:
-            trainer._scorers = Scorers(config, torch.float32, trainer._device)
+            trainer._scorers = Scorers(
+                config.actor, config.critic, config.model, trainer._device, config.run.total_steps
+            )
         trainer._config = config
         trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
         critic = trainer._scorers.critic
@@ -200,7 +202,7 @@ def average_of(trainer, configs: dict[str, RunConfig], batch: TrainBatch, rank: 
     config = next(iter(configs.values()))
     kl = {"reference": {"type": "average", "decay": DECAY}}
     trainer._config = config_for(config.model.path, config.actor.parallel.model_dump(), kl=kl)
-    trainer._scorers = Scorers(trainer._config, torch.float32, trainer._device)
+    trainer._scorers = Scorers(trainer._config.actor, None, config.model, trainer._device, 1)
     policies = [exported(trainer._plan, trainer._parameters, rank)]
     for _ in range(2):
         trainer.train(batch)

@@ -31,12 +31,18 @@ def config_of(root: Path, path: str, **args: object) -> RunConfig:
 
 async def draw(config: RunConfig, *, until: int, take: int) -> DrawnPrompts:
     """Draw until so many prompts are there, of which ``take`` are used first."""
-    prompts = drawn_prompts(config)
+    prompts = drawn_prompts(config.rollout, config.run.folder)
     assert prompts is not None
     prompts.go_to(take)
     there = asyncio.Event()
     prompts.when_ready(lambda: there.set() if prompts.drawn >= until else None)
-    source = own_drawing(config, prompts, config.run.folder / "logs", ahead=until - take)
+    source = own_drawing(
+        config.rollout.data_source,
+        prompts,
+        config.run.folder / "logs",
+        ahead=until - take,
+        timeout_s=config.run.batch_timeout_s,
+    )
     drawing, waiting = asyncio.create_task(source.run()), asyncio.create_task(there.wait())
     try:
         async with asyncio.timeout(60):

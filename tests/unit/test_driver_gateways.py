@@ -60,14 +60,16 @@ def test_the_announcement_says_where_users_reach_the_gateways_and_that_they_need
     )
     where = "users reach http://[::1]:4000/v1"
     refused = f"{where}; every request is refused until there is an API key: `slipstream key add`"
-    assert announcement(config, {}) == refused
-    assert announcement(config, {"SGLANG_API_KEY": "secret"}) == where
-    add_key(keys_file(config), "ann")
-    assert announcement(config, {}) == where
-    revoke_key(keys_file(config), "ann")
-    assert announcement(config, {}) == refused
-    keys_file(config).write_text("no keys")
-    assert announcement(config, {}) == where, "the gateway says what is wrong with the file"
+    assert announcement(config.gateway, config.run.folder, {}) == refused
+    assert announcement(config.gateway, config.run.folder, {"SGLANG_API_KEY": "secret"}) == where
+    add_key(keys_file(config.gateway, config.run.folder), "ann")
+    assert announcement(config.gateway, config.run.folder, {}) == where
+    revoke_key(keys_file(config.gateway, config.run.folder), "ann")
+    assert announcement(config.gateway, config.run.folder, {}) == refused
+    keys_file(config.gateway, config.run.folder).write_text("no keys")
+    assert announcement(config.gateway, config.run.folder, {}) == where, (
+        "the gateway says what is wrong with the file"
+    )
 
 
 class World:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.backend.driver.start.resume import RunState, begin
+from slipstream.backend.driver.start.resume import RestoredCollection, RunState, begin, restore_collection
 from slipstream.backend.driver.weights.rewind import Rewind
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collection.driver.assignments import Assignments
@@ -18,6 +18,7 @@ from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.collection.messages import JUDGED, TRAIN, Assignment, Event, GroupVerdict, Up
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.ledger.audit.account import audit_ledger
+from slipstream.rollout.ledger.recovery import Recovered
 from slipstream.rollout.ledger.rows.stored_turns import RecoveredTurns
 from slipstream.rollout.prompts import PromptSet
 from slipstream.rollout.tokens.record import checksum, encode, encode_chunk
@@ -73,10 +74,13 @@ class World:
         self.assignments = Assignments(self.gate, state.ledger, listener, lambda _: 100, samples=1)
         self.collector = Collector(self)
         inputs: Any = SimpleNamespace(prompts=PromptSet.of(PROMPTS))
-        ledger, feedback = state.ledger, state.feedback
-        self.rewind = Rewind(
-            config, inputs, ledger, self.gate, self.batches, self.assignments, feedback, listener.note
-        )
+
+        def restore(recovered: Recovered, served: int) -> RestoredCollection:
+            ledger, feedback = state.ledger, state.feedback
+            return restore_collection(config, inputs, ledger, recovered, feedback, served=served)
+
+        parts = self.gate, self.batches, self.assignments
+        self.rewind = Rewind(config.rollout, restore, state.ledger, *parts, listener.note)
         self.assignments.joined("collector", self.collector)
         self.assignments.open()
 

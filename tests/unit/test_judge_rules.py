@@ -161,9 +161,9 @@ def test_a_model_that_nobody_asks_is_reported(base):
 
 def test_judge_processes_are_given_the_section_as_plain_data(base):
     config = recipe(base, *LIVE, model(votes=5))
-    setup = named_model(config)
+    setup = named_model(config.judge, config.model)
     assert setup is not None and setup.settings["votes"] == 5
     assert yaml.safe_load(yaml.safe_dump(setup.settings)) == setup.settings
     assert judge_of_turns(config.judge) == TURN_VOTES
     assert judge_of_turns(CodeJudge()).path == "slipstream.rollout.reward.live.RuleJudge"
-    assert named_model(recipe(base)) is None
+    assert named_model(recipe(base).judge, recipe(base).model) is None

@@ -15,6 +15,7 @@ from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.index import stored_tensors
 from slipstream.bridge.model.geometry import LatentAttention
 from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.plan import entries_of
 from slipstream.configs.schema import RunConfig
 from tests.environment import ROOT
@@ -87,11 +88,15 @@ def test_the_kv_cache_of_a_token_has_its_published_size():
     assert kv_bytes(model_spec(CONFIGS / "deepseek-v3").geometry, 8, 2) == 70_272
 
 
+def memory(config: RunConfig, spec: ModelSpec, gpu: int | None = None) -> EngineMemory:
+    return engine_memory(config.rollout.engine, config.weights.transport, config.model.dtype, spec, gpu)
+
+
 def engine_of(**split: int) -> EngineMemory:
     """DeepSeek-V3's engine on GPUs of 79 GiB."""
     spec = model_spec(CONFIGS / "deepseek-v3")
     config = RunConfig.model_validate(VALID | {"rollout": {**VALID["rollout"], "engine": split}})
-    return engine_memory(config, spec, 79 * 2**30)
+    return memory(config, spec, 79 * 2**30)
 
 
 def test_the_ranks_of_an_engine_over_nodes_hold_a_share_of_the_model_each():
@@ -139,7 +144,7 @@ def test_weights_of_engines_in_fp8_take_a_byte_and_their_scales():
                 "rollout": {**rollout, "engine": engine},
             }
         )
-        return engine_memory(config, spec, None).weights
+        return memory(config, spec).weights
 
     plain, quantized = weights(), weights(quantization="fp8")
     assert plain == pytest.approx(671.03e9 * 2, rel=1e-3)
@@ -163,4 +168,4 @@ def test_engines_hold_the_parts_that_are_not_of_the_language_model(tmp_path):
     stored = stored_tensors(spec.path)
     tower = sum(prod(tensor.shape) for name, tensor in stored.items() if name.startswith("model.visual."))
     assert tower > 0
-    assert engine_memory(config, spec, None).weights - engine_memory(config, alone, None).weights == 4 * tower
+    assert memory(config, spec).weights - memory(config, alone).weights == 4 * tower

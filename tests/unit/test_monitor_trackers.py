@@ -163,14 +163,12 @@ def test_mlflow_gets_no_name_that_is_a_folder_of_another():
 
 
 def test_a_package_that_is_missing_is_told_with_the_way_out(monkeypatch):
-    config: Any = SimpleNamespace(
-        log=LogConfig(wandb=WandbConfig(project="p"), mlflow=MlflowConfig(tracking_uri="u"))
-    )
+    log = LogConfig(wandb=WandbConfig(project="p"), mlflow=MlflowConfig(tracking_uri="u"))
     monkeypatch.setattr("slipstream.backend.monitor.trackers.opened.find_spec", lambda name: None)
-    problems = missing_packages(config)
+    problems = missing_packages(log)
     assert [problem.split(":")[0] for problem in problems] == ["log.wandb", "log.mlflow"]
     assert "`pip install wandb`" in problems[0] and "`pip install mlflow-skinny`" in problems[1]
-    assert not missing_packages(SimpleNamespace(log=LogConfig()))  # type: ignore[arg-type]
+    assert not missing_packages(LogConfig())
 
 
 def test_programs_find_each_number_once_and_tensorboard_shows_the_first_ones_first(tmp_path):

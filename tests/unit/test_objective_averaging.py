@@ -66,14 +66,14 @@ def trajectory(seed: int, response: int) -> Trajectory:
 TRAJECTORIES = tuple(trajectory(i, n) for i, n in enumerate(RESPONSES))
 
 
-def given(advantage, config, batch, microbatches, *others):
+def given(advantage, actor, critic, batch, microbatches, *others):
     """In the place of ``find_targets``."""
     return [Targets(torch.from_numpy(advantage[micro.trajectory_M]), None) for micro in microbatches]
 
 
-def noting(noted, config, batch, microbatches, *others):
+def noting(noted, actor, critic, batch, microbatches, *others):
     """In the place of ``find_targets``: notes the advantage of each token by trajectory, as it is."""
-    targets = find_targets(config, batch, microbatches, *others)
+    targets = find_targets(actor, critic, batch, microbatches, *others)
     for micro, target in zip(microbatches, targets, strict=True):
         noted += zip(micro.trajectory_M.tolist(), target.advantage_M.tolist(), strict=True)
     return targets

@@ -62,7 +62,7 @@ def test_a_completion_under_a_grammar_starts_over():
 def test_an_evaluation_is_greedy_and_otherwise_sampled_as_training_is():
     config = load_recipe(Path("quickstart"), ["rollout.sampling={max_new_tokens: 40, stop: [x]}"])
     assert config.eval is not None and config.eval.sampling.is_greedy
-    sampling = evaluation_sampling(config)
+    sampling = evaluation_sampling(config.eval, config.rollout.sampling)
     assert sampling == config.rollout.sampling
 
 

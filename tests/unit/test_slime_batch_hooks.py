@@ -92,7 +92,10 @@ def run(model: Path, tmp_path: Path, hooks: dict[str, str], use, timeout_s: floa
     notes: list[str] = []
 
     async def course():
-        hooked = HookedBatches(config(model, hooks, timeout_s), tmp_path, notes.append)
+        recipe = config(model, hooks, timeout_s)
+        hooked = HookedBatches(
+            recipe.rollout.hooks, recipe.model_dump_json().encode(), tmp_path, notes.append
+        )
         try:
             return await use(hooked, *made())
         finally:

@@ -1,7 +1,5 @@
 """Advantages in a batch of groups and of live turns: neither kind changes those of the other."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -72,9 +70,8 @@ def advantages(
     )
     packs = packs or [list(range(len(trajectories)))]
     micros = [assemble(batch, pack, 1) for pack in packs]
-    config = SimpleNamespace(actor=actor, critic=None)
     scores = scores or (lambda micro: Scores(None, None, None, None))
-    targets = find_targets(config, batch, micros, [scores(micro) for micro in micros], None)
+    targets = find_targets(actor, None, batch, micros, [scores(micro) for micro in micros], None)
     found: dict[int, list[float]] = {}
     for micro, target in zip(micros, targets, strict=True):
         for number, value in zip(micro.trajectory_M.tolist(), target.advantage_M.tolist(), strict=True):

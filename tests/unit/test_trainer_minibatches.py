@@ -67,7 +67,7 @@ def test_no_micro_batch_is_over_the_budget_unless_a_single_trajectory_is(geometr
     batch = TrainBatch(0, tuple(map(trajectory, lengths)), np.arange(len(lengths)))
     layout, seen = config.actor.parallel, []
     for rank in range(layout.data):
-        [microbatches], metrics = microbatches_of(config, geometry, batch, 0, rank=rank)
+        [microbatches], metrics = microbatches_of(config.actor, geometry, batch, 0, 0, rank=rank)
         for micro in microbatches:
             owners = np.unique(micro.trajectory_M)
             assert len(micro.tokens_T) % layout.length_multiple == 0

@@ -17,13 +17,12 @@ from slipstream.backend.batch.micro_batch import assemble
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.objective.losses import Tokens, token_losses
 from slipstream.backend.trainer.minibatches import first_recomputed
-from slipstream.backend.trainer.plugins import RankPlugins
 from slipstream.backend.trainer.prepared import Scores
 from slipstream.backend.trainer.targets import find_targets
 from slipstream.rollout.tokens.trajectory import Group, Prompt
 from tests.unit.test_objective_losses import draw, with_logp
 from tests.wrong_inputs import failing_plugins
-from tests.wrong_inputs.failing_plugins import batch, config_of, let_fail, problems_of, sampled
+from tests.wrong_inputs.failing_plugins import batch, config_of, let_fail, plugins_of, problems_of, sampled
 
 CLIPPED = {"type": "plugin", "path": "examples.objective.clipped.Clipped", "args": {"clip_high": 0.3}}
 PPO = {"type": "ppo", "clip_high": 0.3}
@@ -32,8 +31,9 @@ PPO = {"type": "ppo", "clip_high": 0.3}
 def losses(objective: dict, x: Tokens, **actor):
     """Return loss, ratio, clipped tokens and the gradient, under the recipe's decoupling and corrections."""
     config = config_of({"objective": objective, **actor})
+    plugins = plugins_of({"objective": objective, **actor})
     logp_M = x.logp_M.clone().requires_grad_()
-    loss = token_losses(config.actor, with_logp(x, logp_M), own=RankPlugins(config).objective)
+    loss = token_losses(config.actor, with_logp(x, logp_M), own=plugins.objective)
     loss.loss_T.sum().backward()
     return loss.loss_T.detach(), loss.ratio_T, loss.clipped_T, logp_M.grad
 
@@ -74,8 +74,7 @@ def test_an_objective_may_return_a_tensor_alone():
         def loss(self, tokens, old_logp_M):
             return -tokens.advantage_M * tokens.logp_M
 
-    config = config_of({"objective": CLIPPED})
-    plugins = RankPlugins(config)
+    plugins = plugins_of({"objective": CLIPPED})
     plugins.objective._plugin.object = Plain()
     x = with_logp(draw(0, 8), draw(0, 8).logp_M.requires_grad_())
     loss = plugins.objective(x, x.proximal_logp_M)
@@ -91,10 +90,10 @@ def test_what_a_plug_in_must_not_return_is_named_with_its_file_and_line(case):
 
 
 def test_numbers_that_are_not_finite_already_are_no_fault_of_the_objective():
-    config = config_of({"objective": CLIPPED})
+    plugins = plugins_of({"objective": CLIPPED})
     x = draw(0, 8)
     x = with_logp(replace(x, advantage_M=x.advantage_M * torch.nan), x.logp_M.requires_grad_())
-    assert RankPlugins(config).objective(x, x.proximal_logp_M).loss_T.isnan().all()
+    assert plugins.objective(x, x.proximal_logp_M).loss_T.isnan().all()
 
 
 # ---- advantages
@@ -102,13 +101,14 @@ def test_numbers_that_are_not_finite_already_are_no_fault_of_the_objective():
 
 def test_a_term_is_weighted_and_added_to_the_others():
     term = {"type": "plugin", "path": "examples.advantage.brevity.Brevity", "weight": 0.5}
-    config = config_of({"advantage": [{"type": "reward", "estimator": "reward"}, term]})
+    settings = {"advantage": [{"type": "reward", "estimator": "reward"}, term]}
+    actor, plugins = config_of(settings).actor, plugins_of(settings)
     lengths = TrainBatch(
         0, (sampled(1.0, 2), sampled(1.0, 6), sampled(0.0, 1), sampled(1.0, 3)), np.array([0, 0, 0, 1])
     )
     micro = assemble(lengths, [0, 1, 2, 3])
     scores = Scores(None, None, None, None)
-    [target] = find_targets(config, lengths, [micro], [scores], None, RankPlugins(config))
+    [target] = find_targets(actor, None, lengths, [micro], [scores], None, plugins)
     # Mean length of good ones: 4. The last is alone in its group.
     assert target.advantage_M.tolist() == [1.25] * 2 + [0.75] * 6 + [0.0] + [1.0] * 3
     assert target.measured["plugin_mean"].tolist() == [0.25] * 2 + [-0.25] * 6 + [0.0] * 4
@@ -117,8 +117,8 @@ def test_a_term_is_weighted_and_added_to_the_others():
 
 def test_a_term_gets_proximal_log_probs_of_every_mini_batch_if_it_asks_for_them():
     term = {"type": "plugin", "path": "examples.advantage.brevity.Brevity"}
-    assert first_recomputed(config_of({"advantage": [term]})) == 1
-    assert first_recomputed(config_of({"advantage": [{**term, "needs_logprobs": True}]})) == 0
+    assert first_recomputed(config_of({"advantage": [term]}).actor, None) == 1
+    assert first_recomputed(config_of({"advantage": [{**term, "needs_logprobs": True}]}).actor, None) == 0
 
 
 # ---- penalties
@@ -128,7 +128,7 @@ def test_a_penalty_written_by_a_user_takes_the_place_of_the_estimate():
     from slipstream.backend.objective import kl
 
     logp_M, reference_M, behaviour_M = torch.tensor([[-1.0, -2.0], [-1.5, -5.0], [-1.1, -2.0]])
-    penalty = RankPlugins(config_of({"kl": {"penalty": "examples.penalty.huber.Huber"}})).penalty
+    penalty = plugins_of({"kl": {"penalty": "examples.penalty.huber.Huber"}}).penalty
     expected_M = torch.tensor([0.125, 2.5]) * (logp_M - behaviour_M).exp()
     assert torch.allclose(kl.in_loss(logp_M, reference_M, behaviour_M, penalty), expected_M)
     assert torch.equal(Huber(1.0).estimate(logp_M, reference_M), penalty(logp_M, reference_M))
@@ -149,7 +149,7 @@ def test_rewards_are_bounded_and_repeated_responses_are_dropped():
 def test_transforms_are_applied_in_their_order():
     path = "examples.transform.shaping"
     transforms = [{"path": f"{path}.DropRepeated", "args": {"at_least": 1}}, f"{path}.BoundRewards"]
-    made = RankPlugins(config_of({"transforms": transforms})).transformed(batch())
+    made = plugins_of({"transforms": transforms}).transformed(batch())
     assert len(made.trajectories) == 2
 
 
@@ -171,7 +171,7 @@ def test_keeping_moves_places_and_numbers_episodes_anew():
 
 
 def test_metrics_of_a_batch_are_named_behind_their_prefix():
-    plugins = RankPlugins(config_of({"metrics": ["examples.metrics.diversity.Diversity"]}))
+    plugins = plugins_of({"metrics": ["examples.metrics.diversity.Diversity"]})
     assert plugins.measured(batch(), {}) == {"batch/distinct_fraction": 0.0, "batch/good_length": 3.0}
     assert Diversity().metrics(batch().keeping([0, 2]), {})["distinct_fraction"] == 1.0
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,7 +47,7 @@ def found(actor: ActorConfig, batch: TrainBatch, packs=None, multiple: int = 1, 
         proximal_M = None if old is None else torch.full((len(micro.target_M),), old)
         teacher_M = torch.full((len(micro.target_M),), -2.5) if actor.teacher_model is not None else None
         scores.append(Scores(proximal_M, None, teacher_M, None))
-    targets = find_targets(SimpleNamespace(actor=actor, critic=None), batch, micros, scores, None)
+    targets = find_targets(actor, None, batch, micros, scores, None)
     advantages: dict[int, list[float]] = {}
     measured: dict[str, dict[int, list[float]]] = {}
     for micro, target in zip(micros, targets, strict=True):

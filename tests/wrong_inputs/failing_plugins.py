@@ -111,6 +111,11 @@ def tokens(n: int = 3) -> Tokens:
     return Tokens(logp_M, minus_M, minus_M, torch.ones(n), owner_M.int(), owner_M, 1)
 
 
+def plugins_of(actor: dict[str, Any]) -> RankPlugins:
+    config = config_of(actor)
+    return RankPlugins(config.actor, config.rollout.max_head_offpolicyness)
+
+
 def let_fail(case: FailingPlugin) -> str:
     """Return the message about a wrong class. Raises AssertionError if there is none."""
     path = f"{HERE}.{case.name}"
@@ -118,7 +123,7 @@ def let_fail(case: FailingPlugin) -> str:
         if case.setting == "rollout.data_source":
             _Positions(OwnSource(path, {}, 0)).answer(SourceRequest(draw=4))
             raise AssertionError("no error")
-        plugins, x = RankPlugins(config_of(settings(case.setting, path))), tokens()
+        plugins, x = plugins_of(settings(case.setting, path)), tokens()
         micro = assemble(batch(), [0, 1])
         if plugins.objective is not None:
             plugins.objective(x, x.behaviour_logp_M)

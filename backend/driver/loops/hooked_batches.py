@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from slipstream.backend.batch.train_batch import EncodedBatch
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import HooksConfig
 from slipstream.rollout.collection.driver.collected_group import CollectedGroup
 from slipstream.rollout.compat.hooks import (
     SERVE_BATCHES,
@@ -42,13 +42,13 @@ class HookedBatches:
     ``close`` it.
     """
 
-    def __init__(self, config: RunConfig, logs: Path, note: Callable[[str], None]) -> None:
-        assert config.rollout.hooks is not None
-        named = config.rollout.hooks.named()
+    def __init__(self, hooks: HooksConfig, recipe: bytes, logs: Path, note: Callable[[str], None]) -> None:
+        """``recipe``: all of it, as JSON: hooks see it."""
+        named = hooks.named()
         self._paths = {setting: named[setting][0] for setting in BESIDE_DRIVER if setting in named}
-        self._timeout_s = config.rollout.hooks.batch_timeout_s
+        self._timeout_s = hooks.batch_timeout_s
         self._note = note
-        setup = msgspec.msgpack.encode(HookSetup(config.model_dump_json().encode(), self._paths))
+        setup = msgspec.msgpack.encode(HookSetup(recipe, self._paths))
         self._process = HookProcess(SERVE_BATCHES, setup, logs / LOG)
         self._logging: asyncio.Task[bool] | None = None
 
@@ -128,12 +128,9 @@ class HookedBatches:
             await asyncio.wait({logging})
 
 
-def hooked_batches(config: RunConfig, logs: Path, note: Callable[[str], None]) -> HookedBatches | None:
-    """Return the hooks of a recipe that see whole batches; None: it names none."""
-    hooks = config.rollout.hooks
-    if hooks is None or not any(setting in hooks.named() for setting in BESIDE_DRIVER):
-        return None
-    return HookedBatches(config, logs, note)
+def sees_batches(hooks: HooksConfig) -> bool:
+    """True if a recipe names hooks that see whole batches."""
+    return any(setting in hooks.named() for setting in BESIDE_DRIVER)
 
 
 def records_of(batch: EncodedBatch, groups: Sequence[CollectedGroup]) -> list[RecordedEpisode]:

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from slipstream.backend.cluster.actors import EngineActors
-from slipstream.backend.cluster.placement import place_engines
+from slipstream.backend.cluster.placement import actor_count, place_engines
 from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
 from slipstream.backend.driver.assemble import live_turns, live_users
 from slipstream.backend.driver.loops.job_end import stop_after_s
@@ -68,7 +68,8 @@ async def serve(
     overwrite: bool = False,
 ) -> None:
     """Serve until the run is stopped, which raises Stopped. Raises InputError before anything is started."""
-    stop = Stop(progress, after_s=stop_after_s(config, os.environ, time.time()))
+    limits = config.cluster, config.run, config.checkpoint
+    stop = Stop(progress, after_s=stop_after_s(*limits, os.environ, time.time()))
     absolute = with_absolute_paths(config)
     await stop.run(_serve(absolute, progress, resume, accept_changes, overwrite, stop))
 
@@ -100,13 +101,15 @@ async def _serve(
         turns = live_turns(config, inputs, state)
         gate = AdmissionGate(state.control, state.intake, state.ledger, listener, live=turns)
         progress.phase("starting Ray")
-        nodes = stack.enter_context(ray_cluster(config, batch_bytes=0, note=progress.note))
+        local = config.cluster, config.run.name, actor_count(config)
+        cluster = ray_cluster(*local, batch_bytes=0, note=progress.note)
+        nodes = stack.enter_context(cluster)
         placement = place_engines(nodes, config)
         actors = EngineActors(config, placement, folder / LOGS, inputs.engine_model.path)
         roster = EngineRoster(
             lambda: gate.core.sampled_version, limit=config.rollout.max_concurrent, epoch=state.ledger.epoch
         )
-        limits = EngineLimits.of(config, inputs.spec.geometry)
+        limits = EngineLimits.of(config.rollout.engine, inputs.spec.geometry, config.run.step_timeout_s)
         live = live_users(config, limits, turns, new_key(), roster, folder / LOGS, listener.note)
         await _course(config, limits, roster, live, actors, progress)
 
@@ -120,9 +123,10 @@ async def _course(
     progress: Progress,
 ) -> None:
     """Start the engines and the gateways, and keep them until cancelled."""
+    assert config.gateway is not None
     engines = config.rollout.engine
     supervisor = Supervisor(
-        policy_engines(config, actors, limits, NoTrainer(), Separate()),
+        policy_engines(engines, actors, limits, NoTrainer(), Separate()),
         roster,
         InitialWeights(),
         restarts=engines.restarts,
@@ -132,10 +136,10 @@ async def _course(
     try:
         async with asyncio.TaskGroup() as tasks:
             progress.phase("starting the engines")
-            tasks.create_task(live.keep(driver_address(config)), name="live users")
+            tasks.create_task(live.keep(driver_address(config.cluster)), name="live users")
             tasks.create_task(supervisor.run(serving), name="supervisor")
             await serving.wait()
-            progress.note(announcement(config, os.environ))
+            progress.note(announcement(config.gateway, config.run.folder, os.environ))
             progress.phase("serving until Ctrl-C or SIGTERM")
     finally:
         await asyncio.shield(live.stop())

@@ -172,7 +172,7 @@ async def _serving(
     """
     device, engine = config.cluster.device, config.rollout.engine
     on_gpus = device == "gpu" or (device == "auto" and has_gpus())
-    limits = EngineLimits.of(config, inputs.spec.geometry)
+    limits = EngineLimits.of(config.rollout.engine, inputs.spec.geometry, config.run.step_timeout_s)
     servers: list[_Server] = []
     async with AsyncExitStack() as stack:
 
@@ -206,7 +206,9 @@ async def _serving(
                 pipeline_parallel=pipeline_parallel,
                 meeting=meeting,
                 args=args,
-                environment=gpu_environment.environment(config, "engines") if on_gpus else {},
+                environment=gpu_environment.environment(engine, config.actor.parallel, "engines")
+                if on_gpus
+                else {},
                 label="try",
             )
             log = logs / f"{name}.log"

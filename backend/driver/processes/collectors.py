@@ -12,7 +12,6 @@ from pathlib import Path
 from slipstream.backend.cluster.actors import CollectorActors
 from slipstream.backend.cluster.configured_ray import ray
 from slipstream.backend.cluster.handles import kill
-from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collection.collector.spec import CollectorSpec
 from slipstream.rollout.system.key import Key
 
@@ -26,7 +25,7 @@ class Collectors:
 
     def __init__(
         self,
-        config: RunConfig,
+        restarts: int,
         actors: CollectorActors,
         logs: Path,
         key: Key,
@@ -34,10 +33,10 @@ class Collectors:
         context: int,
         note: Callable[[str], None],
     ) -> None:
-        """``key``: secret of the run. ``vocab_size``: number of token ids of the model. ``context``: largest
-        number of tokens of prompt and completion together.
+        """``restarts``: of each collector, at most. ``key``: secret of the run. ``vocab_size``: number of
+        token ids of the model. ``context``: largest number of tokens of prompt and completion together.
         """
-        self._config = config
+        self._most_restarts = restarts
         self._actors = actors
         self._logs = logs
         self._key = key
@@ -79,7 +78,7 @@ class Collectors:
             reason = await self._live(number, spec)
             life += 1
             self.restarts += 1
-            if life > self._config.rollout.collector_restarts:
+            if life > self._most_restarts:
                 raise CollectorGone(f"{spec.collector} failed {life} times; the last time {reason}")
             self._note(f"{spec.collector} is started again: {reason}")
 
@@ -87,7 +86,7 @@ class Collectors:
         """Run one life of a collector. Return the reason of its end."""
         actor = self._actors.create(number)
         try:
-            await actor.collect.remote(spec, self._config)
+            await self._actors.collect(actor, spec)
             return "its connection has ended"
         except ray.exceptions.RayTaskError as error:
             cause = error.cause or error

@@ -11,7 +11,7 @@ from slipstream.backend.cluster.handles import EngineServerActor, kill
 from slipstream.backend.cluster.waits import within
 from slipstream.backend.driver.processes.devices import Devices
 from slipstream.bridge.model.geometry import Geometry
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import EngineConfig
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.engine.context import served_length
 from slipstream.rollout.engine.server_process import ServerAccess
@@ -41,10 +41,12 @@ class EngineLimits:
     """Name of the adapter that requests ask for; None: they use the weights as they are."""
 
     @staticmethod
-    def of(config: RunConfig, geometry: Geometry, *, adapter: str | None = None) -> "EngineLimits":
-        engine = config.rollout.engine
+    def of(
+        engine: EngineConfig, geometry: Geometry, step_timeout_s: float, *, adapter: str | None = None
+    ) -> "EngineLimits":
+        """``step_timeout_s``: longest time of a training step."""
         # A request stands still while a colocated trainer takes its turn.
-        turn_s = config.run.step_timeout_s if engine.colocated else 0.0
+        turn_s = step_timeout_s if engine.colocated else 0.0
         return EngineLimits(
             ranks=engine.ranks,
             vocab_size=geometry.vocab,
@@ -192,10 +194,9 @@ async def _exit_of(actor: EngineServerActor) -> int:
 
 
 def policy_engines(
-    config: RunConfig, actors: EngineActors, limits: EngineLimits, trainer: TrainerGpus, devices: Devices
+    engine: EngineConfig, actors: EngineActors, limits: EngineLimits, trainer: TrainerGpus, devices: Devices
 ) -> list[RayEngine]:
     """Return the handles of the policy's engines. ``trainer``: its GPUs are also a colocated engine's."""
-    engine = config.rollout.engine
 
     def handle(number: int) -> RayEngine:
         return RayEngine(

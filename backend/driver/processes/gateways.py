@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from slipstream.backend.cluster.kept_process import KeptProcess
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import GatewayConfig
 from slipstream.rollout.gateway.keys import KEY_VARIABLE, KeysError, keys_file, read_keys
 
 MODULE = "slipstream.rollout.gateway.gateway_process"
@@ -49,41 +49,40 @@ class GatewayGone(RuntimeError):
     """A gateway cannot start, or has failed too often."""
 
 
-def specification(config: RunConfig, number: int, context: int) -> str:
-    """Return what gateway ``number`` is told. ``context``: largest number of tokens that the engines take,
-    those of the completion included. The rest is in ``recipe.yaml`` of the run folder, and where the
-    driver listens is in ``rollout.live.driver_address``.
+def specification(gateway: GatewayConfig, run: Path, model: Path, number: int, context: int) -> str:
+    """Return what gateway ``number`` is told. ``run``: the run folder. ``model``: folder of the model.
+    ``context``: largest number of tokens that the engines take, those of the completion included. The rest is
+    in ``recipe.yaml`` of the run folder, and where the driver listens is in ``rollout.live.driver_address``.
     """
-    assert config.gateway is not None
     return json.dumps(
         {
-            "run": str(config.run.folder.absolute()),
+            "run": str(run.absolute()),
             "number": number,
-            "processes": config.gateway.processes,
+            "processes": gateway.processes,
             "context": context,
             "linger_s": LINGER_S,
             # Also so that a gateway which has outlived other settings is not taken over.
-            "model": str(config.model.path.absolute()),
-            "gateway": config.gateway.model_dump(mode="json"),
+            "model": str(model.absolute()),
+            "gateway": gateway.model_dump(mode="json"),
         }
     )
 
 
-def announcement(config: RunConfig, environment: Mapping[str, str]) -> str:
+def announcement(gateway: GatewayConfig, run: Path, environment: Mapping[str, str]) -> str:
     """Return where users reach the gateways, and what they lack to do so. ``environment``: of the driver."""
-    gateway = config.gateway
-    assert gateway is not None
     host = f"[{gateway.host}]" if ":" in gateway.host else gateway.host
     text = f"users reach http://{host}:{gateway.port}/v1"
     with suppress(KeysError):  # a gateway says why it cannot read them
-        if not environment.get(KEY_VARIABLE) and all(key.revoked for key in read_keys(keys_file(config))):
+        if not environment.get(KEY_VARIABLE) and all(
+            key.revoked for key in read_keys(keys_file(gateway, run))
+        ):
             text += "; every request is refused until there is an API key: `slipstream key add`"
     return text
 
 
-def gateway_command(config: RunConfig, number: int, context: int) -> list[str]:
-    """Return the command of gateway ``number``. ``context``: as in ``specification``."""
-    return [sys.executable, "-m", MODULE, specification(config, number, context)]
+def gateway_command(gateway: GatewayConfig, run: Path, model: Path, number: int, context: int) -> list[str]:
+    """Return the command of gateway ``number``. Arguments as of ``specification``."""
+    return [sys.executable, "-m", MODULE, specification(gateway, run, model, number, context)]
 
 
 class Gateways:

@@ -57,7 +57,8 @@ def quantization_notes(config: RunConfig, spec: ModelSpec, *, has_engines: bool)
     if has_engines and (spec.quantization is not None or quantization is not None):
         notes.append(f"rollout.engine.quantization: engines hold the weights in {quantization or dtype}")
     with suppress(UnsupportedModel, HfCheckpointError, OSError):  # which are told as problems
-        if has_engines and (model := engine_model_of(config, spec)).is_copy:
+        model = engine_model_of(config.model, quantization, config.run.folder, spec)
+        if has_engines and model.is_copy:
             notes[-1] += f", and start from a copy of model.path that a run writes: {model.path}"
     return notes
 

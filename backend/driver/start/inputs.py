@@ -109,7 +109,10 @@ def read_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
     tokenizer = attempt("model.path", lambda: read_tokenizer(config.model, spec))
     if tokenizer is not None:
         problems += tokenizer_problems(config, tokenizer)
-    engine_model = spec and attempt("model.path", lambda: engine_model_of(config, spec))
+    quantization = rollout.engine.quantization
+    engine_model = spec and attempt(
+        "model.path", lambda: engine_model_of(config.model, quantization, config.run.folder, spec)
+    )
     problems += engine_problems(config, spec) if spec is not None else []
     context = spec and served_length(spec.geometry.max_positions, rollout.engine.args)
     sets = {"data": list[SourcePrompts](), "eval": list[SourcePrompts]()}

@@ -102,7 +102,7 @@ def _objects(config: RunConfig) -> list[tuple[str, PluginConfig, Sequence[Method
 def plugin_problems(config: RunConfig) -> list[str]:
     """Return what is wrong with the code that the recipe names. Imports it into this process."""
     problems = [problem for code in named_code(config) if (problem := problem_with(code, config)) is not None]
-    return [*problems, *endpoint_problems(config)]
+    return [*problems, *endpoint_problems(config.rollout)]
 
 
 def problem_with(code: Named, config: RunConfig) -> str | None:
@@ -284,5 +284,5 @@ def _method_problem(factory: type, method: Method) -> str:
 
 def model_of(config: RunConfig) -> Callable[[], object] | None:
     """Return what makes the language model of the recipe; None: it names none."""
-    setup = named_model(config)
+    setup = named_model(config.judge, config.model)
     return setup and (lambda: JudgeModel.of(setup.settings, setup.policy, setup.template_args))

@@ -51,4 +51,4 @@ def answers_to(request: bytes) -> Iterator[list[str]]:
     for code in named_code(config)[first:]:
         problem = problem_with(code, config)
         yield [] if problem is None else [problem]
-    yield endpoint_problems(config)
+    yield endpoint_problems(config.rollout)

@@ -145,7 +145,7 @@ def begin(
         restored=checkpoint.record.version if checkpoint else 0,
         guard=lease.check,
     )
-    drawn = drawn_prompts(config)
+    drawn = drawn_prompts(config.rollout, config.run.folder)
     feedback = Feedback.of(config, checkpoint.record.feedback if checkpoint else None)
     collected = restore_collection(
         config, inputs, ledger, recovered, feedback, drawn=drawn, other_prompts=other_prompts

@@ -17,7 +17,7 @@ from slipstream.bridge.publish.publication import Timeouts
 from slipstream.bridge.publish.publisher import Publisher
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.bridge.transport.renamed import RenamedWeights
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import EpisodeLogConfig, WeightsConfig
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.system.durable import write_durably
 
@@ -29,16 +29,18 @@ class BatchSaver:
 
     gpus: Sequence[Sequence[str]] = ()
 
-    def __init__(self, config: RunConfig) -> None:
-        weights = config.weights
+    def __init__(
+        self, weights: WeightsConfig, episodes: EpisodeLogConfig | None, run: Path, model: Path
+    ) -> None:
+        """``run``: the run folder. ``model``: folder of the tokenizer."""
         answer_s = min(weights.answer_timeout_s, weights.timeout_s)
         self._publisher = Publisher(
             RenamedWeights(),
             interrupt=weights.interrupt,
             timeouts=Timeouts(transfer_s=weights.timeout_s, answer_s=answer_s),
         )
-        self._folder = config.run.folder / BATCHES
-        self._episodes = open_episode_log(config, writer=0, writers=1)
+        self._folder = run / BATCHES
+        self._episodes = open_episode_log(episodes, run, model, writer=0, writers=1)
         self._step = 0
 
     async def connect(self) -> None:

@@ -11,17 +11,15 @@ of their own.
 
 from collections.abc import Callable
 
-from slipstream.backend.driver.start.feedback import Feedback
-from slipstream.backend.driver.start.inputs import Inputs
-from slipstream.backend.driver.start.resume import restore_collection
-from slipstream.configs.schema import RunConfig
+from slipstream.backend.driver.start.resume import RestoredCollection
+from slipstream.configs.schema import RolloutConfig
 from slipstream.rollout.collection.driver.assignments import Assignments
 from slipstream.rollout.collection.driver.batches import Batches
 from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.control.control_errors import UnknownVersion
+from slipstream.rollout.ledger.recovery import Recovered
 from slipstream.rollout.ledger.writing.writer import Ledger
 from slipstream.rollout.live.live_turns import LiveTurns
-from slipstream.rollout.prompts.sources.drawn_prompts import DrawnPrompts
 
 
 class Rewind:
@@ -29,31 +27,28 @@ class Rewind:
 
     def __init__(
         self,
-        config: RunConfig,
-        inputs: Inputs,
+        rollout: RolloutConfig,
+        restore: Callable[[Recovered, int], RestoredCollection],
         ledger: Ledger,
         gate: AdmissionGate,
         batches: Batches,
         assignments: Assignments,
-        feedback: Feedback,
         note: Callable[[str], None],
         turns: LiveTurns | None = None,
-        drawn: DrawnPrompts | None = None,
         when_done: Callable[[], None] = lambda: None,
     ) -> None:
-        """``turns``: those of live users; None without a gateway. ``drawn``: prompts of a data source.
-        ``when_done`` is called when the run stands at the older version.
+        """``restore``: returns the control core and the groups of what the ledger has read again, given the
+        version that the engines serve. ``turns``: those of live users; None without a gateway. ``when_done``
+        is called when the run stands at the older version.
         """
-        self._config = config
-        self._inputs = inputs
+        self._rollout = rollout
+        self._restore = restore
         self._ledger = ledger
         self._gate = gate
         self._batches = batches
         self._assignments = assignments
-        self._feedback = feedback
         self._note = note
         self._turns = turns
-        self._drawn = drawn
         self._when_done = when_done
 
     @property
@@ -83,19 +78,11 @@ class Rewind:
             await self._assignments.close()
         if self._turns is not None:
             self._turns.hold()
-        rollout = self._config.rollout
+        rollout = self._rollout
         recovered = await self._ledger.restarted(
             version, bound=rollout.max_head_offpolicyness, n_samples=rollout.n_samples_per_prompt
         )
-        collected = restore_collection(
-            self._config,
-            self._inputs,
-            self._ledger,
-            recovered,
-            self._feedback,
-            served=self._gate.core.sampled_version,
-            drawn=self._drawn,
-        )
+        collected = self._restore(recovered, self._gate.core.sampled_version)
         self._gate.restored(collected.control, collected.intake, collected.groups.ready)
         self._batches.restored(recovered.failures)
         self._assignments.restored(collected.groups.continued)

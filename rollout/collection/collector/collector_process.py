@@ -100,7 +100,7 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
             group_filter=parts.group_filter,
             needs=TeacherNeeds.of(config.actor),
         )
-        log = open_untrained_log(config, spec)
+        log = open_untrained_log(config.log.episodes, config.run.folder, config.model.path, spec)
         if log is not None:
             stack.callback(log.flush)
         evaluations = Evaluations(

@@ -11,7 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from slipstream.configs.schema import EvalSamplingConfig, RunConfig, SamplingConfig
+from slipstream.configs.schema import (
+    EvalConfig,
+    EvalSamplingConfig,
+    PluginConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+)
 from slipstream.configs.schema.judge import asks_policy, own_engines
 from slipstream.rollout.collection.collector.episodes import check
 from slipstream.rollout.collection.collector.evaluation import UnrecordedGenerator
@@ -86,7 +93,7 @@ async def surroundings_of(
     rollout = config.rollout
     reward = rollout.reward or UNREWARDED  # without hooks there are no episodes without a reward
     serve_endpoint = None
-    if needs_endpoint(config):
+    if needs_endpoint(rollout):
         from slipstream.rollout.gateway.endpoint.load import load
 
         serve_endpoint = load()  # before the tokenizer imports transformers
@@ -100,7 +107,7 @@ async def surroundings_of(
         logs,
         name,
         reward_key=rollout.reward_key,
-        model=named_model(config),
+        model=named_model(config.judge, config.model),
         engines=(lambda: engines.encoded) if asks or own_engines(config.judge) else bytes,
     ) as judges:
         yield Surroundings(
@@ -117,7 +124,7 @@ async def surroundings_of(
 class EpisodeParts:
     """The parts that run episodes."""
 
-    config: RunConfig
+    rollout: RolloutConfig
     tokenizer: Tokenizer
     name: str
     """The workflow, as messages name it."""
@@ -129,8 +136,8 @@ class EpisodeParts:
     evaluation: EvaluateSets | None
     """Evaluates whole sets; None: evaluations are episodes."""
     endpoints: "CollectorEndpoint | None"
-    evaluated: tuple[UnrecordedGenerator, Judge]
-    """The generator and the judge of evaluations."""
+    evaluated: tuple[UnrecordedGenerator, Judge, SamplingConfig]
+    """The generator, the judge and the sampling of evaluations."""
 
     def context(
         self,
@@ -147,15 +154,15 @@ class EpisodeParts:
             reward,
             sampling,
             endpoint,
-            self.config.rollout.reward_key,
+            self.rollout.reward_key,
             place=place,
         )
 
     def evaluation_context(self) -> WorkflowContext:
         """Return what a workflow may use in an evaluation."""
-        (generator, reward), sampling = self.evaluated, evaluation_sampling(self.config)
+        generator, reward, sampling = self.evaluated
         endpoint = self.endpoints and self.endpoints.of(generator, sampling, is_trained=False)
-        key = self.config.rollout.reward_key
+        key = self.rollout.reward_key
         return WorkflowContext(generator, self.tokenizer, reward, sampling, endpoint, key, is_evaluation=True)
 
 
@@ -189,13 +196,14 @@ async def episode_parts(
         unrecorded = seeded_engines(pool, rollout.sampling.seed, "unrecorded")
         greedy = config.eval is None or config.eval.sampling.is_greedy
         evaluating = UnrecordedGenerator(unrecorded, greedy=greedy)
+        sampling = evaluation_sampling(config.eval, rollout.sampling)
 
         def around_calls() -> CallSurroundings:
             assert endpoints is not None
             sampled = UnrecordedGenerator(unrecorded, greedy=False)
             return CallSurroundings(
                 endpoints.of(sampled, rollout.sampling),
-                endpoints.of(evaluating, evaluation_sampling(config), is_trained=False),
+                endpoints.of(evaluating, sampling, is_trained=False),
                 limit,
                 lambda: pool.version,
                 give_up,
@@ -208,30 +216,27 @@ async def episode_parts(
             stack.push_async_callback(close)
         source = rollout.workflow.path if hooked.workflow is None else "rollout.hooks"
         yield EpisodeParts(
-            config,
+            rollout,
             tokenizer,
             f"the workflow {source}",
             workflow,
             partial(check, vocab_size=vocab_size, workflow=source),
             hooked.reward or judging,
-            _filter(config, hooked),
+            _filter(rollout.group_filter, hooked),
             hooked.evaluation,
             endpoints,
-            (evaluating, WorkflowReward(judges, limit)),
+            (evaluating, WorkflowReward(judges, limit), sampling),
         )
 
 
-def evaluation_sampling(config: RunConfig) -> SamplingConfig:
-    """Return the sampling of evaluations."""
-    return (config.eval.sampling if config.eval is not None else EvalSamplingConfig()).over(
-        config.rollout.sampling
-    )
+def evaluation_sampling(settings: EvalConfig | None, sampling: SamplingConfig) -> SamplingConfig:
+    """Return the sampling of evaluations. ``sampling``: that of training."""
+    return (EvalSamplingConfig() if settings is None else settings.sampling).over(sampling)
 
 
-def _filter(config: RunConfig, hooked: HookParts) -> NamedFilter | None:
+def _filter(settings: PluginConfig | None, hooked: HookParts) -> NamedFilter | None:
     if hooked.filter is not None:
         return NamedFilter("rollout.hooks", hooked.filter)
-    settings = config.rollout.group_filter
     if settings is None:
         return None
     return NamedFilter(settings.path, WholeGroups(cast(GroupFilter, plugins.build(settings))))

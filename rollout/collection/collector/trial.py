@@ -47,7 +47,7 @@ class Trial:
         """``greedy``: sample the likeliest tokens, as evaluations do; else as training does."""
         self._parts = parts
         self._limit = limit
-        reward, sampling = WorkflowReward(judges, limit), parts.config.rollout.sampling
+        reward, sampling = WorkflowReward(judges, limit), parts.rollout.sampling
         engines = seeded_engines(pool, sampling.seed, "tried")
         sampled = parts.context(UnrecordedGenerator(engines, greedy=False), reward, sampling)
         self._context = parts.evaluation_context() if greedy else sampled
@@ -55,7 +55,7 @@ class Trial:
     async def run(self, prompt: Prompt) -> TriedEpisode:
         """Return one episode. Raises NoEngine and JudgeStartFailed."""
         attempts = _Attempts(self._parts.workflow, self._context)
-        rollout = self._parts.config.rollout
+        rollout = self._parts.rollout
         episodes = Episodes(attempts, rollout, self._parts.check, self._limit, attempts, self._parts.name)
         trajectory, began, judging_s = None, time.monotonic(), 0.0
         try:

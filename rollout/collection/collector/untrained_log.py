@@ -8,11 +8,12 @@ Nothing waits for the thread: what finds it too far behind is left out.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.configs.schema import EpisodeLogConfig, RunConfig
+from slipstream.configs.schema import EpisodeLogConfig
 from slipstream.rollout.collection.collector.spec import CollectorSpec
 from slipstream.rollout.collection.messages import PIECE, LostGroup, PriorSample, Question
 from slipstream.rollout.ledger.episode_log.files import EPISODES, EpisodeFiles, open_files
@@ -132,15 +133,17 @@ class UntrainedLog:
         return [episode_row(episode, self._text(), self._settings.max_tokens) for episode in episodes]
 
 
-def open_untrained_log(config: RunConfig, spec: CollectorSpec) -> UntrainedLog | None:
-    """Return the log of a collector; None: the recipe asks for none."""
-    settings = config.log.episodes
+def open_untrained_log(
+    settings: EpisodeLogConfig | None, run: Path, model: Path, spec: CollectorSpec
+) -> UntrainedLog | None:
+    """Return the log of a collector in the folder ``run``; None: the recipe asks for none.
+
+    ``model``: folder of the tokenizer.
+    """
     if settings is None:
         return None
-    files = open_files(
-        settings, config.run.folder / EPISODES, writer=spec.number, writers=spec.count, of_untrained=True
-    )
-    return UntrainedLog(settings, files, lambda: load_decoder(config.model.path))
+    files = open_files(settings, run / EPISODES, writer=spec.number, writers=spec.count, of_untrained=True)
+    return UntrainedLog(settings, files, lambda: load_decoder(model))
 
 
 def _trajectories(recorded: Sequence[PriorSample], chunks: memoryview) -> Iterator[tuple[int, Trajectory]]:

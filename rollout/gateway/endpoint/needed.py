@@ -1,34 +1,34 @@
 """Decides from a recipe whether its collectors serve an endpoint."""
 
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import RolloutConfig
 from slipstream.rollout.system import plugins
 
 
-def needs_endpoint(config: RunConfig) -> bool:
+def needs_endpoint(rollout: RolloutConfig) -> bool:
     """True if the recipe's workflow or one of its hooks is to reach the policy over an endpoint.
 
     Raises PluginError when the workflow cannot be imported.
     """
-    hooks = config.rollout.hooks
+    hooks = rollout.hooks
     if hooks is not None and (hooks.custom_generate_function or hooks.custom_rm or hooks.evaluating):
         return True
-    return bool(getattr(plugins.resolve(config.rollout.workflow.path), "needs_endpoint", False))
+    return bool(getattr(plugins.resolve(rollout.workflow.path), "needs_endpoint", False))
 
 
-def endpoint_problems(config: RunConfig) -> list[str]:
+def endpoint_problems(rollout: RolloutConfig) -> list[str]:
     """Return what is wrong with ``rollout.endpoint``; nothing if the workflow cannot be imported.
 
     The module of the workflow is imported, and nothing in it is called.
     """
-    if config.rollout.endpoint is None:
+    if rollout.endpoint is None:
         return []
     try:
-        is_needed = needs_endpoint(config)
+        is_needed = needs_endpoint(rollout)
     except Exception:  # a module of the user's
         return []
     if is_needed:
         return []
     return [
-        f"rollout.endpoint: neither {config.rollout.workflow.path} nor a hook needs an endpoint: leave the "
+        f"rollout.endpoint: neither {rollout.workflow.path} nor a hook needs an endpoint: leave the "
         "section out, or give the workflow an attribute `needs_endpoint = True`"
     ]

@@ -22,7 +22,7 @@ from typing import cast
 
 import msgspec
 
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import RolloutConfig
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.system.changes import Changes
 from slipstream.rollout.system.programs.hook_process import HookProcess
@@ -242,11 +242,14 @@ class DrawnPrompts:
             return msgspec.json.decode(file.readline(), type=_Row)
 
 
-def drawn_prompts(config: RunConfig) -> DrawnPrompts | None:
-    """Return the prompts of a recipe's data source; None: it names none. Raises OSError and MsgspecError."""
-    hooks = config.rollout.hooks
-    is_drawn = config.rollout.data_source is not None or (hooks is not None and hooks.data_source)
-    return DrawnPrompts(config.run.folder / FILE) if is_drawn else None
+def drawn_prompts(rollout: RolloutConfig, run: Path) -> DrawnPrompts | None:
+    """Return the prompts of a recipe's data source; None: it names none. ``run``: the run folder.
+
+    Raises OSError and MsgspecError.
+    """
+    hooks = rollout.hooks
+    is_drawn = rollout.data_source is not None or (hooks is not None and hooks.data_source)
+    return DrawnPrompts(run / FILE) if is_drawn else None
 
 
 class Drawing:

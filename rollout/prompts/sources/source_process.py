@@ -11,7 +11,7 @@ from typing import cast
 
 import msgspec
 
-from slipstream.configs.schema import PluginConfig, RunConfig
+from slipstream.configs.schema import PluginConfig
 from slipstream.rollout.prompts.chat import prompt_problem
 from slipstream.rollout.prompts.sources.drawn_prompts import Drawing, DrawnPrompts, SourceRequest
 from slipstream.rollout.system.plugins import BuiltPlugin, PluginFailed
@@ -31,17 +31,17 @@ class OwnSource(msgspec.Struct, array_like=True, frozen=True):
     """Number of prompts that were drawn before."""
 
 
-def own_drawing(config: RunConfig, prompts: DrawnPrompts, logs: Path, *, ahead: int) -> Drawing:
-    """Return what draws from ``rollout.data_source``. ``ahead``: as of ``Drawing``."""
-    source = config.rollout.data_source
-    assert source is not None
+def own_drawing(
+    source: PluginConfig, prompts: DrawnPrompts, logs: Path, *, ahead: int, timeout_s: float
+) -> Drawing:
+    """Return what draws from ``rollout.data_source``. ``ahead``, ``timeout_s``: as of ``Drawing``."""
     setup = OwnSource(source.path, source.args, prompts.drawn)
     return Drawing(
         HookProcess(SERVE, msgspec.msgpack.encode(setup), logs / LOG),
         prompts,
         ahead=ahead,
         named=f"{SETTING} ({source.path})",
-        timeout_s=config.run.batch_timeout_s,
+        timeout_s=timeout_s,
         limit="run.batch_timeout_s",
     )
 

@@ -1,6 +1,6 @@
 """The part of the recipe's section ``judge`` that judge processes are given."""
 
-from slipstream.configs.schema import Judge, ModelJudge, PluginConfig, RunConfig
+from slipstream.configs.schema import Judge, ModelConfig, ModelJudge, PluginConfig
 from slipstream.rollout.reward.judge.wire import ModelSetup
 
 TURN_VOTES = PluginConfig(path="slipstream.rollout.reward.model.turns.TurnVotes")
@@ -11,11 +11,8 @@ def judge_of_turns(judge: Judge) -> PluginConfig:
     return TURN_VOTES if isinstance(judge, ModelJudge) else judge.code
 
 
-def named_model(config: RunConfig) -> ModelSetup | None:
-    """Return the language model that the recipe names; None: it names none."""
-    if not isinstance(config.judge, ModelJudge):
+def named_model(judge: Judge, policy: ModelConfig) -> ModelSetup | None:
+    """Return the language model that judges; None: none does."""
+    if not isinstance(judge, ModelJudge):
         return None
-    policy = config.model
-    return ModelSetup(
-        config.judge.model_dump(mode="json"), str(policy.path.absolute()), dict(policy.template_args)
-    )
+    return ModelSetup(judge.model_dump(mode="json"), str(policy.path.absolute()), dict(policy.template_args))
