@@ -8,15 +8,15 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.backend.commands.convert import LayoutOptions, WrongInput, hf_to_megatron, megatron_to_hf
 from tests.models import make_checkpoint
-from tests.unit.test_cli import slipstream
+from tests.unit.test_cli import started
 
 
 @pytest.fixture(autouse=True)
 def _no_ranks(monkeypatch):
-    def started(*_: object, **__: object) -> None:
+    def start(*_: object, **__: object) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("slipstream.backend.commands.convert.run_ranks", started)
+    monkeypatch.setattr("slipstream.backend.commands.convert.run_ranks", start)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def refused(call, *args) -> list[str]:
 
 def test_every_violation_is_reported_in_the_words_of_the_command_line(mixture, tmp_path):
     (tmp_path / "out").mkdir()
-    ended = slipstream(
+    ended = started(
         *("convert", "hf-to-megatron", str(mixture), str(tmp_path / "out")),
         *("--tensor", "3", "--pipeline", "3", "--expert", "3"),
     )
