@@ -148,7 +148,7 @@ def assemble(
     starts_served = not trains or not _begins_with_adapter(config)
     weights = _weights(config, trainer, roster, devices, batches, verifier, note, starts_served=starts_served)
     actors = EngineActors(config, placement, logs, inputs.engine_model.path, adapters=adapters)
-    handles = policy_engines(engine, actors, limits, trainer, devices)
+    handles = policy_engines(engine, actors, limits, devices, trainer_gpus=lambda: trainer.gpus)
     restarts = engine.restarts
     checkpoints = _checkpoints(config, state, trainer, weights, listener)
     questions = EvaluationTasks()

@@ -20,19 +20,15 @@ from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.ledger.rows.watermark import Watermark
 
 
-class SkippingTrainer(Protocol):
-    """A trainer that leaves out optimizer updates which are not finite."""
-
-    async def skipped_updates(self) -> Sequence[SkippedUpdate]:
-        """Return the updates that the last step has skipped."""
-        ...
-
-
-class Trainer(SkippingTrainer, Protocol):
+class Trainer(Protocol):
     """All trainer ranks as one object. One call at a time: the ranks meet in collectives."""
 
     async def train(self, batch: EncodedBatch | TrainBatch) -> Mapping[str, float]:
         """Train one step. Return its metrics by the tags of ``monitor/tags.py``."""
+        ...
+
+    async def skipped_updates(self) -> Sequence[SkippedUpdate]:
+        """Return the updates that the last step has left out because they were not finite."""
         ...
 
     async def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
@@ -44,31 +40,18 @@ class Trainer(SkippingTrainer, Protocol):
         ...
 
     def kill(self) -> None:
-        """End the trainer's processes: nothing of it reaches an engine any more."""
+        """End the processes of all ranks, which frees their memory: nothing of them reaches an engine."""
         ...
 
 
-class RestingTrainer(Protocol):
-    """A trainer that can lend its devices' memory to the engines."""
+class RunTrainer(Trainer, Protocol):
+    """The trainer of a run, from its start to its last export. Its methods raise TrainerFailed."""
 
-    async def rest(self, *, keep_weights: bool = False) -> None:
-        """Move everything to host memory, or everything but the weights."""
-        ...
+    # ---- its processes
 
-    async def wake(self) -> None:
-        """Move the trainer's state back to the devices."""
-        ...
-
-    def kill(self) -> None:
-        """End the trainer's processes, which frees all of their memory."""
-        ...
-
-
-class RestartedTrainer(Protocol):
-    """A trainer that can be started again. Its methods raise TrainerFailed."""
-
-    def kill(self) -> None:
-        """End the processes of all ranks."""
+    @property
+    def gpus(self) -> Sequence[Sequence[str]]:
+        """Ids of each rank's GPUs. Empty before ``connect``."""
         ...
 
     def create(self) -> None:
@@ -79,17 +62,21 @@ class RestartedTrainer(Protocol):
         """Start the new ranks, with the initial weights."""
         ...
 
-    async def restore(self, folder: Path) -> int:
-        """Load a checkpoint. Return the number of steps behind it. Raises CheckpointError as well."""
-        ...
-
     async def respond(self) -> None:
         """Return when every rank has answered."""
         ...
 
+    # ---- the memory of its devices, which it lends to engines
 
-class CheckpointedTrainer(Protocol):
-    """A trainer that writes checkpoints while it trains on. Its methods raise CheckpointError."""
+    async def rest(self, *, keep_weights: bool = False) -> None:
+        """Move everything to host memory, or everything except the weights."""
+        ...
+
+    async def wake(self) -> None:
+        """Move the trainer's state back to the devices."""
+        ...
+
+    # ---- its checkpoints, which it writes while it trains on. These raise CheckpointError as well.
 
     async def begin_checkpoint(self, folder: Path) -> None:
         """Copy the state and start to write it into ``folder``. Training may go on when this returns."""
@@ -103,21 +90,18 @@ class CheckpointedTrainer(Protocol):
         """Make the checkpoint readable."""
         ...
 
-
-class RunTrainer(Trainer, RestingTrainer, RestartedTrainer, CheckpointedTrainer, Protocol):
-    """The trainer of a run, from its start to its last export."""
-
-    @property
-    def gpus(self) -> Sequence[Sequence[str]]:
-        """Ids of each rank's GPUs. Empty before ``connect``."""
+    async def restore(self, folder: Path) -> int:
+        """Load a checkpoint. Return the number of steps that were trained before it was taken."""
         ...
+
+    # ---- what it leaves
 
     async def export_hf(self, folder: Path) -> None:
         """Write the weights as an HF checkpoint directory."""
         ...
 
     async def flush(self) -> None:
-        """Write what is written beside the steps, such as episodes. Raises TrainerFailed."""
+        """Write what is written beside the steps, such as episodes."""
         ...
 
 

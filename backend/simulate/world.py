@@ -105,7 +105,7 @@ class World:
             WorkflowContext, tokenizer=SimulatedTokenizer(), reward=NoReward(), sampling=rollout.sampling
         )
         limit = TimeLimit(rollout.episode_timeout_s)
-        episodes = Episodes(SimulatedWorkflow(workload), rollout, _unchecked, limit, outbox)
+        episodes = Episodes(SimulatedWorkflow(workload), rollout, _unchecked, limit, outbox.attempt_failed)
         judge = SimulatedJudge()
         groups = GroupCollector(
             outbox=outbox,

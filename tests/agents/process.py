@@ -278,7 +278,7 @@ class Runner:
             workflow: Any = hooked.workflow
         else:
             hooked, workflow = None, self._workflow(order["workflow"])
-        episodes = Episodes(workflow, rollout, checking, limit, Listener())
+        episodes = Episodes(workflow, rollout, checking, limit, Listener().attempt_failed)
 
         async def send(message: Any, chunks: Any) -> None:
             driver.take(message, chunks)

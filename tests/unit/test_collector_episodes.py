@@ -108,7 +108,7 @@ class World:
             limit = TimeLimit(60)
             workflow = Scripted(self.script, self.contexts)
             settings = rollout(episode_attempts=self.attempts)
-            episodes = Episodes(workflow, settings, checked, limit, self.listener)
+            episodes = Episodes(workflow, settings, checked, limit, self.listener.attempt_failed)
             task = asyncio.create_task(episodes.run(PROMPT, self.host))
             if self.during is not None:
                 asyncio.get_running_loop().call_later(1, self.during, self, task)

@@ -63,7 +63,7 @@ class World:
         )
         nothing: Any = None
         checking = partial(check, vocab_size=100, workflow="my.Flow")
-        episodes = Episodes(self, rollout, checking, TimeLimit(60), self.outbox)
+        episodes = Episodes(self, rollout, checking, TimeLimit(60), self.outbox.attempt_failed)
         context = WorkflowContext(UnrecordedGenerator(Greedy(), greedy=True), nothing, nothing, SAMPLING)
         self.evaluations = Evaluations(self.outbox, context, episodes, self)
 

@@ -98,7 +98,7 @@ def test_only_the_attempt_that_counts_is_recorded_and_the_record_keeps_it():
     def checked(trajectory: object) -> Trajectory:
         return check(trajectory, vocab_size=9, workflow="my.Flow")
 
-    episodes = Episodes(Recording(), rollout, checked, TimeLimit(600), host)
+    episodes = Episodes(Recording(), rollout, checked, TimeLimit(600), host.attempt_failed)
     trajectory = asyncio.run(episodes.run(PROMPT, host))
     assert trajectory.metrics == (("attempt", 2.0),)
     judged = trajectory.judged(1.0)

@@ -102,7 +102,9 @@ async def _collected(case: FailingEpisode, rollout: RolloutConfig, prompt: Promp
         context=lambda record, _: WorkflowContext(
             record, tokenizer, WorkflowReward(judges, limit, record), SAMPLING, EndpointOfNobody()
         ),
-        episodes=Episodes(workflow, rollout, checking, limit, outbox, f"the workflow {case.workflow}"),
+        episodes=Episodes(
+            workflow, rollout, checking, limit, outbox.attempt_failed, f"the workflow {case.workflow}"
+        ),
         judge=Judging(judges, tokenizer),
         samples=2,
         group_filter=NamedFilter(case.filter, WholeGroups(plugins.resolve(case.filter)()))

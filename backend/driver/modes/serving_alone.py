@@ -24,7 +24,6 @@ from slipstream.backend.driver.processes.devices import Separate
 from slipstream.backend.driver.processes.engines import (
     EngineLimits,
     InitialWeights,
-    NoTrainer,
     policy_engines,
 )
 from slipstream.backend.driver.processes.gateways import announcement
@@ -126,7 +125,7 @@ async def _course(
     assert config.gateway is not None
     engines = config.rollout.engine
     supervisor = Supervisor(
-        policy_engines(engines, actors, limits, NoTrainer(), Separate()),
+        policy_engines(engines, actors, limits, Separate(), trainer_gpus=tuple),
         roster,
         InitialWeights(),
         restarts=engines.restarts,

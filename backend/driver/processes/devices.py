@@ -19,7 +19,7 @@ from typing import Protocol
 
 from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.cluster.trainer_failed import TrainerFailed
-from slipstream.backend.driver.ports import RestingTrainer
+from slipstream.backend.driver.ports import RunTrainer
 from slipstream.bridge.publish.endpoint import Pause, error_text
 from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineMemory
 from slipstream.rollout.engine.roster import EngineRoster
@@ -91,7 +91,7 @@ class Colocated:
 
     def __init__(
         self,
-        trainer: RestingTrainer,
+        trainer: RunTrainer,
         roster: EngineRoster,
         *,
         pause: Pause,

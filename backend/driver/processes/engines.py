@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from slipstream.backend.cluster.actors import EngineActors
 from slipstream.backend.cluster.configured_ray import ray
@@ -57,21 +57,6 @@ class EngineLimits:
             start_timeout_s=engine.start_timeout_s + START_GRACE_S,
             adapter=adapter,
         )
-
-
-class TrainerGpus(Protocol):
-    """The trainer whose GPUs a colocated engine shares."""
-
-    @property
-    def gpus(self) -> Sequence[Sequence[str]]:
-        """Ids of each rank's GPUs."""
-        ...
-
-
-class NoTrainer:
-    """Stands for the trainer of a run that trains nothing."""
-
-    gpus: Sequence[Sequence[str]] = ()
 
 
 class InitialWeights:
@@ -194,14 +179,22 @@ async def _exit_of(actor: EngineServerActor) -> int:
 
 
 def policy_engines(
-    engine: EngineConfig, actors: EngineActors, limits: EngineLimits, trainer: TrainerGpus, devices: Devices
+    engine: EngineConfig,
+    actors: EngineActors,
+    limits: EngineLimits,
+    devices: Devices,
+    *,
+    trainer_gpus: Callable[[], Sequence[Sequence[str]]],
 ) -> list[RayEngine]:
-    """Return the handles of the policy's engines. ``trainer``: its GPUs are also a colocated engine's."""
+    """Return the handles of the policy's engines.
+
+    ``trainer_gpus`` returns the ids of each rank's GPUs, which a colocated engine shares.
+    """
 
     def handle(number: int) -> RayEngine:
         return RayEngine(
             actors.name(number),
-            lambda node: actors.create(number, node, trainer.gpus),
+            lambda node: actors.create(number, node, trainer_gpus()),
             limits,
             devices,
             nodes=engine.nodes,

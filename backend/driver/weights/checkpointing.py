@@ -13,7 +13,7 @@ from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.checkpoint.folder import CheckpointFolder, FoundCheckpoint
 from slipstream.backend.checkpoint.manifest import CheckpointRecord, record_digest
 from slipstream.backend.cluster.trainer_failed import TrainerFailed
-from slipstream.backend.driver.ports import CheckpointedTrainer, CheckpointListener, RunHistory, RunPosition
+from slipstream.backend.driver.ports import CheckpointListener, RunHistory, RunPosition, RunTrainer
 from slipstream.backend.driver.start.feedback import Feedback
 from slipstream.configs.schema import CheckpointConfig
 
@@ -56,7 +56,7 @@ class TrainerCheckpoints:
         self,
         config: CheckpointConfig,
         folder: CheckpointFolder,
-        trainer: CheckpointedTrainer,
+        trainer: RunTrainer,
         turn: TrainersTurn,
         history: RunHistory,
         listener: CheckpointListener,

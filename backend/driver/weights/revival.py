@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.checkpoint.folder import FoundCheckpoint
 from slipstream.backend.cluster.trainer_failed import TrainerFailed
-from slipstream.backend.driver.ports import RestartedTrainer
+from slipstream.backend.driver.ports import RunTrainer
 from slipstream.backend.driver.weights.checkpointing import TrainerCheckpoints
 from slipstream.backend.driver.weights.rewind import Rewind
 from slipstream.backend.driver.weights.served_weights import ServedWeights
@@ -36,7 +36,7 @@ class Revival:
 
     def __init__(
         self,
-        trainer: RestartedTrainer,
+        trainer: RunTrainer,
         weights: ServedWeights[EngineClient],
         checkpoints: TrainerCheckpoints,
         rewind: Rewind,

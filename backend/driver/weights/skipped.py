@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from slipstream.backend.batch.skipped import COUNTERS, SkippedUpdate
-from slipstream.backend.driver.ports import SkippingTrainer
+from slipstream.backend.driver.ports import Trainer
 
 
 class TooManySkippedUpdates(RuntimeError):
     """More updates were skipped than ``run.max_skipped_updates`` allows."""
 
 
-async def skipped_in(trainer: SkippingTrainer, metrics: Mapping[str, float]) -> Sequence[SkippedUpdate]:
+async def skipped_in(trainer: Trainer, metrics: Mapping[str, float]) -> Sequence[SkippedUpdate]:
     """Return the updates that the last step, which gave these metrics, has skipped."""
     return await trainer.skipped_updates() if any(metrics.get(tag) for tag in COUNTERS) else ()
 

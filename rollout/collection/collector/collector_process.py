@@ -20,7 +20,6 @@ from slipstream.rollout.collection.collector.judging import WorkflowReward
 from slipstream.rollout.collection.collector.outbox import Outbox
 from slipstream.rollout.collection.collector.parts import (
     Surroundings,
-    WatchedJudges,
     episode_parts,
     surroundings_of,
 )
@@ -33,6 +32,7 @@ from slipstream.rollout.collection.messages import DOWN, Down, Status
 from slipstream.rollout.engine.engine_pool import EnginePool
 from slipstream.rollout.engine.request_trace import RequestTrace
 from slipstream.rollout.engine.serving import ServingAddresses
+from slipstream.rollout.reward.judge.judge_pool import JudgePool
 from slipstream.rollout.system.garbage import OF_COLLECTED_EPISODE, expect_objects, look_seldom_for_garbage
 from slipstream.rollout.system.link import LinkEnded, OutgoingLink, connected, until_one_ends
 from slipstream.rollout.system.time_limit import TimeLimit
@@ -80,7 +80,7 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
         )
         link = await stack.enter_async_context(connected(spec.url, f"/collector/{spec.name}", spec.key))
 
-        episodes = Episodes(parts.workflow, rollout, parts.check, limit, outbox, parts.name)
+        episodes = Episodes(parts.workflow, rollout, parts.check, limit, outbox.attempt_failed, parts.name)
         groups = GroupCollector(
             outbox=outbox,
             record=lambda group, assignment, sample, attempt: Recording(
@@ -139,7 +139,7 @@ class _Work:
         self,
         link: OutgoingLink,
         pool: EnginePool,
-        judges: WatchedJudges,
+        judges: JudgePool,
         groups: GroupCollector[Recording],
         evaluations: Evaluations,
         engines: ServingAddresses,

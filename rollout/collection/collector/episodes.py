@@ -51,12 +51,6 @@ class EpisodeHost(Protocol):
         ...
 
 
-class AttemptListener(Protocol):
-    """Hears of failed attempts."""
-
-    def attempt_failed(self, prompt: int, attempt: int, error: str) -> None: ...
-
-
 class Episodes:
     """Runs episodes of one workflow."""
 
@@ -66,18 +60,18 @@ class Episodes:
         rollout: RolloutConfig,
         check: Callable[[object], Trajectory],
         limit: TimeLimit,
-        listener: AttemptListener,
+        failed: Callable[[int, int, str], None],
         name: str = "the workflow",
     ) -> None:
-        """``check`` returns a trajectory as it is to be trained, or raises ValueError. ``name``: the
-        workflow, as messages name it.
+        """``check`` returns a trajectory as it is to be trained, or raises ValueError.
+        ``failed(prompt, attempt, error)`` hears of failed attempts. ``name``: the workflow, as messages name it.
         """
         self.name = name
         self._workflow = workflow
         self._attempts = rollout.episode_attempts
         self.check = check
         self._limit = limit
-        self._listener = listener
+        self._failed = failed
 
     async def run(self, prompt: Prompt, host: EpisodeHost) -> Trajectory:
         """Return a trajectory, with a reward or without.
@@ -98,7 +92,7 @@ class Episodes:
                 raise
             except BaseException as error:  # user code: whatever it raises, the attempt has failed
                 failure = self._failure(prompt, host, error)
-                self._listener.attempt_failed(prompt.id, attempt + 1, failure)
+                self._failed(prompt.id, attempt + 1, failure)
             else:
                 if host.is_given_up:  # the workflow has not let the cancellation out
                     raise asyncio.CancelledError

@@ -4,13 +4,13 @@ import asyncio
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.collection.collector.episodes import EpisodeFailed, Episodes, blame
 from slipstream.rollout.collection.collector.groups import wait_for_end
 from slipstream.rollout.collection.collector.outbox import Outbox
 from slipstream.rollout.collection.collector.recording import GrowingGenerator
+from slipstream.rollout.collection.collector.untrained_log import UntrainedLog
 from slipstream.rollout.collection.messages import Question
 from slipstream.rollout.compat.hooks import EvaluateSets
 from slipstream.rollout.engine.engine_pool import NoEngine
@@ -18,17 +18,9 @@ from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.sampling import LiveSampling
 from slipstream.rollout.reward.judge.judge_errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.value import EpisodeJudge
-from slipstream.rollout.tokens.trajectory import Completion, Prompt, Trajectory
+from slipstream.rollout.tokens.trajectory import Completion, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
 from slipstream.rollout.workflow.numbers import EpisodeNumbers
-
-
-class EvaluationLog(Protocol):
-    """Writes evaluation episodes into the episode log: ``untrained_log.UntrainedLog``."""
-
-    def evaluated(
-        self, question: Question, prompt: Prompt, trajectory: Trajectory | None, reason: str | None = None
-    ) -> None: ...
 
 
 class UnrecordedGenerator:
@@ -80,7 +72,7 @@ class Evaluations:
         episodes: Episodes,
         judge: EpisodeJudge,
         function: EvaluateSets | None = None,
-        log: EvaluationLog | None = None,
+        log: UntrainedLog | None = None,
     ) -> None:
         """``context``: what a workflow may use in an evaluation. ``function``: evaluates whole sets. ``log``:
         None if the recipe asks for no episode log.

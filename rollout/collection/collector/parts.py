@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from slipstream.configs.schema import (
     EvalConfig,
@@ -23,7 +23,7 @@ from slipstream.configs.schema.judge import asks_policy, own_engines
 from slipstream.rollout.collection.collector.episodes import check
 from slipstream.rollout.collection.collector.evaluation import UnrecordedGenerator
 from slipstream.rollout.collection.collector.groups import NamedFilter, WholeGroups
-from slipstream.rollout.collection.collector.judging import Judges, Judging, WorkflowReward
+from slipstream.rollout.collection.collector.judging import Judging, WorkflowReward
 from slipstream.rollout.collection.collector.recording import Recording
 from slipstream.rollout.collection.collector.seeded import seeded_engines
 from slipstream.rollout.compat.hooks import (
@@ -41,7 +41,7 @@ from slipstream.rollout.engine.engine_pool import EnginePool, GeneratingClient
 from slipstream.rollout.engine.request_trace import RequestTrace
 from slipstream.rollout.engine.serving import ServingAddresses
 from slipstream.rollout.gateway.endpoint.needed import needs_endpoint
-from slipstream.rollout.reward.judge.judge_pool import JudgePool, JudgeStatus
+from slipstream.rollout.reward.judge.judge_pool import JudgePool
 from slipstream.rollout.reward.judge.named_model import named_model
 from slipstream.rollout.reward.value import EpisodeJudge
 from slipstream.rollout.system import plugins
@@ -57,18 +57,12 @@ DESCRIPTORS = 3
 """Descriptors of a request of an agent: both ends of its connection, and the connection with the engine."""
 
 
-class WatchedJudges(Judges, Protocol):
-    """Judges that tell how busy they are: ``rollout.reward.judge.pool.JudgePool``."""
-
-    def status(self) -> JudgeStatus: ...
-
-
 @dataclass(frozen=True)
 class Surroundings:
     """Everything that a collector uses besides the recipe."""
 
     tokenizer: Tokenizer
-    judges: WatchedJudges
+    judges: JudgePool
     connect: Callable[[EngineAddress], GeneratingClient] = EngineClient
     """Makes the client of an engine."""
     engines: ServingAddresses = field(default_factory=ServingAddresses)

@@ -10,32 +10,18 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from slipstream.configs.schema import SamplingConfig
+from slipstream.rollout.collection.collector.recording import GrowingGenerator
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.sampling import Sampling
 from slipstream.rollout.tokens.record import digest
 
 
-class Engines(Protocol):
-    """Continues a completion: the engine pool."""
-
-    async def generate(
-        self,
-        input_ids: Sequence[int],
-        sampling: Sampling,
-        completion: GrowingCompletion,
-        *,
-        greedy: bool = False,
-        grown: Callable[[], None] | None = None,
-    ) -> None: ...
-
-
 class SeededEngines:
     """The engines for one attempt at an episode."""
 
-    def __init__(self, engines: Engines, *place: object) -> None:
+    def __init__(self, engines: GrowingGenerator, *place: object) -> None:
         """``place``: the recipe's seed, and what tells this attempt from all others of the run."""
         self._engines = engines
         self._place = ":".join(map(str, place))
@@ -61,7 +47,7 @@ class SeededEngines:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
-def seeded_engines(engines: Engines, seed: int | None, *place: object) -> Engines:
+def seeded_engines(engines: GrowingGenerator, seed: int | None, *place: object) -> GrowingGenerator:
     """Return the engines for an attempt, with seeds if the recipe has one."""
     return engines if seed is None else SeededEngines(engines, seed, *place)
 

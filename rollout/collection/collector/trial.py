@@ -56,7 +56,9 @@ class Trial:
         """Return one episode. Raises NoEngine and JudgeStartFailed."""
         attempts = _Attempts(self._parts.workflow, self._context)
         rollout = self._parts.rollout
-        episodes = Episodes(attempts, rollout, self._parts.check, self._limit, attempts, self._parts.name)
+        episodes = Episodes(
+            attempts, rollout, self._parts.check, self._limit, attempts.attempt_failed, self._parts.name
+        )
         trajectory, began, judging_s = None, time.monotonic(), 0.0
         try:
             trajectory = await episodes.run(prompt, attempts)
