@@ -34,19 +34,21 @@ GPU ?=
 quickstart: install
 	$(BIN)/slipstream train configs/recipes/quickstart.yaml
 
-# Three lanes for two cores: whole runs and clusters mostly wait for processes to start.
+# Three lanes for two cores: whole runs and clusters mostly wait for processes to start. Ray's workers have a
+# niceness of 15, and so have the tests beside them: else whole runs would stand still while there are others.
 test: install $(VENV)/.triton $(VENV)/.docs
 	bash tests/cluster/install_slurm.sh
-	@$(MAKE) --jobs=3 --keep-going --output-sync=target --no-print-directory test-runs test-numerics test-fast
+	@$(MAKE) --jobs=3 --keep-going --output-sync=target --no-print-directory BESIDE='nice -n 15' \
+	  test-runs test-numerics test-fast
 
 test-numerics: install
-	$(BIN)/python -m pytest tests/integration tests/gpu
+	$(BESIDE) $(BIN)/python -m pytest tests/integration tests/gpu
 
 test-runs: install
 	$(BIN)/python -m pytest tests/runs tests/cluster tests/clients tests/agents
 
 test-fast: install $(VENV)/.triton $(VENV)/.docs
-	$(BIN)/python -m pytest tests/unit
+	$(BESIDE) $(BIN)/python -m pytest tests/unit
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow
