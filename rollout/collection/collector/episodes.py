@@ -64,7 +64,8 @@ class Episodes:
         name: str = "the workflow",
     ) -> None:
         """``check`` returns a trajectory as it is to be trained, or raises ValueError.
-        ``failed(prompt, attempt, error)`` hears of failed attempts. ``name``: the workflow, as messages name it.
+        ``failed(prompt, attempt, error)`` hears of failed attempts.
+        ``name``: the workflow, as messages name it.
         """
         self.name = name
         self._workflow = workflow
