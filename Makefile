@@ -28,6 +28,9 @@ ENVIRONMENT := configs/environment
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off
 GPU ?=
 
+# Tests start many processes, and each of them would compile our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quickstart test test-numerics test-runs test-fast test-slime test-verifiers test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs soak gateway-memory staleness-study lint format docs docs-serve install clean constraints lock lock-check
 .DELETE_ON_ERROR:
 
