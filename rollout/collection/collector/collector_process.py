@@ -16,7 +16,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collection.collector.episodes import Episodes
 from slipstream.rollout.collection.collector.evaluation import Evaluations
 from slipstream.rollout.collection.collector.groups import GroupCollector
-from slipstream.rollout.collection.collector.judging import WorkflowReward
+from slipstream.rollout.collection.collector.judging import Judges, WorkflowReward
 from slipstream.rollout.collection.collector.outbox import Outbox
 from slipstream.rollout.collection.collector.parts import (
     Surroundings,
@@ -32,7 +32,6 @@ from slipstream.rollout.collection.messages import DOWN, Down, Status
 from slipstream.rollout.engine.engine_pool import EnginePool
 from slipstream.rollout.engine.request_trace import RequestTrace
 from slipstream.rollout.engine.serving import ServingAddresses
-from slipstream.rollout.reward.judge.judge_pool import JudgePool
 from slipstream.rollout.system.garbage import OF_COLLECTED_EPISODE, expect_objects, look_seldom_for_garbage
 from slipstream.rollout.system.link import LinkEnded, OutgoingLink, connected, until_one_ends
 from slipstream.rollout.system.time_limit import TimeLimit
@@ -139,7 +138,7 @@ class _Work:
         self,
         link: OutgoingLink,
         pool: EnginePool,
-        judges: JudgePool,
+        judges: Judges,
         groups: GroupCollector[Recording],
         evaluations: Evaluations,
         engines: ServingAddresses,

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from slipstream.rollout.collection.collector.recording import Recording
+from slipstream.rollout.reward.judge.judge_pool import JudgeStatus
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.tokenizer import Tokenizer
@@ -21,7 +22,7 @@ from slipstream.rollout.tokens.trajectory import UNSAMPLED, Prompt, Trajectory
 
 
 class Judges(Protocol):
-    """Whoever asks the recipe's reward: ``rollout.reward.judge.pool.JudgePool``."""
+    """What asks the recipe's reward: ``rollout.reward.judge.judge_pool.JudgePool``, or a model of it."""
 
     async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> Judgement:
         """Raises JudgingFailed after the last attempt."""
@@ -36,6 +37,10 @@ class Judges(Protocol):
     @property
     def of_groups(self) -> bool:
         """True if the reward judges all episodes of a group at once."""
+        ...
+
+    def status(self) -> JudgeStatus:
+        """Return how busy the judges are."""
         ...
 
 

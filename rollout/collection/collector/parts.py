@@ -23,7 +23,7 @@ from slipstream.configs.schema.judge import asks_policy, own_engines
 from slipstream.rollout.collection.collector.episodes import check
 from slipstream.rollout.collection.collector.evaluation import UnrecordedGenerator
 from slipstream.rollout.collection.collector.groups import NamedFilter, WholeGroups
-from slipstream.rollout.collection.collector.judging import Judging, WorkflowReward
+from slipstream.rollout.collection.collector.judging import Judges, Judging, WorkflowReward
 from slipstream.rollout.collection.collector.recording import Recording
 from slipstream.rollout.collection.collector.seeded import seeded_engines
 from slipstream.rollout.compat.hooks import (
@@ -62,7 +62,7 @@ class Surroundings:
     """Everything that a collector uses besides the recipe."""
 
     tokenizer: Tokenizer
-    judges: JudgePool
+    judges: Judges
     connect: Callable[[EngineAddress], GeneratingClient] = EngineClient
     """Makes the client of an engine."""
     engines: ServingAddresses = field(default_factory=ServingAddresses)
