@@ -42,8 +42,8 @@ def locate(
 ) -> tuple[tuple[str, ...], type[Section], FieldInfo | None]:
     """The path of the setting at ``loc``, the section that it is in, and its field; None for an unknown key.
 
-    Pydantic puts the type of a section into ``loc``, behind the key of the section. The path does without. It
-    has the places of sections in a list.
+    Pydantic puts the type of a section into ``loc``, after the key of the section. The path leaves these
+    types out, and keeps the indices of sections in a list.
     """
     path: list[str] = []
     section, field = root, None

@@ -65,7 +65,7 @@ def differences(kind: Kind) -> list[str]:
             installed = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             installed = "not installed"
-        if installed.partition("+")[0] != version:  # behind a plus is the variant of a build, such as +cpu
+        if installed.partition("+")[0] != version:  # a plus begins the variant of a build: +cpu
             wrong.append(f"{name}: {installed} found, {version} expected")
     return wrong
 

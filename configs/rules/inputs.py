@@ -118,7 +118,7 @@ def prompts_come_from_one_place(config: RunConfig) -> Iterator[Violation]:
 
 
 def reward_is_given(config: RunConfig) -> Iterator[Violation]:
-    """Whoever serves live users alone has no episodes."""
+    """A reward or a hook that rewards is given, unless the run has neither prompts nor an evaluation."""
     hooks = config.rollout.hooks
     if hooks is not None and (hooks.custom_rm or hooks.rm_type or hooks.custom_generate_function):
         return  # they reward

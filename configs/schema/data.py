@@ -34,7 +34,7 @@ PromptPath = Annotated[PathSetting, PlainSerializer(path_text, return_type=str, 
 
 
 def template_parts(template: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the texts of a prompt template, each with the column behind it; None: there is none behind it.
+    """Yield each text of a prompt template with the name of the column that follows; None: no column follows.
 
     Raises ValueError for a template that cannot be filled in.
     """

@@ -124,8 +124,9 @@ class EvalSamplingConfig(Section):
     )
 
     def over(self, training: SamplingConfig) -> SamplingConfig:
-        """Return the sampling of evaluations, given that of training. Where it is greedy, the temperature is
-        that of training: whoever asks the engines says that they sample greedily."""
+        """Return the sampling of evaluations: ``training``, with the settings that this section gives.
+
+        The temperature 0 is replaced by that of training: callers ask the engines for greedy sampling."""
         given = {name: value for name, value in self if value is not None and name != "temperature"}
         given["temperature"] = self.temperature or training.temperature
         return training.model_copy(update=given)

@@ -1,4 +1,4 @@
-"""How good a response is: 1 or 0, by what stands behind its last '#'."""
+"""The reward of a response: 1 if the text after its last '#' is the label, else 0."""
 
 
 def score(prompt, response, trajectory):
