@@ -2,8 +2,8 @@
 
 ``/update_weights_from_tensor`` with ``load_format`` TAKE calls it in every scheduler process with the live
 model. The request carries an order and no weights: these come over a process group, into the parameters in
-place. The version is stamped by a request of its own, behind the answers of all ranks, so a transfer that
-failed is never stamped.
+place. A request of its own stamps the version after all ranks have answered, so a transfer that failed is
+never stamped.
 
 SGLang ends a scheduler whose loader raises. So whatever goes wrong is the answer that a rank leaves in the
 store.

@@ -20,8 +20,8 @@ PAUSE: dict[Interrupt, Pause] = {
 }
 """The pause of each interrupt.
 
-For ``drain``, whoever sends the requests lets the running ones finish before the publication. The engines
-are paused nevertheless: without a pause SGLang would start new requests between two steps of an update, on
+With ``drain``, the senders of requests let the running ones finish before the publication. The engines are
+paused nevertheless: without a pause SGLang would start new requests between two steps of an update, on
 weights of two versions. Requests that outlast the draining are retracted.
 """
 

@@ -9,7 +9,7 @@
 The files are safetensors, so the engine loads them like any checkpoint. Their folder is in memory (/dev/shm)
 and belongs to one server; it goes when the server goes.
 
-``rollout`` does not import the bridge: whoever starts an engine passes it the import path of ``mount``.
+``rollout`` does not import the bridge: the code that starts an engine passes it the import path of ``mount``.
 """
 
 import asyncio

@@ -109,7 +109,7 @@ class ShardTransport:
         await publication.each("stamp", lambda engine: engine.rename_version(publication.version))
 
     def finish(self) -> None:
-        """Let the trainer's ranks go. Must be called behind every publication, successful or not."""
+        """Let the trainer's ranks go. Must be called after every publication, successful or not."""
         self._command(commands.End())
 
     # ---- steps of one engine
