@@ -6,9 +6,9 @@ Gateway, driver, ledger and journal are those of a run, each in a process of its
 that speaks SGLang's /generate and has no model: its tokens come at given times.
 
     latency   a token every 20 ms. Clients ask the engine directly and through the gateway in turn, and look
-              at the time of the first token and at how late each further one is behind its pace.
+              at the time of the first token and at the delay of each further one.
     turns     32 tokens at once. Clients talk, four turns to a conversation, as fast as they are answered.
-              Meanwhile the driver's event loop says every 5 ms how far it lags behind.
+              Meanwhile the delay of the driver's event loop is measured every 5 ms.
 
 Quantiles are medians over rounds, so that a pause of the machine counts once. Nothing is asserted.
 """
@@ -65,7 +65,7 @@ class Delays:
     first: list[float] = field(default_factory=list[float])
     """Time from the request to the first token, for each request."""
     later: list[float] = field(default_factory=list[float])
-    """Time of each further token behind the pace of the engine, counted from the request."""
+    """Delay of each further token against the pace of the engine, counted from the request."""
     gaps: list[float] = field(default_factory=list[float])
     """Time between two tokens."""
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.ledger
 
-Trajectories of 512 tokens behind a prompt of 64 come in frames, as collectors send them; a batch has 256 of
-them, and checkpoints release what was trained 20 steps ago. Growing completions come in pieces, a frame per
-two seconds of generation. The ledger is on this folder's disk.
+Trajectories of a prompt of 64 tokens and 512 further ones come in frames, as collectors send them. A batch
+has 256 of them, and checkpoints release what was trained 20 steps ago. Growing completions come in pieces, a
+frame per two seconds of generation. The ledger is on this folder's disk.
 """
 
 import asyncio

@@ -26,7 +26,7 @@ BATCH = 4
 LEARNING_RATE = 1e-4
 """Chosen on seed 100: at 4e-4 so wide a policy unlearns again what it has learned."""
 CHECKPOINT_EVERY = 8
-"""Steps between two points of a curve. Checkpoints are evaluated behind the run, in nobody's time."""
+"""Steps between two points of a curve. Checkpoints are evaluated after the run, so no run waits for it."""
 HELD_OUT = 400
 """Number of held-out problems: the standard error of an accuracy of 0.9 is 1.5 percentage points."""
 TIMEOUT_S = 900
@@ -34,7 +34,7 @@ TIMEOUT_S = 900
 
 @dataclass(frozen=True)
 class Point:
-    """The policy behind a training step."""
+    """The policy after a training step."""
 
     step: int
     seconds: float

@@ -32,7 +32,7 @@ def workflow(turns: int) -> PluginConfig:
 
 
 class Speaker:
-    """Says what an engine samples: calls of the tool, and an answer behind the last one's result."""
+    """Says what an engine samples: calls of the tool, and an answer after the result of the last call."""
 
     def __init__(self, turns: int, tokens: int) -> None:
         """``turns``: completions of an episode. ``tokens``: length of each."""

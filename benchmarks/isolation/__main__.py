@@ -11,7 +11,7 @@ users think between two requests, and episodes take their time, so that all proc
 part of two cores idle. Else a disturbance would show as less competition for them, or a restart as more.
 
 `worst_rate` is the smallest of these shares over all disturbances; `audit` counts the discrepancies that
-`slipstream audit` finds behind each run.
+`slipstream audit` finds after each run.
 """
 
 import argparse

@@ -142,7 +142,7 @@ class Course:
         )
 
     def _await_publication(self) -> None:
-        """Return just behind a publication: engines stand still in it as long as the trainer does."""
+        """Return just after a publication. During one, the engines stand still as well as the trainer."""
         steps = len(self._run.step_times())
         deadline = time.monotonic() + STEADY_S
         while len(self._run.step_times()) == steps and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""How fast each loop goes, from the events that each of them leaves behind."""
+"""The rate of each loop, computed from the events that the loop records."""
 
 import threading
 import time
@@ -51,7 +51,7 @@ class Events:
     """Everything that was seen of a run. Times are in seconds since the epoch."""
 
     times: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    """When each event of a rate came, in order, but for ``entries``."""
+    """Times of the events of each rate except ``entries``, in order."""
     journal: list[tuple[float, int, int]] = field(default_factory=list[tuple[float, int, int]])
     """(time, entries of the journal, how many of them the driver lacks)."""
     latencies: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])

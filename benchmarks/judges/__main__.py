@@ -3,9 +3,9 @@
     python -m benchmarks.judges [--seeds 0 1 2] [--ways reward hints both] [--figure docs/judges.png]
 
 Users send problems through the gateway, say `thanks` or `wrong` of the answers, and explain every other
-`wrong`. A scripted judge reads that: its votes give scores (`reward`), a teacher scores the answers behind
-its hints (`hints`), or both. The teacher is the start policy. All of them get equally many turns of users,
-with the same settings, and the judge is down for a third of the time. Held-out problems, which no user asks,
+`wrong`. A scripted judge reads that: its votes give scores (`reward`), a teacher scores the answers given the
+judge's hints (`hints`), or both. The teacher is the start policy. Each way gets equally many turns of users
+and the same settings, and the judge is down for a third of the time. Held-out problems, which no user asks,
 are asked at temperature 0 before and after, through the same gateway. The lists in the last line are gains in
 percentage points, one for each seed.
 """
@@ -64,7 +64,7 @@ def main() -> None:
         from benchmarks.judges.figure import draw  # matplotlib takes a second to load
 
         down = f"the judge is down for {DOWN_S:g} of every {PERIOD_S:g} s; "
-        down += "the teacher is the start policy behind the hint"
+        down += "the teacher is the start policy, given the hint"
         chosen.figure.write_bytes(draw(outcomes, down))
     print(
         json.dumps(

@@ -31,8 +31,8 @@ BATCH = 64
 """Turns of a training step."""
 
 TURNS = 12 * BATCH
-"""Turns of users, at the end of the first step behind which there are as many: those that are trained, and
-those that a policy which learns from hints alone cannot learn from."""
+"""A run ends after the first training step by which this many turns of users were trained or filtered. A run
+that learns from hints alone filters the turns without a hint."""
 
 CONTEXT = 512
 """Tokens of a request to the teacher, at the most."""
@@ -180,7 +180,7 @@ async def _watched(served: Served, users: Users) -> list[tuple[int, int]]:
 
 
 WINDOW = 256
-"""Answers of users behind one point of the curve, at least."""
+"""Smallest number of answers to users from which one point of the curve is computed."""
 
 
 def shares(marks: list[tuple[int, int]], right: list[bool]) -> list[tuple[int, float]]:

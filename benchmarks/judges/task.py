@@ -1,10 +1,10 @@
-"""The policy's start, a bad habit behind plain prompts and the right way behind a hint; and what users say.
+"""The start policy, which has a bad habit after plain prompts and none after a hint; and what users say.
 
     plain       a3b9c8                             mostly wrong after an 8 or a 9
     with hint   a3b9c8\\n\\n[hint]\\ncarry right      right
 
-Both are in the warm start's demonstrations, so that the policy knows what the hint means. As it is then, it
-is the teacher: behind the hint it scores what the policy has answered without.
+The demonstrations of the warm start have both, so that the policy knows what the hint means. The policy after
+the warm start is the teacher: given the hint, it scores answers that were sampled without the hint.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""A teacher that stays as it is: an SGLang server of a policy's start, behind the hint."""
+"""A teacher that does not change: an SGLang server of the start policy, whose prompts have the hint."""
 
 import asyncio
 import os

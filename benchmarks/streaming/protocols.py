@@ -190,9 +190,9 @@ def _take_session(heard: Heard, values: Mapping[str, Any] | None) -> None:
 
 
 def _take_text(heard: Heard, text: str, finish: str | None) -> None:
-    """Take further text, or the end. Raises BadStream for what comes behind the end."""
+    """Take further text, or the end. Raises BadStream for anything after the end."""
     if heard.finish is not None and (text or finish):
-        raise BadStream(f"there is more behind the end: {text!r}, {finish}")
+        raise BadStream(f"there is more after the end: {text!r}, {finish}")
     heard.text += text
     if finish is not None:
         heard.finish = FINISHES.get(finish, finish)

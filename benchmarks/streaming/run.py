@@ -124,7 +124,7 @@ def measure(load: Load, scratch: Path) -> Result:
 
 
 class Served:
-    """The run as whoever watches it sees it."""
+    """A run as an observer sees it, through the gateway's state."""
 
     def __init__(self, run: LaunchedRun, state: str) -> None:
         """``state``: URL of the gateway's state."""

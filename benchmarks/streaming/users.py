@@ -101,7 +101,7 @@ class Users:
             if heard.error is not None:
                 return
             messages.append({"role": "assistant", "content": heard.text})
-            content, session = f"Thanks. And what follows behind turn {turn}?", heard.session
+            content, session = f"Thanks. And what follows turn {turn}?", heard.session
 
     async def _listen(self, heard: Heard, parts: AsyncIterator[None]) -> None:
         """Read an answer to its end. Errors are a part of what was heard."""

@@ -35,7 +35,7 @@ CONVERSATIONS = 24
 
 
 def write_policy(folder: Path, seed: int, steps: int = WARM_START_STEPS) -> None:
-    """Write policy and tokenizer as a Hugging Face checkpoint, behind a warm start of `steps`."""
+    """Write policy and tokenizer as a Hugging Face checkpoint, after a warm start of `steps`."""
     tokenizer = build_tokenizer(TEMPLATE)
     untrained = folder.with_name(f"{folder.name}-untrained")
     build_policy(tokenizer, seed).save_pretrained(untrained)
