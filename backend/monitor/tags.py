@@ -299,8 +299,9 @@ TAGS: dict[str, Tag] = {
     ),
     "live/filtered": Tag(
         "turns, whole run",
-        "Number of turns with nothing to train: they have no sampled token, `live.train` is false, or the "
-        "last training step is done.",
+        "Number of turns with nothing to train: they have no sampled token, `live.train` is false, the last "
+        "training step is done, the judge has neither a score nor a hint, or a teacher's scores alone train "
+        "and the turn has none.",
     ),
     "live/expired": Tag(
         "turns, whole run", "Number of turns that were given up because all of their tokens were too old."

@@ -12,9 +12,9 @@ A turn is known by its number, and by the turn before it if its prompt repeats a
 turns form a tree. Turns on one path of a tree that are ready together are one trajectory of the batch. All
 other turns on the path are context: a turn is trained once, whatever it is context of.
 
-Each token is looked at by itself when a batch is taken: a token that lags behind by more than the bound
-carries no loss. A turn expires as soon as this is so for all of its tokens, whether or not it is ready,
-because no later step could train it.
+Each token is looked at by itself when a batch is taken: a token whose lag exceeds the bound carries no loss.
+A turn expires as soon as this is so for all of its tokens, whether or not it is ready, because no later step
+could train it.
 """
 
 import heapq
@@ -34,9 +34,9 @@ class TurnEnd(StrEnum):
     SIDE = "side"
     """The client says that the turn is no part of the task, or the trainer cannot reproduce its sampling."""
     FILTERED = "filtered"
-    """There is nothing to train: no sampled token, or the recipe does not train on turns."""
+    """There is nothing to train: no sampled token, no verdict that trains, or no training on turns."""
     EXPIRED = "expired"
-    """All of its tokens lag behind by more than the bound."""
+    """The lag of each of its tokens exceeds the bound."""
     FAILED = "failed"
     """The turn cannot be trained: its tokens are incomplete or damaged, or it kills the trainer."""
     CANCELLED = "cancelled"
@@ -142,7 +142,7 @@ class LiveDoor:
             self.ends[end] += 1
 
     def ready(self, id_: int) -> None:
-        """Record that a waiting turn is judged and shall be trained."""
+        """Record that a waiting turn is judged and is to be trained."""
         turn = self._turns.get(id_)
         if turn is None or turn.state is not TurnState.WAITING:
             raise ControlError(f"turn {id_} does not wait")
