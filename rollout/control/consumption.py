@@ -20,7 +20,7 @@ class Due:
     batch_size: int
     bound: int
     step: int
-    """Number of the step: updates behind the version that it starts from."""
+    """Number of the step: number of updates that led to the version that it starts from."""
     surplus: int
     """Over-sampled groups: so many may miss their deadline, and are then given up."""
 

@@ -16,10 +16,10 @@ still serve the old version, and a group admitted in its place would start one v
 Lag and standing
 ----------------
 
-Let c be the version that the trainer holds, and t the number of updates behind it: training step t starts
-from c. The engines serve c as well, unless the trainer has died and was restored from an older version (see
-below). The lag of a token of version v is the number of updates on the path between v and c in the tree of
-versions. Its *standing* is t - lag. Let d(v) count the updates behind v, and let a be the last common
+Let c be the version that the trainer holds, and t the number of updates that led to it: training step t
+starts from c. The engines serve c as well, unless the trainer has died and was restored from an older version
+(see below). The lag of a token of version v is the number of updates on the path between v and c in the tree
+of versions. Its *standing* is t - lag. Let d(v) count the updates that led to v, and let a be the last common
 ancestor of v and c. The path leads from v up to a and from there down to c:
 
     lag = d(v) - d(a) + t - d(a)        standing = 2 * d(a) - d(v)
@@ -137,7 +137,7 @@ and of up to ``live_trajectories`` trajectories of turns besides. What is proved
 - Waiting for turns puts off the moment at which step t takes its batch, and the claim for step t holds until
   then: the only events meanwhile are those of 1 and 2. The wait ends by turns that become ready, or by
   ``turns_wait_is_over``, an event from outside: the core has no clock. Then the batch has fewer turns, or
-  none. So whoever has no batch waits for groups, which come as proved, or for one event.
+  none. So a step without a batch waits for groups, which come as proved, or for one event.
 - Without prompts (B = 0) a batch holds turns alone. It waits without an end only while no turn is ready, when
   there is nothing to train.
 
@@ -222,7 +222,7 @@ class RolloutControl:
     live_trajectories: int = 0
     """Trajectories of turns that a full batch has besides its groups."""
     step: int = field(init=False)
-    """Training steps behind ``version``."""
+    """Number of training steps that led to ``version``."""
     live: LiveDoor = field(init=False)
     """The door for the turns of live users."""
     lacks_turns: bool = field(init=False, default=False)
@@ -343,7 +343,7 @@ class RolloutControl:
         self._table.move(self._open(id_), State.JUDGING)
 
     def finished(self, id_: int, versions: Collection[int]) -> None:
-        """Record that the group is complete and judged, and shall be trained.
+        """Record that the group is complete and judged, and is to be trained.
 
         ``versions`` are those of its tokens that carry loss. A group with a token that is too old already
         expires.
@@ -351,7 +351,7 @@ class RolloutControl:
         self._make_ready(self._open(id_), frozenset(versions))
 
     def filtered(self, id_: int) -> None:
-        """Record that the group is complete and shall not be trained; its slot becomes free."""
+        """Record that the group is complete and is not to be trained; its slot becomes free."""
         self._lose(self._open(id_), Loss.FILTERED)
 
     def failed(self, id_: int) -> None:
@@ -359,7 +359,7 @@ class RolloutControl:
         self._lose(self._open(id_), Loss.FAILED)
 
     def is_open(self, id_: int) -> bool:
-        """True if work on the group shall go on: False once it is ready or has ended."""
+        """True if work on the group must go on: False once it is ready or has ended."""
         slot = self._table.get(id_)
         return slot is not None and slot.state in OPEN
 

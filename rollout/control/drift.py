@@ -21,7 +21,7 @@ MEMORY = 0.8
 """Weight of the earlier steps in the estimate. One batch is noisy; this is mostly the last five."""
 
 ROUNDING = 1e-6
-"""A lag that is a whole number but for rounding is one."""
+"""A lag that differs from a whole number by less than this is that number."""
 
 
 @dataclass(frozen=True)

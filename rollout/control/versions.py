@@ -58,7 +58,7 @@ class VersionTree:
         self._forks = [-1]
         """Parent of the first version of each line."""
         self._depths = [0]
-        """Number of updates behind the first version of each line."""
+        """Number of updates that led to the first version of each line."""
         last = 0
         pairs = cast(Mapping[int, int], parents).items() if isinstance(parents, Mapping) else parents
         for version, parent in sorted(pairs):
@@ -92,7 +92,7 @@ class VersionTree:
         return self._forks[line] if line else None
 
     def updates(self, version: int) -> int:
-        """Return the number of updates behind the weights of ``version``. Raises UnknownVersion."""
+        """Return the number of updates that led to ``version``. Raises UnknownVersion."""
         line = self._line(version)
         return self._depths[line] + version - self._starts[line]
 
