@@ -1,8 +1,8 @@
 """The tree of policy versions, from the ledger's rows: which weights descend from which, and how far apart.
 
 Each version but the first, 0, has a parent: the version whose weights its update started from. The *line* of
-a version is the path from 0 to it. A restart leaves the versions behind that are not on the line of the
-version that it restores. A *copy* has the weights of its parent: no update leads to it.
+a version is the path from 0 to it. A restart abandons the versions that are not on the line of the version
+that it restores. A *copy* has the weights of its parent: no update leads to it.
 """
 
 from collections.abc import Collection, Mapping

@@ -203,8 +203,8 @@ def _check(path: Path, restored: int) -> None:
         if not history.is_on_line(restored):
             raise LedgerError(
                 f"{path}: the run has gone on from an older version since version {restored}, whose groups "
-                f"were given back: go on from a version behind {history.newest}, or start the run anew under "
-                "another name"
+                f"were given back: go on from version {history.newest} or one of its ancestors, or start the "
+                "run anew under another name"
             )
     except FAILURES as error:
         raise explained(path, error) from error
@@ -231,5 +231,5 @@ def _check_account(connection: sqlite3.Connection, path: Path, history: History)
     if not trained == with_training == behind:
         raise LedgerError(
             f"{path} is damaged: {trained} groups and turns count as trained, {with_training} of them with a "
-            f"training, and {behind} are behind the weights: {RESTORE}"
+            f"training, and the steps that led to the weights trained {behind}: {RESTORE}"
         )

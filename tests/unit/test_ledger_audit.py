@@ -122,11 +122,11 @@ UNKNOWN = f"versions = {versions_blob(5, 7, 1, 2, 9, 2)}"
         # trainings
         (
             f"INSERT INTO trainings VALUES (5, 0, 2, 1, 0, {versions_blob(5, 0, 2, 1, 0, 1)})",
-            "trained twice by the steps behind the weights: 0",
+            "trained twice by the steps that led to the weights: 0",
         ),
         (
             "DELETE FROM trainings WHERE group_id = 7",
-            "count as trained, but by no step behind the weights: 7",
+            "count as trained, but by no step that led to the weights: 7",
         ),
         ("UPDATE groups SET state = 'ready', step = NULL WHERE id = 0", "not counted as trained: 0"),
         (
@@ -148,7 +148,7 @@ UNKNOWN = f"versions = {versions_blob(5, 7, 1, 2, 9, 2)}"
             "restores version 4, which had not been published",
         ),
         ("UPDATE epochs SET restored = 3 WHERE epoch = 1", "version 5 has the parent 2, expected 3"),
-        ("UPDATE epochs SET step = 3 WHERE epoch = 1", "3 training steps are recorded behind version 2"),
+        ("UPDATE epochs SET step = 3 WHERE epoch = 1", "3 training steps are recorded for version 2"),
         ("DELETE FROM epochs WHERE epoch = 0", "the starts are numbered 1"),
         # lags
         ("UPDATE trainings SET head_lag = 0 WHERE group_id = 7", "group 7 in version 5: a BLOB"),

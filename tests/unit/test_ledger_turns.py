@@ -525,7 +525,7 @@ def test_the_audit_of_live_users_is_clean(folder):
     [
         (f"UPDATE turns SET state = 'ready', step = NULL WHERE id = {number(1)}", "not counted as trained"),
         (f"DELETE FROM trainings WHERE group_id = {number(7)}", "did not train the groups of their batch"),
-        (f"UPDATE turns SET step = 4 WHERE id = {number(1)}", "by no step behind the weights"),
+        (f"UPDATE turns SET step = 4 WHERE id = {number(1)}", "by no step that led to the weights"),
         (
             f"UPDATE turns SET state = 'side', step = NULL WHERE id = {number(7)}",
             "never trained were trained",

@@ -48,7 +48,7 @@ class Lineage:
     """Parent of every version."""
 
     def trained_by(self, version: int) -> int:
-        """Return the number of groups behind the weights of ``version``."""
+        """Return the number of groups that ``version`` was trained on, its ancestors included."""
         return sum(self.trained.get(each, 0) for each in deepest_line(self.parents, version))
 
     def is_ancestor(self, version: int) -> bool:
@@ -69,7 +69,7 @@ class Audit:
     starts: int = 0
     """Starts of the run, and of its trainer while the run went on."""
     steps: int = 0
-    """Training steps behind today's weights."""
+    """Number of training steps that led to today's weights."""
     steps_lost: int = 0
     """Training steps that were published and then undone by a restart."""
     tokens: dict[str, int] = field(default_factory=dict[str, int])
@@ -132,7 +132,7 @@ def _file_is_whole(records: Records) -> Iterator[str]:
 
 
 def _no_group_is_missing(records: Records) -> Iterator[str]:
-    """Group ids have no gap; but for requeued ones, prompts were drawn in order, each position once."""
+    """Group ids have no gap, and prompts except requeued ones were drawn in order, each position once."""
     count: int
     last: int | None
     count, last = records.connection.execute("SELECT count(*), max(id) FROM groups").fetchone()

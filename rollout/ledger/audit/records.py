@@ -65,7 +65,7 @@ class Records:
         return distance(self.parents, self.copies, one_end, other_end)
 
     def updates(self, version: int) -> int:
-        """Return the number of updates behind a version, as far as its line is known."""
+        """Return the number of updates that led to a version, as far as its line is known."""
         return len(set(deepest_line(self.parents, version)) - self.copies)
 
     def meta(self, key: str) -> int | None:

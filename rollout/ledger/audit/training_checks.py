@@ -43,7 +43,7 @@ def _start_is_right(records: Records, epoch: Epoch, before: int) -> Iterator[str
     step = records.updates(restored)
     if epoch.step != step:
         yield (
-            f"start {epoch.number}: {epoch.step} training steps are recorded behind version {restored}, "
+            f"start {epoch.number}: {epoch.step} training steps are recorded for version {restored}, "
             f"but the tree has {step}"
         )
 
@@ -66,7 +66,7 @@ def _line_is_unbroken(epoch: Epoch, begun: list[Version], before: int) -> Iterat
 
 
 def trained_once(records: Records) -> Iterator[str]:
-    """A group is `trained` if and only if exactly one of its trainings is behind today's weights.
+    """A group is `trained` if and only if exactly one of its trainings led to today's weights.
 
     The weights are those of the last published version: steps that only the next restart undoes still count.
     """
@@ -80,14 +80,16 @@ def trained_once(records: Records) -> Iterator[str]:
             trainings.setdefault(id_, []).append(version)
     twice = [id_ for id_, versions in trainings.items() if len(versions) > 1]
     if twice:
-        yield f"{len(twice)} groups were trained twice by the steps behind the weights: {few(twice)}"
+        yield f"{len(twice)} groups were trained twice by the steps that led to the weights: {few(twice)}"
     trained = records.numbers("SELECT id, step FROM groups WHERE state = 'trained'")
     missing = [id_ for id_, step in trained.items() if step not in trainings.get(id_, [])]
     if missing:
-        yield f"{len(missing)} groups count as trained, but by no step behind the weights: {few(missing)}"
+        yield (
+            f"{len(missing)} groups count as trained, but by no step that led to the weights: {few(missing)}"
+        )
     forgotten = [id_ for id_ in trainings if id_ not in trained]
     if forgotten:
-        yield f"{len(forgotten)} groups are behind the weights, but not counted as trained: {few(forgotten)}"
+        yield f"{len(forgotten)} groups trained the weights, but are not counted as trained: {few(forgotten)}"
 
 
 def batches_are_trained(records: Records) -> Iterator[str]:

@@ -85,7 +85,7 @@ def turns_end_once(records: Records) -> Iterator[str]:
 
 
 def turns_are_trained_once(records: Records) -> Iterator[str]:
-    """A turn is `trained` if and only if exactly one of its trainings is behind today's weights."""
+    """A turn is `trained` if and only if exactly one of its trainings led to today's weights."""
     line = set(records.line)
     trainings: dict[int, list[int]] = {}
     rows: Iterable[tuple[int, int]] = records.connection.execute(
@@ -96,14 +96,14 @@ def turns_are_trained_once(records: Records) -> Iterator[str]:
             trainings.setdefault(id_, []).append(version)
     twice = [id_ for id_, versions in trainings.items() if len(versions) > 1]
     if twice:
-        yield f"{len(twice)} turns were trained twice by the steps behind the weights: {few(twice)}"
+        yield f"{len(twice)} turns were trained twice by the steps that led to the weights: {few(twice)}"
     trained = records.numbers("SELECT id, step FROM turns WHERE state = 'trained'")
     missing = [id_ for id_, step in trained.items() if step not in trainings.get(id_, [])]
     if missing:
-        yield f"{len(missing)} turns count as trained, but by no step behind the weights: {few(missing)}"
+        yield f"{len(missing)} turns count as trained, but by no step that led to the weights: {few(missing)}"
     forgotten = [id_ for id_ in trainings if id_ not in trained]
     if forgotten:
-        yield f"{len(forgotten)} turns are behind the weights, but not counted as trained: {few(forgotten)}"
+        yield f"{len(forgotten)} turns trained the weights, but are not counted as trained: {few(forgotten)}"
 
 
 def turns_are_whole(records: Records) -> Iterator[str]:

@@ -178,7 +178,7 @@ class EpisodeFiles:
                     drop_unfinished_line(path)
                 if rows := _cut(path, step):
                     own.append(_File(path, int(name[3]), path.stat().st_size, rows))
-        # Those of earlier writers are older; new files go behind all of them.
+        # Files of earlier writers are older, so they come first; new files are added at the end.
         own.sort(key=lambda file: (file.path.name.startswith(self._prefix), file.path.name))
         if own and not own[-1].path.name.startswith(self._prefix):
             own.append(_File(self._folder / f"{self._prefix}000000.jsonl", 0, 0, 0))

@@ -36,7 +36,7 @@ class LogThread:
         self._bytes = 0
         self._lock = threading.Lock()
         self.left_out = 0
-        """Number of jobs that found the thread behind."""
+        """Number of jobs that were left out, because too many jobs or bytes waited for the thread."""
         self._thread = threading.Thread(target=self._run, name="episode log", daemon=True)
         self._thread.start()
 

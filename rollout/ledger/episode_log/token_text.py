@@ -67,7 +67,7 @@ class TokenText:
         return pieces
 
     def _decoded(self, token: int) -> str:
-        """Return the text of a token behind another: some tokenizers drop the first space of a text."""
+        """Return the text of a token after another one: some tokenizers drop the first space of a text."""
         twice, once = self.decode((token, token)), self.decode((token,))
         piece = twice[len(once) :] if twice.startswith(once) else once
         if BROKEN in piece:

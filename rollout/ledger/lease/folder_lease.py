@@ -1,8 +1,8 @@
 """The lease of a run folder: one driver at a time, also where the file system has no working locks.
 
     driver.json      names the driver, with a counter that the living driver raises; replaced by rename
-    driver.term.7    the token. Its name has the number of the present term. Whoever takes the run over
-                     renames it to the next number; of several processes, that succeeds for one only
+    driver.term.7    the token. Its name has the number of the present term. A process that takes the run
+                     over renames it to the next number; of several processes, only one succeeds
 
 A term lasts from one take-over to the next. The driver of an earlier term is *fenced*: it writes nothing
 more.
@@ -169,7 +169,7 @@ def _locked(folder: Path, term: int, lock: LockCall) -> int:
 
 
 def _claim(folder: Path, seen: Sighting) -> int:
-    """Begin the term behind the one that was seen, and return its number. Raises LedgerBusy."""
+    """Begin the term after the one that was seen, and return its number. Raises LedgerBusy."""
     if seen.term is not None:
         term = seen.term + 1
         begun = begin_term(folder, term)
@@ -243,7 +243,7 @@ class FolderLease:
 
     @contextmanager
     def held(self, on_loss: Callable[[Fenced], None]) -> Generator[None]:
-        """Release the lease behind the block. ``on_loss`` is called when it is lost, from any thread."""
+        """Release the lease after the block. ``on_loss`` is called when it is lost, from any thread."""
         self._on_loss = on_loss
         if self._loss is not None:
             on_loss(self._loss)

@@ -68,7 +68,7 @@ class History:
         return version == INITIAL or version in self._on_line
 
     def trained_by(self, version: int) -> int:
-        """Return the number of groups and turns behind the weights of a version. Raises LedgerError."""
+        """Return the number of groups and turns that the line of a version trained. Raises LedgerError."""
         return sum(self.trained.get(each, 0) for each in self.line_of(version))
 
     def line_of(self, version: int) -> list[int]:

@@ -2,7 +2,7 @@
 
     begin_epoch ──► undo_trainings ──► read ──► recovered
 
-The run goes on from a version that was published before. Trainings of versions that are not behind it are
+The run goes on from a version that was published before. Trainings of versions that are not on its line are
 undone: their groups are ready again, with the completions that they had. A process that resumes a run does
 this when it opens the ledger (``recovery``), a process whose trainer has died in its writer thread
 (``store``).
@@ -37,7 +37,7 @@ class Recovered:
     restored: int
     """Version that the run goes on from."""
     step: int
-    """Training steps behind the restored version."""
+    """Number of training steps that led to the restored version."""
     versions: list[tuple[int, int]]
     """(version, parent) of every version that was ever begun, in ascending order."""
     copies: set[int]

@@ -39,9 +39,10 @@ _NOTHING = TurnHead(0, 0, (), Finish.STOP, 0.0)
 
 
 def undo_turn_trainings(connection: sqlite3.Connection, line: list[int], released: int) -> None:
-    """Make turns ready again that were trained off the ``line``, but for those that are forgotten.
+    """Undo the trainings of turns that are not on the ``line``: the turns are ready again.
 
-    Nothing is left of turns that were released, so that they cannot be trained again.
+    A turn that a user has removed is forgotten instead. A turn whose payload was released has failed: nothing
+    is left of it, so it cannot be trained again.
     """
     undone = "state = 'trained' AND step NOT IN (SELECT value FROM json_each(:line))"
     values = {"line": json.dumps(line), "released": released}

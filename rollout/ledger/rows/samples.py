@@ -51,7 +51,7 @@ class OpenSample:
     state: int = GROWING
     """GROWING, ANSWERED or JUDGED."""
     refs: bytes = b""
-    """``record.REF`` of each chunk of a whole trajectory, one behind the other; empty while it grows."""
+    """``record.REF`` of each chunk of a whole trajectory, one after the other; empty while it grows."""
     header: bytes | None = None
     """Encoded ``TrajectoryHeader`` of a whole trajectory."""
     pieces: list[tuple[bytes, bytes]] = field(default_factory=list[tuple[bytes, bytes]])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Watermark:
-    """Numbers that only grow, but for ``trained``."""
+    """The progress of a ledger. Its numbers only grow, except ``trained``, which a restart may lower."""
 
     run: str
     """UUID of the run."""
@@ -14,4 +14,4 @@ class Watermark:
     begun: int
     """Largest number of a version that was begun."""
     trained: int
-    """Number of groups and turns behind the weights of the version published last."""
+    """Number of groups and turns that the version published last was trained on, ancestors included."""

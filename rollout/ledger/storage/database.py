@@ -110,7 +110,7 @@ CREATE TABLE meta (
 CREATE TABLE epochs (               -- one row per start of the run
     epoch INTEGER PRIMARY KEY,
     restored INTEGER NOT NULL,      -- version whose weights the epoch began with
-    step INTEGER NOT NULL,          -- training steps behind that version
+    step INTEGER NOT NULL,          -- number of training steps that led to that version
     bound INTEGER NOT NULL,         -- rollout.max_head_offpolicyness
     began TEXT NOT NULL,
     process TEXT NOT NULL,          -- host:pid
@@ -308,7 +308,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
     if log.exists():
         mode = "mode=ro"  # SQLite would write the log back when it closes the file, damaged or not
     elif os.access(path.parent, os.W_OK):
-        mode = "mode=rw"  # reading a file in WAL mode leaves a log behind if it cannot be removed
+        mode = "mode=rw"  # a reader of a file in WAL mode must be able to remove the log that it makes
     else:
         mode = "immutable=1"  # the ledger of an archived run
     try:
@@ -436,7 +436,7 @@ class BrokenSeal(ValueError):
 
 
 def sealed(data: bytes, start: int = 0) -> bytes:
-    """Return ``data`` with its CRC-32 behind it. ``start`` stands for other values that are protected."""
+    """Return ``data`` followed by its CRC-32. ``start`` stands for other values that are protected."""
     return data + zlib.crc32(data, start).to_bytes(4, "little")
 
 

@@ -1,13 +1,13 @@
-"""The files of payload: bytes are appended, and never written again but to forget them.
+"""The files of payload: bytes are appended, and are overwritten only to forget them.
 
     payload/00000007    header | marker, frames of one transaction | marker, frames of the next one | ...
 
-A segment is on disk before the rows that point into it are committed. So no row points at bytes that are not
-there, and bytes behind the last row are of a transaction that was cut off: nothing points at them. Each
-process begins a segment of its own, and another one whenever a segment has its size. A segment that no group
-needs is deleted.
+A segment is on disk before the rows that point into it are committed. So no row points at missing bytes, and
+bytes to which no row points after the last commit are of a transaction that was cut off. Each process begins
+a segment of its own, and another one whenever a segment has its size. A segment that no group needs is
+deleted.
 
-A marker says which transaction wrote the bytes behind it. So the segments tell when the database has lost
+A marker says which transaction wrote the bytes that follow. So the segments show when the database has lost
 transactions that it had committed.
 """
 
@@ -59,7 +59,7 @@ class Part:
     def __init__(self, segment: int, start: int) -> None:
         self.segment = segment
         self.start = start
-        """Offset of the marker, behind the header in a new segment."""
+        """Offset at which the part begins, with its marker; 0: it begins with the header of a new segment."""
         self.frames: list[Buffer] = []
         self.starts: list[int] = []
         """Offset of each frame."""

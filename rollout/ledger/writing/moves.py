@@ -71,7 +71,7 @@ def gather(
 ) -> Gathered:
     """Copy the chunks of ``groups`` in the ``leaving`` segments into ``part``, which is not written yet.
 
-    A damaged chunk is copied as it is: whoever reads it finds the damage. Raises LedgerError when a row is
+    A damaged chunk is copied as it is: its next reader finds the damage. Raises LedgerError when a row is
     damaged.
     """
     fold = Fold()

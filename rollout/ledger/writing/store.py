@@ -311,7 +311,7 @@ class Store:
     def _move(self, sparse: list[int]) -> None:
         """Copy what is left in sparse segments into a new one, and delete them.
 
-        Whoever holds references to the chunks goes on using them: ``moved`` says where they are now.
+        Holders of references to the chunks go on using them: ``moved`` says where the chunks are now.
         """
         leaving = set(sparse)
         groups = [id_ for id_, needed in self._holds.segments.items() if leaving.intersection(needed)]

@@ -150,7 +150,7 @@ class Transaction:
         self.checkpoints: list[tuple[int, str]] = []
         """version, digest"""
         self.restart: RestartRequest | None = None
-        """Executed behind all events of the transaction."""
+        """Executed after all events of the transaction."""
         self.turns = TurnEvents()
         self.reads: list[LostRead] = []
         self.then: list[Callable[[], None]] = []

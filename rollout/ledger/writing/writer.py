@@ -118,9 +118,9 @@ class Ledger:
         return self._backlog
 
     def read(self, refs: bytes) -> bytes:
-        """Return the chunks that ``refs`` points to, one behind the other, on disk or not.
+        """Return the chunks that ``refs`` points to, one after the other, on disk or not.
 
-        ``refs``: packed ``record.REF``, one behind the other. Raises LedgerError when a chunk is damaged.
+        ``refs``: packed ``record.REF``, one after the other. Raises LedgerError when a chunk is damaged.
         """
         unwritten = self._unwritten
         try:
@@ -181,7 +181,7 @@ class Ledger:
         self._events().samples.append((key, JUDGED, WHOLE, refs, header))
 
     def ready(self, id_: int, tokens: int) -> None:
-        """Record that a group shall be trained. All of its trajectories have been recorded as judged.
+        """Record that a group is to be trained. All of its trajectories have been recorded as judged.
 
         ``tokens``: number of their sampled tokens.
         """
@@ -245,7 +245,7 @@ class Ledger:
     def release(self, version: int) -> None:
         """Forget the trajectories that were trained up to ``version``: no restart can need them any more.
 
-        Call it when every checkpoint has these trainings behind it.
+        Call it when every checkpoint that is kept includes these trainings.
         """
         self._events().released = version
 
@@ -264,9 +264,10 @@ class Ledger:
     async def restarted(self, version: int, *, bound: int, n_samples: int) -> Recovered:
         """Go on from ``version``, which the trainer is restored from, and return the state of the run.
 
-        An epoch begins, as if the run were resumed: trainings that are not behind ``version`` are undone, and
-        what is damaged is generated again. Record nothing of any group meanwhile. ``bound``:
-        ``rollout.max_head_offpolicyness``. ``n_samples``: trajectories of a group. Raises LedgerError.
+        An epoch begins, as if the run were resumed: trainings that are not on the line of ``version`` are
+        undone, and damaged trajectories are generated again. Record nothing of any group meanwhile.
+        ``bound``: ``rollout.max_head_offpolicyness``. ``n_samples``: number of trajectories of a group.
+        Raises LedgerError.
         """
         events = self._events()
         request = events.restart = RestartRequest(version, bound, n_samples)
