@@ -1,8 +1,8 @@
-"""The requests of whoever runs a gateway process, over HTTP on loopback.
+"""The requests of the operator of a gateway process, over HTTP on loopback.
 
     POST /forget {"session": ..., "key": ...}    remove a session, those of a key, or the session of a key
 
-It asks for the secret that the processes of the run share, as everything that changes something does.
+The request needs the secret that the processes of the run share, as all requests do that change something.
 """
 
 import json
@@ -22,7 +22,7 @@ Forget = Callable[[str | None, str | None], Sequence[Entry]]
 
 
 class Administration:
-    """An ASGI application: figures as they are, and what changes something behind a key."""
+    """An ASGI application: figures for everybody on loopback, and changes for owners of the key."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ A delta holds what the pool promises to keep. Updates, doubts about weights and 
 delta and nothing else. Two kinds of requests need care when their engine is lost, because the next engine
 takes the tokens so far for a part of the prompt:
 
-    stop strings   may begin before the loss and end behind it, where no engine sees them: looked for here
+    stop strings   may begin before the loss and end after it, where no engine sees them: looked for here
     grammars       begin with the first new token: the completion starts over, so nothing of it is handed on
                    before its end
 """
@@ -136,7 +136,7 @@ class Stops:
         self._decode = decode
 
     def across(self, completion: GrowingCompletion) -> tuple[int, str] | None:
-        """Return (tokens, match) of the first match that begins before the latest cut and ends behind it.
+        """Return (tokens, match) of the first match that begins before the latest cut and ends after it.
 
         ``tokens``: number of tokens of the completion up to the end of the match.
         """

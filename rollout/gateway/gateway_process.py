@@ -7,8 +7,8 @@
 
 The process takes its settings from the recipe in the run folder, and finds the driver there, too. It may
 outlive the driver, whose successor takes it over. It ends by SIGTERM, after ``linger_s`` seconds without a
-driver, and when its journal fails: then it must not take another request. Whoever started it starts it again,
-unless its exit code is WRONG_INPUT.
+driver, and when its journal fails: then it must not take another request. The process that started it starts
+it again, unless its exit code is WRONG_INPUT.
 """
 
 import asyncio
@@ -275,7 +275,7 @@ def _bound(setting: str, host: str, port: int, *, together: bool) -> socket.sock
 
 
 async def _close_journal(journal: TurnJournal) -> None:
-    with suppress(JournalError):  # whoever waits for it has been told
+    with suppress(JournalError):  # the tasks that waited for it have been told
         await asyncio.to_thread(journal.close)
 
 
@@ -291,7 +291,7 @@ async def _main(spec: GatewaySpec, build: Build, decode: Decode) -> None:
             loop.call_later(END_S, os._exit, 1)
 
     loop.add_signal_handler(signal.SIGTERM, end)
-    loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is for whoever started this
+    loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is for the starter
 
     def ready(address: GatewayAddress) -> None:
         log.info("users reach %s, and figures are at %s/metrics", address.url, address.admin)

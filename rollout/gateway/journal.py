@@ -131,12 +131,12 @@ class TurnJournal:
         await future
 
     async def grown(self, after: int) -> None:
-        """Wait until an entry behind number ``after`` is durable. Raises JournalError."""
+        """Wait until an entry after number ``after`` is durable. Raises JournalError."""
         await self._changes.first(lambda: True if self._durable > after or self._failure else None)
         self._check()
 
     async def read(self, after: int, most_bytes: int = READ_BYTES) -> list[Row]:
-        """Return the durable entries behind number ``after``, in order, about ``most_bytes`` of them.
+        """Return the durable entries after number ``after``, in order, about ``most_bytes`` of them.
 
         Raises JournalError.
         """

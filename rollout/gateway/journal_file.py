@@ -46,11 +46,11 @@ CREATE TABLE stamp (                -- one row
     data BLOB NOT NULL              -- sealed
 ) STRICT;
 CREATE TABLE entries (
-    number INTEGER PRIMARY KEY,     -- from 1, without gaps behind the last acknowledged one
-    kind INTEGER NOT NULL,          -- turns.KINDS
+    number INTEGER PRIMARY KEY,     -- from 1, without gaps after the last acknowledged one
+    kind INTEGER NOT NULL,          -- turn_entries.KINDS
     session TEXT,                   -- NULL: the entry goes as soon as it is acknowledged
     key TEXT,                       -- name of the API key
-    data BLOB NOT NULL,             -- turns.encode_entry
+    data BLOB NOT NULL,             -- turn_entries.encode_entry
     chunk BLOB NOT NULL,
     crc INTEGER NOT NULL
 ) STRICT;
@@ -97,7 +97,7 @@ class JournalStamp(msgspec.Struct, array_like=True, frozen=True):
     last: int = 0
     """Number of the last entry."""
     acknowledged: int = 0
-    """The driver has all entries up to this number. Behind it none is missing here."""
+    """The driver has all entries up to this number. The file has all entries after it."""
     is_open: bool = False
     """A process has the file open, or ended without closing it."""
 
@@ -190,8 +190,8 @@ class JournalFile:
             self._connection.executemany(
                 "DELETE FROM entries WHERE session = ? AND key = ? AND number <= ?", ended
             )
-            # A reward, for example, that came behind the end of its session has no other end to wait for. A
-            # client may also have gone on under the name of the session, whose entries wait for the next end.
+            # An entry after the end of its session, such as a late reward, has no other end to wait for. But
+            # if a client has gone on under the name of the session, its entries wait for the next end.
             self._connection.executemany(
                 "UPDATE entries SET session = NULL WHERE session = :session AND key = :key AND NOT EXISTS "
                 f"(SELECT 1 FROM entries WHERE session = :session AND key = :key AND kind = {TURN})",
@@ -200,7 +200,7 @@ class JournalFile:
             execute("DELETE FROM entries WHERE session IS NULL AND number <= ?", (acknowledged,))
 
     def rows(self, after: int, most_bytes: int = READ_BYTES) -> list[Row]:
-        """Return the entries behind number ``after``, in order, about ``most_bytes`` of them.
+        """Return the entries after number ``after``, in order, about ``most_bytes`` of them.
 
         Raises JournalError for a damaged row.
         """
@@ -288,7 +288,7 @@ class JournalFile:
         ).fetchone()
         if kept != stamp.last - stamp.acknowledged or last not in (0, stamp.last):
             raise DamagedJournal(
-                f"{self.path}: {kept} entries behind number {stamp.acknowledged}, expected "
+                f"{self.path}: {kept} entries after number {stamp.acknowledged}, expected "
                 f"{stamp.last - stamp.acknowledged}: {way_out(self.path)}"
             )
         number = 0

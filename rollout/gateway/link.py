@@ -116,7 +116,7 @@ class DriverLink:
         )
 
     async def _hand_over(self, link: OutgoingLink, window: "_Window", after: int) -> None:
-        """Send the entries behind number ``after``, in order, forever."""
+        """Send the entries after number ``after``, in order, forever."""
         while True:
             await window.room()
             rows = await self._journal.read(after, FRAME_BYTES)

@@ -23,11 +23,11 @@ class GatewayAddress(msgspec.Struct, frozen=True):
     url: str
     """For users."""
     admin: str
-    """For whoever runs the gateway."""
+    """For the operator of the gateway."""
     peer: str
     """For the other gateway processes."""
     secret: str
-    """Without it neither of the last two does anything that changes or shows anything of a user."""
+    """Secret that ``admin`` and ``peer`` ask for before they change or show anything of a user."""
 
     @property
     def key(self) -> Key:

@@ -50,7 +50,7 @@ class TokenRequest:
     scores_prompt: bool = False
     """The log-probs of the prompt's tokens are wanted, too."""
     key: str = ""
-    """Name of the API key of whoever asks."""
+    """Name of the client's API key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,9 @@ class TokenSource(Protocol):
     def generate(self, request: TokenRequest) -> AsyncGenerator[TokenDelta]:
         """Yield the completion of a request as it grows; the last delta has ``finish``.
 
-        A delta may be empty, the last one included: whoever reads must not expect the token that ends the
-        completion to come with ``finish``. Updates of the weights and lost engines show as pauses
-        only. Closing the generator, or cancelling whoever waits for it, aborts the request on the engine.
+        A delta may be empty, the last one included: the token that ends the completion need not come with
+        ``finish``. Updates of the weights and lost engines show as pauses only. Closing the generator, or
+        cancelling the task that waits for it, aborts the request on the engine.
 
         Raises Rejected, and Exhausted before the first delta only; Interrupted at any time.
         """

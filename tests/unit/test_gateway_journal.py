@@ -343,7 +343,7 @@ def test_a_missing_entry_is_noticed(tmp_path):
     connection.execute("DELETE FROM entries WHERE number = 2")
     connection.commit()
     connection.close()
-    assert "2 entries behind number 0, expected 3" in damaged(path)
+    assert "2 entries after number 0, expected 3" in damaged(path)
 
 
 def test_a_log_that_is_gone_after_a_kill_is_noticed(tmp_path):

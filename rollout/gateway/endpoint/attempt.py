@@ -129,7 +129,7 @@ class Attempt:
     # ---- conversations
 
     def begin(self, arrival: Arrival) -> RunningRequest:
-        """Place a request. Raises ValueError for what the client did wrong, and behind a limit."""
+        """Place a request. Raises ValueError for a mistake of the client, and once a limit is reached."""
         joined = self._sessions.join(arrival)
         if joined is not None:
             self.limits.reached = None

@@ -3,8 +3,8 @@
     key ──► user ──► sessions of the attempt        ──► its turns, in memory
                  └─► engines of the attempt (tokens)
 
-Nothing is shared between two attempts. What arrives behind the end of an attempt is refused (its key is
-void) or dropped (what its clients have left behind).
+Nothing is shared between two attempts. A request after the end of an attempt is refused, because its key is
+void. Requests of the attempt that still run at its end are dropped.
 """
 
 import hashlib

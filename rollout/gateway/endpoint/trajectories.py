@@ -30,7 +30,7 @@ class SampledTurn:
     shared: int
     """Number of tokens that the prompt has in common with the parent's branch, from its beginning."""
     context: npt.NDArray[np.int32]
-    """int32 token ids of the prompt behind those that are shared."""
+    """int32 token ids of the prompt after the shared ones."""
     tokens: npt.NDArray[np.int32]
     """Sampled token ids, int32 [S]."""
     logprobs: npt.NDArray[np.float32]
@@ -49,7 +49,7 @@ class SampledTurn:
 
     @property
     def own_length(self) -> int:
-        """Number of tokens behind those that are shared."""
+        """Number of tokens after the shared ones."""
         return len(self.context) + len(self.tokens)
 
 

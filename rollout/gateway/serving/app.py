@@ -1,4 +1,4 @@
-"""Makes the applications of a gateway process: for users, and for whoever runs it. No SGLang in here."""
+"""Makes the applications of a gateway process: for users, and for its operator. No SGLang in here."""
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -206,7 +206,7 @@ async def _failed(request: Request, _error: Exception) -> Response:
 
 
 def create_admin_app(source: TokenSource, metrics: ServingMetrics, answers: Callable[[], int]) -> FastAPI:
-    """Return the application for whoever runs the gateway. It has no keys: it listens on loopback only."""
+    """Return the application for the operator. It has no keys: it listens on loopback only."""
     app = _application("Slipstream gateway, administration")
 
     async def figures(_request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Answers in the form in which SGLang's tokenizer manager hands them out. Pure but for ``merged``."""
+"""Answers in the form in which SGLang's tokenizer manager yields them. Pure, except ``merged``."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence

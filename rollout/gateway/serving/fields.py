@@ -1,9 +1,9 @@
 """The fields of a request that a client may set. Pure.
 
-SGLang's endpoints take much that is not for users: the ids behind the messages, adapters, the place in the
+SGLang's endpoints take much that is not for users: token ids in place of messages, adapters, the place in the
 engine's queue and cache, code, addresses of other servers. Each endpoint here has a list of the fields that
-pass; every other field that SGLang knows is refused. Fields that SGLang does not know either, as newer
-clients send them, have no effect and are left out.
+pass; every other field that SGLang knows is refused. Fields that SGLang does not know, which newer clients
+send, have no effect and are left out.
 """
 
 from collections.abc import Collection, Mapping
@@ -124,7 +124,7 @@ GENERATE = frozenset(
 )
 
 NEVER = frozenset({"chat_template", "mcp_servers"})
-"""Fields that are refused although SGLang would not read them: whoever sends them counts on their effect."""
+"""Fields that are refused although SGLang would not read them: a client that sends them counts on them."""
 
 TEMPLATE_SETTINGS = frozenset(
     {

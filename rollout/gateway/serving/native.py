@@ -14,7 +14,7 @@ from slipstream.rollout.gateway.serving.stand_in import StandIn
 
 
 class SamplingBody(BaseModel):
-    """``sampling_params`` of a request: all that an engine takes, but for what runs code on it."""
+    """``sampling_params`` of a request: all that an engine takes, except those that run code on it."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

@@ -1,7 +1,7 @@
 """The text of a completion while its tokens come, cut off at the first stop string. Pure.
 
     tokens   "gr" "ü"[:1] | "ü"[1:] "n ST" | "OP" "!"        stop: "STOP"
-    text     "gr"         | "ün "          | ""              the stop string and all behind it are left out
+    text     "gr"         | "ün "          | ""              the stop string and all after it are left out
 
 Text is only ever added: an incomplete character waits for its other bytes, and an end that may begin a stop
 string waits until it is one or not.
@@ -123,7 +123,7 @@ class GrowingText:
         return self._decode(self._ids[self._context : end])[len(self._context_text) :]
 
     def _find_stop(self, length: int) -> None:
-        """Look for a stop string that ends behind ``length``: the one that begins first."""
+        """Look for a stop string that ends after ``length``: the one that begins first."""
         matches = [
             (start, stop)
             for stop in self._stops

@@ -2,10 +2,10 @@
 
 The predecessor of a request is, in this order,
 
-1. the turn at the end of the longest stored history with which its messages begin, if they add no answer of
-   which nobody knows;
+1. the turn at the end of the longest stored history with which its messages begin, if they add no unknown
+   answer;
 2. the turn with the answer that the request repeats last, although something before it has been rewritten;
-3. the newest turn behind the last message that is known: its answer has been rewritten;
+3. the newest turn after the last known message: its answer has been rewritten;
 4. none: the conversation is new.
 
 The prompt is as much of the predecessor's chain as its text repeats, and then what is new. It begins a branch
@@ -146,7 +146,7 @@ def _with_answer(session: SessionState, marks: Sequence[Mark], last: int) -> tup
 
 
 def _behind_known(session: SessionState, marks: Sequence[Mark]) -> ChainTurn | None:
-    """Return the newest turn behind the last message that is known."""
+    """Return the newest turn after the last known message."""
     known = session.deepest(marks)
     if known is None:
         return None

@@ -1,7 +1,7 @@
 """Sessions from the entries of a journal, after the process was killed.
 
-What ran then is lost: its clients have seen the connection break. All that has ended is as it was, but for
-texts, which are decoded when they are needed.
+Requests that ran then are lost: their clients have seen the connection break. All ended turns are restored.
+Their texts are decoded again when they are needed.
 """
 
 import json

@@ -246,7 +246,7 @@ class SessionState:
 def append_answer(
     prompt: Segment | None, tokens: Sequence[int], message: Mapping[str, object], entry: Turn
 ) -> Segment:
-    """Return the chain of a turn: an answer behind its prompt. Without spans its tokens are context."""
+    """Return the chain of a turn: its prompt, then its answer. Without spans the answer is context."""
     if not entry.spans:
         return append(prompt, tokens, None)
     return append(prompt, tokens, None, message, entry.finish)
@@ -280,7 +280,7 @@ def ancestor(node: MessageNode, depth: int) -> MessageNode | None:
 
 
 def _merged(answer: MessageNode) -> ChatMessage | None:
-    """Return an answer behind the beginning that the client had given for it; None: it had given none."""
+    """Return an answer joined to the beginning that the client gave for it; None: it gave none."""
     given = answer.before
     if given is None or role_of(given.message) != "assistant" or role_of(answer.message) != "assistant":
         return None
