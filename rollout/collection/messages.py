@@ -22,7 +22,7 @@ PIECE, ANSWERED, JUDGED = range(3)
 """Kinds of an event: a part of an unfinished episode, a trajectory without its reward, and one with it."""
 
 TRAIN, FILTERED, FAILED = range(3)
-"""Verdicts on a group: it is complete and shall be trained, the recipe's filter or its workflow rejects it,
+"""Verdicts on a group: it is complete and is to be trained, the recipe's filter or its workflow rejects it,
 or one of its episodes has failed as often as is allowed."""
 
 FRAME_BYTES = 16 * 2**20
@@ -53,7 +53,7 @@ class Event(msgspec.Struct, array_like=True, gc=False):
 
 
 class GroupVerdict(msgspec.Struct, array_like=True, gc=False):
-    """The end of an assigned group, behind all of its events."""
+    """The end of an assigned group, after all of its events."""
 
     group: int
     assignment: int
@@ -146,7 +146,7 @@ class Question(msgspec.Struct, array_like=True, gc=False):
     version: int = 0
     """Policy version of the trainer; the function is given it as the number of the rollout."""
     step: int = 0
-    """Number of training steps behind that version."""
+    """Number of training steps that led to that version."""
     sample: int = 0
     """Number of the episode among those of its prompt, from 0."""
 

@@ -24,7 +24,7 @@ from slipstream.rollout.workflow.numbers import EpisodeNumbers
 
 
 class UnrecordedGenerator:
-    """The engines without a record of what they sample: of evaluations, and of whoever keeps it himself."""
+    """The engines without a record of their completions, for evaluations and callers that keep their own."""
 
     def __init__(self, engines: GrowingGenerator, *, greedy: bool) -> None:
         """``greedy``: sample the likeliest tokens, whatever temperature a client asks for."""

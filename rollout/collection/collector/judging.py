@@ -22,7 +22,7 @@ from slipstream.rollout.tokens.trajectory import UNSAMPLED, Prompt, Trajectory
 
 
 class Judges(Protocol):
-    """What asks the recipe's reward: ``rollout.reward.judge.judge_pool.JudgePool``, or a model of it."""
+    """Asks the recipe's reward: ``rollout.reward.judge.judge_pool.JudgePool``, or a model of it."""
 
     async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> Judgement:
         """Raises JudgingFailed after the last attempt."""

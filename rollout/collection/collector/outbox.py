@@ -106,7 +106,7 @@ class Outbox:
     def piece(
         self, group: int, assignment: int, sample: int, base: int, header: PieceHeader, chunk: bytes
     ) -> None:
-        """A part of an unfinished episode, behind its first ``base`` pieces."""
+        """A part of an unfinished episode, after its first ``base`` pieces."""
         self._add(
             Event(group, assignment, sample, PIECE, _raw(header), base, len(chunk), checksum(chunk)), chunk
         )
@@ -138,7 +138,7 @@ class Outbox:
         self._due.set()
 
     def ended(self, group: int, assignment: int, verdict: int, note: str = "") -> None:
-        """The end of a group, behind all of its events."""
+        """The end of a group, after all of its events."""
         self._next.verdicts.append(GroupVerdict(group, assignment, verdict, as_note(note)))
         self._due.set()
 

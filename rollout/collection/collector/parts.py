@@ -1,4 +1,4 @@
-"""The parts of a recipe's episodes in one process, whoever asks for the episodes.
+"""The parts of a recipe's episodes in one process, for collectors and for all others that run episodes.
 
 tokenizer, judges ──► Surroundings ──► workflow, filter, judging, endpoint of agents ──► EpisodeParts
 """

@@ -20,8 +20,8 @@ the trajectory is sent as a whole.
     chunk           P a    a a        P b b                   b
     request         0      0          1, starts over          1
 
-Requests that run side by side have their pieces one behind the other, too. Each piece says which request it
-belongs to, so that a completion is the sampled tokens of its request's pieces.
+Pieces of requests that run side by side follow each other in the record, too. Each piece names its request,
+so that a completion is the sampled tokens of its request's pieces.
 """
 
 import asyncio
@@ -99,7 +99,7 @@ class _Piece(NamedTuple):
     tokens: int
     """Number of its sampled tokens."""
     end: int
-    """Number of token ids of the record behind it."""
+    """Number of token ids of the record up to the end of the piece."""
 
 
 class Recording:
@@ -188,9 +188,9 @@ class Recording:
         return sum(len(completion.tokens) for _, completion in self._stored.values())
 
     def close(self) -> None:
-        """End the attempt, with all requests that its workflow has left behind: nobody waits for them.
+        """End the attempt, with all running requests of its workflow: nobody waits for them.
 
-        Of ``answered`` no piece may come behind: call this one before the event loop goes on.
+        No piece may follow after ``answered``: call this method before the event loop goes on.
         """
         self._is_closed = True
         self._ended.clear()
@@ -314,7 +314,7 @@ class Recording:
             )
 
     def answered(self, trajectory: Trajectory) -> None:
-        """Send the whole trajectory without its reward, but for what the record holds of it already."""
+        """Send the trajectory without its reward, and without the tokens that the record holds already."""
         start = self._common(trajectory)
         self._outbox.answered(
             *self._key,
@@ -409,7 +409,7 @@ class Recording:
 
 
 def _told(sampling: LiveSampling) -> bytes:
-    """Return what a client says about sampling, but for the length: that may depend on other requests."""
+    """Return a client's sampling without the length, which may depend on other requests."""
     return msgspec.json.encode(
         [sampling.parameters, sampling.top_logprobs], enc_hook=repr, order="deterministic"
     )

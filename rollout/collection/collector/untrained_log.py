@@ -3,7 +3,7 @@
     driver: a group is lost ──► bytes of its record ──┐
     evaluation has ended    ──► trajectory ───────────┴─► queue of MOST_EPISODES ──► thread: text, files
 
-Nothing waits for the thread: what finds it too far behind is left out.
+Nothing waits for the thread: an episode that finds the queue full is left out.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -164,7 +164,7 @@ def _trajectories(recorded: Sequence[PriorSample], chunks: memoryview) -> Iterat
 def _unfinished(sample: PriorSample, chunks: memoryview) -> Trajectory:
     """Return what is recorded of an episode that has not ended. Raises CorruptRecord.
 
-    Where the record has begun again, only what comes behind counts.
+    Where the record has begun again, only the pieces from there on count.
     """
     tokens, logprobs, versions = [], [], []
     header = None

@@ -346,7 +346,7 @@ class Assignments:
     def _end_episode(self, sample: OpenSample, key: int, event: Event, ref: bytes) -> None:
         """Note a whole trajectory: the first pieces of its record, and a last chunk."""
         if event.base > len(sample.pieces):
-            raise MalformedFrame(f"a trajectory behind {event.base} of {len(sample.pieces)} pieces")
+            raise MalformedFrame(f"a trajectory after {event.base} of {len(sample.pieces)} pieces")
         refs = b"".join([piece for piece, _ in sample.pieces[: event.base]]) + ref
         if event.kind == JUDGED:
             self._judge(sample, key, event, refs)

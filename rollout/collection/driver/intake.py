@@ -16,7 +16,7 @@ class PromptSource(Protocol):
         ...
 
     def draw(self) -> int:
-        """Return the place of the next fresh prompt, and go on behind it."""
+        """Return the place of the next fresh prompt, and move on to the one after it."""
         ...
 
     @property

@@ -52,8 +52,8 @@ class EvaluationTasks:
         """Run ``samples`` episodes for each prompt. Return the results in the order of the prompts, those of
         a prompt in a row.
 
-        ``version``: policy version of the trainer. ``step``: number of training steps behind it. Waits for a
-        collector if there is none. A caller that is cancelled withdraws its questions.
+        ``version``: policy version of the trainer. ``step``: number of training steps that led to it. Waits
+        for a collector if there is none. A caller that is cancelled withdraws its questions.
         """
         self._begins(step)
         return await self._ask(
