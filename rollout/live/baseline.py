@@ -6,8 +6,8 @@ the weight of those before by ``decay``:
 
     mean = sum of decay^age * score / sum of decay^age
 
-The mean is a function of the turns behind the present weights and of their order alone. A restart computes it
-again from the ledger.
+The mean depends only on the turns that the present weights were trained on, and on their order. A restart
+computes it again from the ledger.
 """
 
 from collections.abc import Iterable, Sequence

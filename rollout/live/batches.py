@@ -23,8 +23,8 @@ class LiveTrajectory:
     """Turns whose tokens carry loss, in order."""
     header: TrajectoryHeader
     refs: bytes
-    """``record.REF`` of the chunk of each turn of the branch, one behind the other. Behind the chunk of a
-    turn whose tokens carry loss are a teacher's scores of it, if it has any."""
+    """``record.REF`` of the chunk of each turn of the branch, one after the other. A teacher's scores of a
+    turn whose tokens carry loss, if it has any, follow its chunk."""
     kept: tuple[int, ...]
     """Number of tokens that belong to the trajectory, of each chunk: ``record.cut_chunks``."""
     is_cut: bool

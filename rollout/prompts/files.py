@@ -1,4 +1,4 @@
-"""The files behind the path of a prompt set: one, several by a pattern, or those of a data set of the hub."""
+"""The files of a prompt set's path: one, several by a pattern, or those of a data set of the hub."""
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ WAY_OUT = "download the files where there is a network, and name them by their p
 
 
 def local_files(path: Path) -> Sequence[Path]:
-    """Return the files behind a path, in the order of their names. Those of the hub are downloaded once.
+    """Return the files that a path names, in the order of their names. Those of the hub are downloaded once.
 
     Raises PromptError when there are none.
     """

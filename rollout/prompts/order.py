@@ -60,7 +60,7 @@ class PromptStream:
         """Position of the next prompt that has not been drawn."""
 
     def draw(self) -> int:
-        """Return the position of the next prompt, and go on behind it."""
+        """Return the position of the next prompt, and move on to the one after it."""
         self.position += 1
         return self.position - 1
 

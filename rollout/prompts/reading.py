@@ -1,9 +1,9 @@
 """Reads prompt files: every row is looked at, and everything that is wrong is said at once.
 
-file ──► rows, one at a time ──► columns ──► filter ──► checks of whoever reads ──► Prompt
-            │                       │           │               │
-            │                       │           └──► left out   │
-            └───────────────────────┴───────────────────────────┴──► problems: file, line, value, expectation
+file ──► rows, one at a time ──► columns ──► filter ──► checks of the caller ──► Prompt
+            │                       │           │              │
+            │                       │           └──► left out  │
+            └───────────────────────┴──────────────────────────┴──► problems: file, line, value, expectation
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -83,7 +83,7 @@ def checked_prompts(
     """Yield the prompts of a file that nothing is wrong with, and hold none of them.
 
     ``first``: number of the first prompt. ``keeps``: which prompts are not left out; None: all. Raises
-    PromptError with every wrong row behind the last one, and OSError.
+    OSError, and after the last prompt PromptError with every wrong row.
     """
     reader, count = RowReader(file), 0
     for path in local_files(file.path):

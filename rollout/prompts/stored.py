@@ -82,7 +82,7 @@ class SourcePrompts:
 
 
 class PromptSet(Sequence[Prompt]):
-    """The prompts of all sources, one source behind the other."""
+    """The prompts of all sources, one source after the other."""
 
     def __init__(self, sources: Sequence[SourcePrompts] = ()) -> None:
         self.sources = tuple(sources)

@@ -3,10 +3,10 @@
     chunk       u32 context | u32 sampled | i4[context + sampled] token ids | f4[sampled] log-probs
     scores      u32 2^32 - 1 | u32 back | u32 tokens | u32 k
                 | f4[tokens] log-probs | i4[tokens * k] token ids | f4[tokens * k] log-probs
-    trajectory  its chunks, one behind the other, and a ``TrajectoryHeader`` kept beside them
+    trajectory  its chunks, one after the other, and a ``TrajectoryHeader`` kept beside them
 
-Scores of a teacher may stand behind any chunk. Their first token is ``back`` tokens before that place, so
-that they mean the same tokens wherever their chunks are copied to.
+Scores of a teacher may follow any chunk. Their first token is ``back`` tokens before that place, so that they
+mean the same tokens wherever their chunks are copied to.
 
 All numbers are little-endian. Context tokens were sampled by no policy and have no log-prob; the sampled
 tokens of a chunk follow its context. A chunk is encoded once, where the tokens arrive, and decoded once,
@@ -90,7 +90,7 @@ LogProbs = Sequence[float] | npt.NDArray[np.floating]
 
 
 def encode_chunk(context: Ids, tokens: Ids, logprobs: LogProbs) -> bytes:
-    """Return a chunk of ``context`` and of the sampled ``tokens`` behind it, with a log-prob for each."""
+    """Return a chunk of ``context`` and then of sampled ``tokens``, with a log-prob for each of these."""
     return b"".join(
         (
             _LENGTHS.pack(len(context), len(tokens)),
@@ -134,7 +134,7 @@ def decode_scores(data: bytes | memoryview, tokens: int) -> TeacherScores:
 
 
 def decode_chunks(data: bytes | memoryview) -> Iterator[DecodedChunk]:
-    """Yield the chunks of ``data``, which stand one behind the other, without scores of a teacher.
+    """Yield the chunks of ``data``, which follow each other, without scores of a teacher.
 
     Raises CorruptRecord.
     """
@@ -202,7 +202,7 @@ def count_chunk_tokens(data: bytes | memoryview) -> tuple[int, int]:
 
 
 def cut_chunks(data: bytes | memoryview, kept: Sequence[int]) -> bytes:
-    """Return the first ``kept`` tokens of each chunk of ``data``, with the scores behind the chunks.
+    """Return the first ``kept`` tokens of each chunk of ``data``, with the scores that follow the chunks.
 
     Scores stay as they are: a chunk that has any must be kept whole. Raises CorruptRecord.
     """
@@ -218,7 +218,7 @@ def cut_chunks(data: bytes | memoryview, kept: Sequence[int]) -> bytes:
 
 
 def encode_trajectory(trajectory: Trajectory, start: int = 0) -> bytes:
-    """Return the chunks of all tokens from token ``start`` on, and behind them a teacher's scores, if any."""
+    """Return the chunks of all tokens from token ``start`` on, followed by a teacher's scores, if any."""
     chunks: list[bytes] = []
     context_start = begin = start
     for version, _, end in _joined(trajectory.header.runs):

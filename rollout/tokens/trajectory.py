@@ -149,7 +149,7 @@ Run = tuple[int, bool, int]
 class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Everything about a trajectory but its tokens and their log-probs.
 
-    Whoever only decides about a trajectory needs no more: the driver never decodes tokens.
+    Decisions about a trajectory need no more: the driver never decodes tokens.
     """
 
     runs: tuple[Run, ...]
@@ -234,14 +234,14 @@ class Trajectory:
     """Reward of the episode. None until it has been judged: a workflow that returns None leaves the judging
     to the recipe's reward."""
     turn_rewards: tuple[tuple[int, float | None], ...] = ()
-    """(end, reward) of each turn, in order: the index behind its last token, and what this turn alone is
-    worth. Empty where only the episode is judged. Used with ``actor.turns``. None: the turn of a live user
-    that only a teacher has scored."""
+    """(end, reward) of each turn, in order: the index of its last token + 1, and the reward of this turn
+    alone. Empty where only the episode is judged. Used with ``actor.turns``. A reward is None for the turn of
+    a live user that only a teacher has scored."""
     reward_parts: RewardParts = ()
     """Further numbers of the reward, by name. They are metrics and train nothing."""
     siblings: tuple[int, ...] = ()
-    """Index behind the last token of each of several trajectories that are one episode (``joined``). Empty:
-    there is one."""
+    """End (index of the last token + 1) of each of several trajectories that are one episode (``joined``).
+    Empty: there is one trajectory."""
     is_dropped: bool = False
     """The episode is left out of its group: it has no loss, and its reward is in no mean."""
     teacher: TeacherScores | None = None
@@ -371,7 +371,7 @@ class Trajectory:
     def turn_T(self) -> npt.NDArray[np.intp]:
         """Return the turn of each token, int64 [T], from 0.
 
-        Tokens behind the last turn get the number of turns.
+        Tokens after the last turn get the number of turns.
         """
         ends = np.array([end for end, _ in self.turn_rewards], np.int64)
         return np.searchsorted(ends, np.arange(len(self.tokens_T)), side="right")

@@ -63,7 +63,7 @@ class Turn(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Messages of the parent that the request repeats, from the first one: those of the parent's request,
     then its answer. 0 without a parent."""
     messages: msgspec.Raw
-    """JSON list: the messages of the request behind the first ``kept``."""
+    """JSON list: the messages of the request after the first ``kept``."""
     answer: msgspec.Raw
     """JSON: the message that was answered."""
     response: str = ""
@@ -100,8 +100,8 @@ class UserReward(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class SessionEnd(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """No further turn follows in a session. Turns without a next state are judged without one.
 
-    A client that uses the name of the session again begins anew: entries behind this one have no parent
-    before it.
+    A client that uses the name of the session again begins anew: entries after this one have no parent before
+    it.
     """
 
     session: str

@@ -19,7 +19,7 @@ class DataSource(Protocol):
 
         Each is a row as a prompt set has them: ``prompt`` (a text, or a list of chat messages), ``label``,
         and further columns, all of plain data. Each is written to the run folder before it is used. Positions
-        are asked for once and in ascending order: a resumed run, with a new object, goes on behind the last
+        are asked for once and in ascending order: a resumed run, with a new object, goes on after the last
         prompt that was written, so that a source which depends on the position alone gives the same prompts
         whenever a run is interrupted.
         """

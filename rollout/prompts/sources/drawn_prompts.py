@@ -3,12 +3,12 @@
 data source, in a process of its own ──a few ahead──► file of drawn prompts ──at(position)──► groups
 
 Each prompt is on disk before a group is admitted for it, so that a group keeps its prompt whatever ends: the
-collector, the driver, or the process of the data source. A resumed run reads what was drawn, and lets the
-source go on behind it.
+collector, the driver, or the process of the data source. A resumed run reads the drawn prompts, and lets the
+source go on after them.
 
 A source that takes groups back (``add_samples`` of ``rollout.hooks.data_source``) gets those that are given
-up without being trained, filtered or failed. Each is in the file before the source is told, in the order of
-what was drawn: so that a resumed run, with a source in the state that was saved last, tells it again.
+up without being trained, filtered or failed. The file records each of them before the source is told, among
+the drawn prompts: so a resumed run, whose source has the state that was saved last, tells it again.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class _Row(msgspec.Struct):
     label: object = None
     metadata: dict[str, object] = {}
     saved: int | None = None
-    """Number under which the state behind all groups so far was saved: a row of its own."""
+    """Number under which the state after all groups so far was saved: a row of its own."""
     given_back: int | None = None
     """Position of a group that the source gets back: a row of its own."""
 
@@ -82,10 +82,10 @@ class DrawnPrompts:
         self.saved: int | None = None
         """Number under which the state of the source was saved last; None: never."""
         self.drawn_behind = 0
-        """Groups that were drawn behind that state."""
+        """Number of groups that were drawn since that state."""
         self._behind: list[int | None] = []
-        """What came behind that state: None for each group that was drawn, and the positions of those that
-        were given back."""
+        """Events since that state, in order: None for each group that was drawn, and the position of each
+        group that was given back."""
         self._to_give_back: deque[int] = deque()
         self._position = 0
         self._changes = Changes()
@@ -102,12 +102,12 @@ class DrawnPrompts:
         return self._position
 
     def go_to(self, position: int) -> None:
-        """Go on behind this many prompts."""
+        """Go on after this many prompts."""
         self._position = position
         self._changes.notify()
 
     def draw(self) -> int:
-        """Return the position of the next prompt, and go on behind it."""
+        """Return the position of the next prompt, and move on to the one after it."""
         self.go_to(self._position + 1)
         return self._position - 1
 
@@ -157,7 +157,7 @@ class DrawnPrompts:
         self._to_give_back.clear()
 
     def behind(self) -> list[int | GivenBack]:
-        """Return what came behind the state that was saved last, in order: numbers of groups that were drawn,
+        """Return the events since the state that was saved last, in order: numbers of groups that were drawn,
         and groups that were given back. Raises OSError.
         """
         events: list[int | GivenBack] = []
@@ -267,10 +267,10 @@ class Drawing:
         save_number: Callable[[int], int] | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
-        """``ahead``: number of prompts that are drawn before they are needed. ``named``: the source, and
-        ``limit``: the setting behind ``timeout_s``, for messages. ``save_number``: number under which the
-        state behind so many prompts is saved; None: the source has no state to save. ``note`` tells the user
-        that the source takes no group back; None: it is given none.
+        """``ahead``: number of prompts that are drawn before they are needed. ``named`` and ``limit``: names
+        of the source and of the setting that gives ``timeout_s``, for messages. ``save_number``: number under
+        which the state after so many prompts is saved; None: the source has no state to save. ``note`` tells
+        the user that the source takes no group back; None: it is given none.
         """
         self._note = note
         self._process = process

@@ -69,7 +69,7 @@ class _Positions:
             raise self._plugin.wrong("prompts", f"returned {found}, expected a list of rows")
         rows = cast("Sequence[object]", returned)
         if not 1 <= len(rows) <= count:
-            way_out = ": the order is endless, so begin again behind the last prompt" if not rows else ""
+            way_out = ": the order is endless, so begin again after the last prompt" if not rows else ""
             raise self._plugin.wrong("prompts", f"returned {len(rows)} rows, expected 1 to {count}{way_out}")
         return [self._row(position, row) for position, row in enumerate(rows, self._next)]
 

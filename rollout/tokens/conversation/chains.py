@@ -30,8 +30,8 @@ Encode = Callable[[str], Sequence[int]]
 """Returns the ids of a part of a rendered text."""
 
 Closing = Callable[[Mapping[str, object] | None, str], str]
-"""Returns what the template writes behind the text of an answer: the one with this message and text; or,
-without a message, of one that is text alone."""
+"""Returns the text that the template writes after the text of an answer, given the answer's message and text;
+without a message: after an answer that is text alone."""
 
 
 Render = Callable[[list[dict[str, Any]]], str]
@@ -39,7 +39,7 @@ Render = Callable[[list[dict[str, Any]]], str]
 
 
 def closing_of(render: Render) -> Closing:
-    """Return what a chat template writes behind answers; empty where that cannot be told."""
+    """Return the ``Closing`` of a chat template. It returns "" where the template does not show its text."""
 
     def behind(message: Mapping[str, object], text: str) -> str:
         try:
@@ -109,7 +109,7 @@ def append(
     answer: Mapping[str, object] | None = None,
     finish: Finish | None = None,
 ) -> Segment:
-    """Return a segment behind ``before``: context, or the answer with a message and a finish."""
+    """Return a segment that follows ``before``: context, or the answer with a message and a finish."""
     return Segment(before, array("i", ids), text, length_of(before) + len(ids), answer, finish)
 
 
@@ -192,7 +192,7 @@ def resume(tail: Segment | None, shared: int, context: Sequence[int]) -> Segment
 def _repeated(
     tail: Segment | None, prompt: str, decode: Decode, closing: Closing = _nothing
 ) -> tuple[Segment | None, int, Segment | None]:
-    """Return the last segment that a text repeats, where it ends there, and the segment behind it."""
+    """Return the last segment that a text repeats, its end in the text, and the segment after it."""
     last: Segment | None = None
     offset = 0
     for segment in segments_of(tail):
@@ -219,7 +219,7 @@ def _cut(
 ) -> int | None:
     """Return how many characters of an answer's text a prompt repeats, if the rest is only how it ended.
 
-    What ended it stays in the ids, so that the template must write no more of the answer behind it.
+    The ids keep the tokens that ended it, so the template must write no more of the answer after them.
     """
     # An answer that was cut off may end within a reasoning or a call, which the template then closes.
     unended = segment.answer if _is_cut_off(segment) else None
