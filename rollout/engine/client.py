@@ -196,7 +196,7 @@ class EngineClient(ServerControl):
     async def score_tokens(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], *, top_k: int = 0
     ) -> TokenScores:
-        """Return the log-probs of ``token_ids`` behind a prompt, each given all tokens before it, at
+        """Return the log-probs of ``token_ids`` after a prompt, each given all tokens before it, at
         temperature 1. ``top_k``: number of likeliest tokens to report at each place.
 
         They are computed without any KV cache of earlier requests. Raises as ``generate`` does.
@@ -204,7 +204,7 @@ class EngineClient(ServerControl):
         ids = [*prompt_ids, *token_ids]
         self._check(ids, 0)
         if not prompt_ids or not token_ids:
-            raise InvalidRequest("tokens can be scored behind a prompt alone: one of both is empty")
+            raise InvalidRequest("found an empty prompt or no tokens to score, expected both")
         body: dict[str, object] = {
             "input_ids": ids,
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},

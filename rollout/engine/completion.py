@@ -229,9 +229,9 @@ class CompletionStream:
     def _drop_last(self, new: list[int]) -> None:
         """Keep the tokens from which an aborted completion may be continued.
 
-        An abort hides whether the token sampled last is the end token, behind which nothing must follow. So
-        this token is dropped and sampled again, whichever it is: dropping it by its value would bias what is
-        trained. Tokens of earlier chunks stay, because the end token is always in the last chunk.
+        An abort hides whether the token sampled last is the end token, after which no token may follow. So
+        this token is dropped and sampled again, whichever it is: dropping only end tokens would bias the
+        trained completions. Tokens of earlier chunks stay, because the end token is always in the last chunk.
         """
         if new:
             self._completion.cut(len(self._completion.tokens) - 1)

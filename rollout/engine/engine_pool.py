@@ -440,7 +440,7 @@ class EnginePool:
 
     async def _acquire(self) -> _Engine:
         while True:
-            # Whoever holds requests has a time-out of its own, and ends with the connection to the driver.
+            # No time-out here: the part that holds requests has one, and ends with the driver's connection.
             await self._changes.first(lambda: None if self.held else True)
             if (engine := self._charge_least_loaded()) is not None:  # as a rule: a time-out costs more
                 return engine

@@ -48,7 +48,7 @@ class GrowingCompletion:
         self.logprobs = array("f")
         """Behaviour log-prob of each token."""
         self.runs: list[tuple[int, int]] = []
-        """(version, end) of neighbouring tokens of one version, in order; ``end`` is behind the last one."""
+        """(version, end) of neighbouring tokens of one version, in order; ``end`` is the last index + 1."""
         self.finish = Finish.PARTIAL
         self.matched: int | str | None = None
         """The token id or the stop string that ended it; None: neither, or more tokens follow."""
@@ -64,7 +64,7 @@ class GrowingCompletion:
         self.cached_tokens = 0
         """Number of prompt tokens that the first engine had in its cache."""
         self.resumed = 0
-        """Number of tokens behind which the latest request goes on; 0: it is the first request."""
+        """Number of tokens after which the latest request goes on; 0: it is the first request."""
         self.newest: int | None = None
         """No token of the latest request is of a later version; None: that is not known."""
 

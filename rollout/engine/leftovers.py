@@ -1,4 +1,4 @@
-"""Removes shared memory and files that processes leave behind when SIGKILL gives them no time to clean up."""
+"""Removes shared memory and files of processes that SIGKILL has given no time to clean up."""
 
 import os
 import shutil

@@ -14,13 +14,13 @@ LEAST_S = 1e-3
 """No engine is slow that takes less for a token: what is measured then is chance."""
 
 KEPT = 0.8
-"""Share of what is known that remains behind each further request: the last five count."""
+"""Factor of the weight of all earlier requests at each further one: mostly the last five requests count."""
 
 REQUESTS = 3
 """Requests from which on an engine's time for a token is known."""
 
 FORGET_S = 30.0
-"""Time without a request behind which an engine counts as unknown: it may be well again."""
+"""Seconds without a request after which the pace of an engine is unknown: it may have changed."""
 
 
 class Pace:

@@ -3,8 +3,8 @@
     driver    EngineRoster ── Routing 7 ──► EnginePool    collector
                            ◄── PoolStatus ─               number 7 is in force
 
-A routing record is the whole truth, not a change: whoever has missed some records knows everything from the
-last one. Records are numbered, and the last number wins in whatever order they arrive.
+A routing record is the whole truth, not a change: a pool that has missed some records knows everything from
+the last one. Records are numbered, and the last number wins in whatever order they arrive.
 """
 
 import msgspec

@@ -5,9 +5,8 @@ Workflows sample as the recipe says (``SamplingConfig``), clients of an endpoint
 
 A completion that is interrupted goes on as a further request, whose prompt ends with the tokens so far. To
 that request they are prompt: SGLang's penalties count none of them, and ``min_new_tokens`` and
-``max_new_tokens`` are reduced by their number. A stop text that begins before the interruption and ends
-behind it is not found. A grammar cannot be entered in its middle, so that a completion under a grammar starts
-over.
+``max_new_tokens`` are reduced by their number. A stop text that begins before the interruption and ends after
+it is not found. A grammar cannot be entered in its middle, so that a completion under a grammar starts over.
 """
 
 from collections.abc import Mapping

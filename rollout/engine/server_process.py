@@ -184,7 +184,7 @@ class ServerProcess:
     """Owns a server's process group. Call ``stop`` on every exit path; ``launch.py`` covers a dead owner."""
 
     def __init__(self, spec: ServerSpec, log_path: Path, launcher: Sequence[str] = LAUNCHER) -> None:
-        # A key for each start: what a client sends to a server that is gone may reach whoever got its port.
+        # A key for each start: a request to a server that is gone may reach another program on its port.
         self.access = ServerAccess(f"http://{spec.host}:{spec.port}", new_key())
         self._address = (spec.host, spec.port)
         self._answers_requests = spec.node == 0
@@ -310,7 +310,7 @@ class ServerProcess:
     def _is_healthy(self) -> bool:
         if not self._answers_requests:
             return (self._temporary.path / READY).exists()
-        # Whoever else has taken the port must not see the key.
+        # Another program that has taken the port must not see the key.
         if not self._listens():
             return False
         request = urllib.request.Request(

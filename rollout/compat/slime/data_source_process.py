@@ -43,8 +43,8 @@ class SourceSetup(msgspec.Struct, array_like=True, frozen=True):
     saved: int | None
     """Number under which its state was saved last; None: never."""
     behind: list[int | GivenBack]
-    """What came behind that state, in order: numbers of groups that were drawn, which the run has already,
-    and groups that were given back."""
+    """Events since that state, in order: numbers of groups that were drawn, which the run has already, and
+    groups that were given back."""
 
 
 class Source:

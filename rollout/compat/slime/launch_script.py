@@ -28,14 +28,14 @@ class UnreadableScript(ValueError):
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of the trainer, without its dashes, and the words behind it."""
+    """A flag of the trainer, without its dashes, and the words after it."""
 
     name: str
     values: tuple[str, ...]
 
     @property
     def text(self) -> str:
-        """All words behind the flag."""
+        """All words after the flag."""
         return " ".join(self.values)
 
 

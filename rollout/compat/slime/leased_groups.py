@@ -24,7 +24,7 @@ SampleGroup = list[object]
 
 
 class CallEnded(RuntimeError):
-    """A rollout function asks for groups behind the end of its call, or of its collector."""
+    """A rollout function asks for groups after the end of its call, or of its collector."""
 
 
 class TooFewGroups(RuntimeError):

@@ -5,10 +5,10 @@
                                    └──given back───┘  └─ neither returned nor given back: GroupRejected
 
 One call runs at a time, as in slime. It is asked for as many groups as wait when it begins, a batch at the
-most: so it ends whatever is left of a batch behind a restart, and however many collectors share it.
+most. So a call ends even if a restart has left a part of a batch, and however many collectors share it.
 
-What the engines sample meanwhile is kept for the whole call, because requests do not say of which episode
-they are. It is lost with the process: then the groups are leased, and the function is called, again.
+Completions that the engines sample meanwhile are kept for the whole call, because requests do not name their
+episode. They are lost with the process: then the groups are leased again, and the function is called again.
 """
 
 import asyncio

@@ -91,7 +91,7 @@ def match_sample(
 
     ``loss_mask`` and ``reported`` (log-probs; None: the hook reports none) cover the response. ``owner``: the
     group of the sample, where the replies are those of several: the ones that are found become its own.
-    Raises LogprobsDiffer where a token that shall carry loss has another log-prob than the hook says.
+    Raises LogprobsDiffer where a token that is to carry loss has another log-prob than the hook says.
     """
     ids, size, trained = tuple(tokens), len(tokens), np.asarray(loss_mask, np.bool_)
     claimed = None if reported is None else np.asarray(reported, np.float64)

@@ -126,7 +126,7 @@ class MultiTurnLossMaskGenerator:
 
     @staticmethod
     def _assistant_spans(text: str, messages: Chat) -> Iterator[tuple[int, int]]:
-        """Yield start and end of each trained message in the text: behind `<think>`, with its end token."""
+        """Yield start and end of each trained message in the text: after `<think>`, with its end token."""
         header, think, end_token = "<|im_start|>assistant\n", "<think>\n", "<|im_end|>"
         cursor = 0
         for message in messages:

@@ -65,7 +65,7 @@ def _chosen(
     for sample, total, response in zip(tokens, total_lengths, response_lengths, strict=True):
         place_R = local_R = torch.arange(total - response - 1, total - 1)
         chunk = total if size == 1 else -(-total // (2 * size))
-        if size > 1:  # this rank has the chunks ``rank`` and ``last``, one behind the other
+        if size > 1:  # this rank has the chunks ``rank`` and ``last``, in this order
             last = 2 * size - 1 - rank
             chunk_R = place_R // chunk
             place_R = place_R[(chunk_R == rank) | (chunk_R == last)]

@@ -1,10 +1,10 @@
-"""The answer behind the reasoning, as DeepScaleR grades it."""
+"""The answer after the reasoning, as DeepScaleR grades it."""
 
 from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_mathd, grade_answer_sympy
 
 
 def get_deepscaler_rule_based_reward(response: str, label) -> int:
-    """Return 1 if the boxed answer behind `</think>` or `###Response` equals ``label``, else 0."""
+    """Return 1 if the boxed answer after `</think>` or `###Response` equals ``label``, else 0."""
     if "</think>" in response:
         conclusion = response.rpartition("</think>")[2]
     elif "###Response" in response:

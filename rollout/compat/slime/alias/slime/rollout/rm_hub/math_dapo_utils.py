@@ -1,4 +1,4 @@
-"""Integer answers behind `Answer:`, as DAPO grades them."""
+"""Integer answers after `Answer:`, as DAPO grades them."""
 
 import re
 
