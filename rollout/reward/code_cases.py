@@ -26,7 +26,7 @@ class StdioCase:
 
 @dataclass(frozen=True)
 class AssertCase:
-    """Statements that must run without an error behind the program."""
+    """Statements that must run without an error after the program."""
 
     statements: str
 
@@ -118,7 +118,7 @@ def _text(value: object) -> str:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """True if two outputs are equal but for white space at the ends of lines and of the text."""
+    """True if two outputs are equal, except for white space at the ends of lines and of the text."""
     return _lines(printed) == _lines(expected)
 
 

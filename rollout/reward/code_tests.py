@@ -31,14 +31,14 @@ exec(compile(open({PROGRAM!r}).read(), {PROGRAM!r}, "exec"), names)
 exec(compile(statements, "case", "exec"), names)
 sys.stdout.write("\\n" + word + "\\n")
 """
-"""Prints the word of its first line of input behind the case: a program that exits before has not passed."""
+"""Prints the word of its first line of input after the case: a program that exits before has not passed."""
 
 
 class CodeTests:
     """Runs the last fenced block of a response, a Python program, in a sandbox, once for each case.
 
-    A case is an input with the output that is expected for it, or a text of assert statements that run behind
-    the program. They are in the label, or in ``column``: ``rollout.reward.code_cases`` has the forms.
+    A case is an input with the output that is expected for it, or a text of assert statements that run after
+    the program. Cases are in the label, or in ``column``: ``rollout.reward.code_cases`` has the forms.
 
     The reward is 1.0 if all cases pass and 0.0 otherwise, or the share that passes. A response without such a
     block gets 0.0. A program fails a case by a wrong output, an error, or a limit of the sandbox. Where the

@@ -20,7 +20,7 @@ class JudgedTurn(msgspec.Struct, array_like=True, frozen=True):
     history: Messages
     """The conversation before, answers included, as the request repeats it."""
     messages: Messages
-    """The messages of the request behind those."""
+    """The messages of the request after ``history``."""
     answer: dict[str, Any]
     """The message that was answered."""
     finish: str

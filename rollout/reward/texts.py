@@ -11,7 +11,7 @@ from slipstream.rollout.tokens.trajectory import Finish, Prompt, Trajectory
 
 
 class FinalAnswer:
-    """1.0 for a response that ends by itself, with the label behind its only ``marker``; 0.0 otherwise.
+    """1.0 for a response that ends by itself, with the label after its only ``marker``; 0.0 otherwise.
 
     White space around the label is ignored on both sides.
     """

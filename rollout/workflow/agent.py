@@ -58,7 +58,7 @@ class Agent(AgentEpisodes):
     ) -> None:
         """Take the agent from either ``run``, the import path of a function, or ``command``, a program.
 
-        ``max_turns``, ``max_tokens``: completions and sampled tokens of an episode, behind which requests are
+        ``max_turns``, ``max_tokens``: completions and sampled tokens of an episode, after which requests are
         refused. ``on_limit``: treatment of an episode that such a limit, or the length of the context, has
         stopped. Raises PluginError, with all that is wrong.
         """

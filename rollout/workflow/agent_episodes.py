@@ -38,7 +38,7 @@ class AgentEpisodes(ABC):
     needs_endpoint = True
 
     def __init__(self, *, max_turns: int | None, max_tokens: int | None, on_limit: OnLimit) -> None:
-        """``max_turns``, ``max_tokens``: completions and sampled tokens of an episode, behind which requests
+        """``max_turns``, ``max_tokens``: completions and sampled tokens of an episode, after which requests
         are refused. ``on_limit``: treatment of an episode that such a limit, or the length of the context,
         has stopped.
         """
@@ -50,7 +50,7 @@ class AgentEpisodes(ABC):
         """Let the agent do an episode. Return what a reward returns, or None: it gives none."""
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> Sequence[Trajectory]:
-        """Run one episode. What the agent raises behind a limit is no failure."""
+        """Run one episode. An exception of the agent after a limit was reached is no failure."""
         assert context.endpoint is not None, "the collector serves an endpoint for this workflow"
         async with context.endpoint.open(**self._limits) as endpoint:
             result: object = None

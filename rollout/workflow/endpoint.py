@@ -37,11 +37,11 @@ class EndedEpisode(NamedTuple):
 
 
 class OpenEndpoint(Protocol):
-    """The endpoint during one attempt at an episode. Behind the block that has opened it, the key is void."""
+    """The endpoint during one attempt at an episode. The key is void after the block that has opened it."""
 
     @property
     def base_url(self) -> str:
-        """URL without a path, as Anthropic's clients take it. OpenAI's take it with ``/v1`` behind it."""
+        """URL without a path, as Anthropic's clients take it. OpenAI's clients take it with ``/v1`` added."""
         ...
 
     @property
@@ -99,7 +99,7 @@ class PolicyEndpoint(Protocol):
     ) -> AbstractAsyncContextManager[OpenEndpoint]:
         """Open the endpoint for this attempt at the episode, once.
 
-        Behind ``max_turns`` completions, or ``max_tokens`` sampled tokens, requests are refused with HTTP
+        After ``max_turns`` completions, or ``max_tokens`` sampled tokens, requests are refused with HTTP
         400. Completions that run side by side may exceed the number of tokens together.
         """
         ...

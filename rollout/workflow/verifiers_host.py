@@ -210,7 +210,7 @@ async def host(socket: str) -> None:
         say({"ready": True})
         while (message := await received(reader)) is not None:
             hosting.take(message)
-    os._exit(0)  # whoever has run us ends what is left
+    os._exit(0)  # the starter of this process ends its children
 
 
 if __name__ == "__main__":

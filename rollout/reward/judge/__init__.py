@@ -7,5 +7,5 @@
 
 `judge_pool` gives questions to processes and asks again when an attempt fails; `seat` keeps one process and
 finds out which question ends it; `judge_process` starts and ends it. On the other side the keeper outlives
-the reward and ends whatever the reward leaves behind.
+the reward and ends all processes that the reward has started.
 """

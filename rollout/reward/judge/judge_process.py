@@ -140,7 +140,7 @@ class JudgeProcess:
     async def end(self) -> Ending:
         """Wait for a process that was killed or closed, for a bounded time.
 
-        A caller that is cancelled waits nevertheless: it would leave the process behind.
+        A cancelled caller waits nevertheless: otherwise the process would go on running.
         """
         if self._end is None:  # it has not been started as a whole
             self._child.kill_keeper()

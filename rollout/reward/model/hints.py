@@ -1,13 +1,13 @@
 """The prompt of an answer with a hint in it, as token ids.
 
     prompt    ... <|user|> What is it? <|end|> <|assistant|>           as it was sampled from
-    with hint ... <|user|> What is it? [hint] <|end|> <|assistant|>    the same ids before and behind the hint
+    with hint ... <|user|> What is it? [hint] <|end|> <|assistant|>    the same ids before and after the hint
 
-The hint is written behind the last user message. It is put into the ids of the prompt itself, so that the
-chat template, the tools and every sampled id before stay exactly as the policy has seen them. Only the tokens
-that a hint cuts apart are encoded again. Its place is where the words of the message stand in front of what
-the chat template makes of everything behind them: the same words may occur once more, in the output of a tool
-for example.
+The hint is written at the end of the last user message. It is put into the ids of the prompt itself, so that
+the chat template, the tools and every sampled id before stay exactly as the policy has seen them. Only the
+tokens that a hint cuts apart are encoded again. To find the place, the words of the message are searched
+together with the text that the chat template writes after them: the words alone may occur once more, for
+example in the output of a tool.
 """
 
 import copy
@@ -23,7 +23,7 @@ from slipstream.rollout.tokens.trajectory import Messages
 HEAD = "\n\n[hint]\n"
 
 MARK = "\x02hint\x03"
-"""Stands for the hint where a chat template is asked for what is behind it. Nobody writes it."""
+"""Stands for the hint when a chat template is asked which text follows it. Nobody writes it."""
 
 
 class NoPlace(ValueError):
@@ -31,7 +31,7 @@ class NoPlace(ValueError):
 
 
 def with_hint(tokenizer: Tokenizer, prompt_ids: Sequence[int], messages: Messages, hint: str) -> list[int]:
-    """Return the ids of a prompt with a hint behind the last user message of ``messages``. Raises NoPlace."""
+    """Return the ids of a prompt with a hint after the last user message of ``messages``. Raises NoPlace."""
     text = _text(tokenizer, prompt_ids)
     cut = _place(tokenizer, text, messages)
     before, after = _around(tokenizer, prompt_ids, text, cut)
@@ -57,9 +57,9 @@ def _place(tokenizer: Tokenizer, text: str, messages: Messages) -> int:
     if not said:
         raise NoPlace("the last user message has no text")
     words = _as_tokenized(tokenizer, said[-1])
-    # The prompt may end otherwise than the template writes it by itself, because a client has told it to
-    # think for example. An answer behind the message may be rendered otherwise than it was sampled: then only
-    # what ends the message counts.
+    # The prompt may end otherwise than the template writes it by default, for example because a client has
+    # asked for reasoning. An answer after the message may be rendered otherwise than it was sampled: then
+    # only the end of the message itself is compared.
     for shape, is_answered in itertools.product((last, flat, last[:1], flat[:1]), (True, False)):
         tail = _tail(tokenizer, shape, is_answered)
         if tail is not None and (begin := text.rfind(words + _as_tokenized(tokenizer, tail))) >= 0:
@@ -68,7 +68,7 @@ def _place(tokenizer: Tokenizer, text: str, messages: Messages) -> int:
 
 
 def _from_last_user(messages: Messages) -> Messages:
-    """Return the last user message and all behind it, as chat templates expect them. Raises NoPlace."""
+    """Return the last user message and all after it, as chat templates expect them. Raises NoPlace."""
     for place in range(len(messages) - 1, -1, -1):
         if messages[place].get("role") == "user":
             return [_for_template(message) for message in messages[place:]]
@@ -90,9 +90,9 @@ def _as_tokenized(tokenizer: Tokenizer, text: str) -> str:
 
 
 def _tail(tokenizer: Tokenizer, messages: Messages, is_answered: bool) -> str | None:
-    """Return what the chat template writes behind the text of the first message; None: it cannot tell.
+    """Return the text that the chat template writes after that of the first message; None: it refuses.
 
-    ``is_answered``: with the begin of an answer behind the last message.
+    ``is_answered``: the last message is followed by the beginning of an answer.
     """
     try:
         rendered: str = tokenizer.apply_chat_template(
@@ -141,7 +141,7 @@ def _around(tokenizer: Tokenizer, ids: Sequence[int], text: str, cut: int) -> tu
             high = middle
     if _text(tokenizer, ids[:low]) == text[:cut]:
         return low, low
-    # A token ends behind the cut, or a character is spread over several tokens.
+    # A token reaches beyond the cut, or a character is spread over several tokens.
     before = max(0, low - 1)
     while before > 0 and not text.startswith(_text(tokenizer, ids[:before])):
         before -= 1

@@ -1,6 +1,6 @@
-"""The teacher: log-probs of the sampled tokens behind a prompt with a hint, from engines of SGLang.
+"""The teacher: log-probs of the sampled tokens after a prompt with a hint, from engines of SGLang.
 
-A value that is missing is a failure, and never 0: no verdict is returned, and the turn is asked about again.
+A missing log-prob is a failure, and never 0: no verdict is returned, and the turn is asked about again.
 """
 
 from collections.abc import Callable, Sequence

@@ -20,7 +20,7 @@ class Step:
     """The reaction of an environment to an action."""
 
     messages: Messages = field(default_factory=Messages)
-    """Messages behind the action, for the next prompt. Not read if the episode ends here."""
+    """Messages after the action, for the next prompt. Not read if the episode ends here."""
     reward: float | None = None
     """Reward of this turn alone (``actor.turns``); None: it has none."""
     is_done: bool = False

@@ -98,7 +98,7 @@ class EnvironmentPool:
 
 
 async def _closed(environment: Environment) -> None:
-    """Close an environment, even if whoever waits is cancelled meanwhile. Its own failure is only logged."""
+    """Close an environment, even if the caller is cancelled meanwhile. A failure to close is only logged."""
     closing = asyncio.ensure_future(environment.close())
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):

@@ -84,7 +84,7 @@ class Tool:
         """The tool as OpenAI's protocol describes it, which chat templates read."""
 
     async def result(self, arguments: str) -> str:
-        """Return the result of a call as text. Raises ToolFailed for what the tool raises, but for
+        """Return the result of a call as text. Raises ToolFailed for what the tool raises, except
         ToolError."""
         try:
             given = self._arguments.model_validate_json(arguments or "{}")
@@ -180,7 +180,7 @@ class ToolEnvironment:
         return {"tools": self.schemas}
 
     async def reset(self, prompt: Prompt) -> Messages:
-        """Return the prompt, behind the system message. Raises ValueError for a parser that there is not."""
+        """Return the system message and the prompt. Raises ValueError for an unknown parser."""
         await self._reader.prepare()
         self._calls = 0
         given = [] if self._system is None else [{"role": "system", "content": self._system}]
