@@ -46,7 +46,7 @@ _OOM_SCORE = "900"
 """When the machine runs out of memory, the kernel should choose a sandbox."""
 
 _KILL_S = 20.0
-"""Seconds in which what a command leaves behind must have ended."""
+"""Seconds within which the processes that outlive a command must have ended."""
 
 _MOST_PASSES = 100
 """Passes over processes that fork while they are stopped. Each one leaves fewer that run."""
@@ -78,7 +78,7 @@ class Enclosure:
         return self.isolation.level == "namespaces"
 
     def end_all(self) -> None:
-        """Kill what a command has left behind. With namespaces the kernel has done so already."""
+        """Kill the processes that outlive a command. With namespaces the kernel has done so already."""
         if self.has_namespaces:
             return
         deadline = time.monotonic() + _KILL_S

@@ -2,8 +2,8 @@
 
     owner ──control: one descriptor for each new sandbox──► keeper ──clone──► box ──connection── owner
 
-It finds out once what the kernel allows. When its owner ends, by kill -9 too, it does as well, and all boxes
-end with it. Until then it ends what a box leaves behind that was killed.
+The keeper finds out once what the kernel allows. When its owner ends, by kill -9 too, the keeper and all
+boxes end as well. Until then it ends the processes that outlive a killed box.
 
 It has one thread and few imports, because every box is a copy of it.
 """

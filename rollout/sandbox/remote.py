@@ -1,4 +1,4 @@
-"""A sandbox on another machine, behind a server of `protocol.py`."""
+"""A sandbox on another machine, reached through a server of `protocol.py`."""
 
 import asyncio
 import os
@@ -25,10 +25,10 @@ _R = TypeVar("_R")
 
 
 class RemoteSandbox:
-    """A ``Sandbox`` behind HTTP.
+    """A ``Sandbox`` that is used over HTTP.
 
     A request that may be done twice is repeated when the connection fails. A command is repeated only if the
-    server could not be reached at all: it would run twice.
+    server could not be reached at all: otherwise the command could run twice.
     """
 
     def __init__(self, settings: RemoteSandboxConfig) -> None:

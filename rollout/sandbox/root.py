@@ -151,7 +151,7 @@ def _make_own_files() -> None:
 
 
 def _make_read_only() -> None:
-    """Make every mount read-only, those below the machine's folders included, but for the writable ones."""
+    """Make every mount except the writable ones read-only, those below the machine's folders included."""
     mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     for fields in mounts:
         path = _unescaped(fields[4])

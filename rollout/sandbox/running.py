@@ -40,7 +40,7 @@ from slipstream.rollout.system.linux import (
 
 _PART = 1 << 16
 _MOST_READS = 64
-"""Reads of what is left in a pipe behind the end of a command, in case something still writes into it."""
+"""Largest number of reads from a pipe after the end of a command: a process may still write into it."""
 
 
 class Output:
@@ -122,7 +122,7 @@ _BY_SIGNAL: dict[int, LimitName] = {
 
 
 class OwnerGone(Exception):
-    """Whoever waits for the command has ended. It is killed."""
+    """The process that waits for the command has ended. The command is killed."""
 
 
 class Run:
@@ -278,7 +278,9 @@ class Run:
             system_calls.install(self._enclosure.filter_program)
 
     def _start_command(self, streams: tuple[int, int, int]) -> int:
-        """Start the command and return its process id. Raises OSError, but for a program that cannot be run.
+        """Start the command and return its process id. Raises OSError if resources are lacking.
+
+        A program that cannot be run is no error of the sandbox: a shell's exit code says so.
 
         A spawned process does not copy the memory of init, as a fork would.
         """

@@ -8,8 +8,8 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _USER_TIME, _THREADS, _RESIDENT = 11, 17, 21
-"""Fields of /proc/PID/stat behind the name. Four times begin at _USER_TIME: in user mode and in the kernel,
-of the process and of its ended children."""
+"""Fields of /proc/PID/stat, counted after the name. Four times begin at _USER_TIME: in user mode and in the
+kernel, of the process and of its ended children."""
 
 
 @dataclass(frozen=True)

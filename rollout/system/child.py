@@ -202,7 +202,7 @@ class _End(asyncio.Protocol):
 async def outlast(awaited: "set[asyncio.Future[Any]]", timeout_s: float) -> None:
     """Wait until all are done, or for the time.
 
-    A caller that is cancelled waits nevertheless, and is cancelled then: it would leave a process behind.
+    A cancelled caller waits nevertheless, and is cancelled then: otherwise a process would go on running.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
     cancelled: asyncio.CancelledError | None = None

@@ -19,7 +19,7 @@ def hold_port(host: str) -> socket.socket:
 
     In the meantime a server may bind the port, as all do that set SO_REUSEADDR, but nobody draws it a second
     time: a server that has imported its libraries for half a minute still finds it free. The port lies below
-    the range from which the kernel takes the ports of outgoing connections and of whoever binds port 0.
+    the range from which the kernel takes the ports of outgoing connections and of servers that bind port 0.
     Raises OSError when no port is free.
     """
     for port in [*_drawn_ports(), 0]:

@@ -56,7 +56,7 @@ class TimeLimit:
     def suspended(self) -> Generator[None, None, None]:
         """Stop the clock of the limit around the running task, or around the task that has created it.
 
-        Behind the block that limit begins anew, so that limits go on running out in the order of their begin.
+        After the block the limit begins anew, so that limits go on running out in the order of their begin.
         """
         entry = _running.get(None)
         if entry is None or entry.has_run_out:

@@ -26,7 +26,7 @@ class _Later(ModuleType):
 def compiler_put_off() -> Generator[None]:
     """Let modules that are imported inside the block have the class without torch's compiler.
 
-    It is imported when they use the class first, and nothing stands for it behind the block.
+    The compiler is imported when a module first uses the class. After the block, nothing replaces it.
     """
     if _MODULE in sys.modules:
         yield

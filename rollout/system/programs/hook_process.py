@@ -45,7 +45,7 @@ class HookProcess:
     async def ask(self, hook: str, request: bytes, timeout_s: float, limit: str) -> object:
         """Return what a hook says. Raises HookProcessFailed; the process is ended if it does not answer.
 
-        ``hook``: its name, and ``limit``: that of the setting behind ``timeout_s``, for messages.
+        ``hook`` and ``limit``: names of the hook and of the setting that gives ``timeout_s``, for messages.
         """
         async with self._turn:
             if self._child is None:

@@ -2,8 +2,8 @@
 
     owner ──lifeline── keeper ◄──SIGCHLD, pipes── kept process ── its children
 
-No such code runs here, so that a keeper always answers. It adopts what the kept process and its children
-leave behind, and ends them all when
+No such code runs here, so that a keeper always answers. It adopts the orphans of the kept process and its
+children, and ends them all when
 
 - the kept process ends, for whatever reason;
 - the lifeline ends, because the owner closes it or dies (kill -9 included).
