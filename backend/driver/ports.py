@@ -1,7 +1,7 @@
 """The ports of the driver: what its loops need of a trainer, of the engines and of a listener.
 
-Everything that implements one is passed to a constructor, ready for use. A real run has Ray actors and SGLang
-servers behind them, a simulated run has models.
+Every object that implements a port is passed to a constructor, ready for use. In a real run these objects
+stand for Ray actors and SGLang servers, in a simulated run for models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -118,7 +118,7 @@ ClientT = TypeVar("ClientT", bound=NamedClient)
 
 
 class ServingEngines(Protocol[ClientT]):
-    """The engines that serve, as whoever publishes sees them: ``rollout.engine.roster.EngineRoster``."""
+    """The engines that serve, as a publisher of weights sees them: ``rollout.engine.roster.EngineRoster``."""
 
     @property
     def clients(self) -> Sequence[ClientT]: ...

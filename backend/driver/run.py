@@ -270,7 +270,7 @@ async def _train(
 ) -> None:
     """Train while collecting, until every step is done or the run is asked to end."""
     collecting = tasks.create_task(collection_loop(parts.gate, parts.assignments), name="collection")
-    with stop.by("stopping behind this step; again to stop at once", parts.batches.end):
+    with stop.by("stopping after this step; again to stop at once", parts.batches.end):
         steps = training_steps(
             config.run,
             parts.batches,

@@ -34,9 +34,9 @@ class Evaluation:
         step_of: Callable[[int], int],
         by_function: bool = False,
     ) -> None:
-        """``step_of``: returns the number of training steps behind a version. ``hooks`` see each evaluation;
-        None: the recipe names none. ``by_function``: a function of the recipe evaluates, and the prompts are
-        its own.
+        """``step_of``: returns the number of training steps that led to a version. ``hooks`` see each
+        evaluation; None: the recipe names none. ``by_function``: a function of the recipe evaluates, and the
+        prompts are its own.
         """
         self._by_function = by_function
         self._step_of = step_of
@@ -52,7 +52,7 @@ class Evaluation:
         """True if the initial policy is to be evaluated before training. Raises OSError.
 
         It is not evaluated again once the metrics in the run folder ``run`` have its evaluation, or ``step``
-        training steps are done: an earlier start of the run may have ended before, within or behind it.
+        training steps are done: an earlier start of the run may have ended before, during or after it.
         """
         return self._before_training and step == 0 and 0 not in read_course(run).evaluations
 

@@ -1,7 +1,8 @@
 """The end of a Slurm job, and how long before it a run begins to end by itself.
 
-A signal with a fixed lead would come too late for long steps: a run ends behind its present training step and
-with a checkpoint, so the lead follows from the time that the recipe allows for both, and from the job's.
+A signal with a fixed lead would come too late for long steps: a run ends after its present training step and
+with a checkpoint. So the lead is computed from the time that the recipe allows for both and from the time
+limit of the job.
 """
 
 from collections.abc import Mapping

@@ -62,7 +62,7 @@ class OwnLoop:
     def stop(self) -> None:
         """End the run at once, wherever it is. It raises Stopped."""
         if self._loop is not None and self._ask is not None and not self._loop.is_closed():
-            for _ in range(2):  # behind the present step, and at once
+            for _ in range(2):  # the first ends the run after the present step, the second at once
                 self._loop.call_soon_threadsafe(self._ask)
 
     def can_be_stopped_by(self, ask: Callable[[], object]) -> None:

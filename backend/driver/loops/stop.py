@@ -17,7 +17,7 @@ class Stopped(Exception):
 
 
 class Stop:
-    """Ends a run behind the present training step at the first request, at once at the second.
+    """Ends a run after the present training step at the first request, at once at the second.
 
     Further requests are ignored, so that clean-up is not cut short.
     """

@@ -50,7 +50,7 @@ Read = Callable[[list[bytes]], Awaitable[list[bytes]]]
 
 @dataclass(frozen=True)
 class BatchTaken:
-    """A batch that the next step trains on. Whoever steers may send another one back."""
+    """A batch that the next step trains on. The consumer of the steps may send another one back."""
 
     batch: EncodedBatch
 
@@ -198,8 +198,8 @@ async def _hooked(begin: Coroutine[None, None, EncodedBatch], life: TrainerLife)
 
 
 async def encoded(groups: Sequence[CollectedGroup], batches: Batches, read: Read) -> EncodedBatch:
-    """Return the trajectories of ``groups``, in their order, and behind them the live ones of the batch, for
-    a step from the present version.
+    """Return the trajectories of ``groups``, in their order, followed by the live ones of the batch, for a
+    step from the present version.
     """
     live = batches.live
     samples = [sample for group in groups for sample in group.judged]

@@ -168,7 +168,7 @@ async def _run(
             last_step=position.step,
         )
         try:
-            with stop.by("stopping behind this step; again to stop at once", ended.set):
+            with stop.by("stopping after this step; again to stop at once", ended.set):
                 await _train(config, examples, trainer, position, ended, checkpoints, metrics, progress)
             await checkpoints.last(position)
         finally:
@@ -274,7 +274,7 @@ def _checkpoint_folder(config: RunConfig) -> CheckpointFolder:
 
 
 def _unused_version(folder: Path, checkpoint: FoundCheckpoint) -> int:
-    """Return a number above all that were used: steps behind the checkpoint were logged under theirs."""
+    """Return a number above all that were used, which includes the logged steps after the checkpoint."""
     used = [record["step"] for record in read_lines(folder / METRICS_FILE)]
     return max([checkpoint.record.version, *used]) + 1
 

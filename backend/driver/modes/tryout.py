@@ -63,7 +63,7 @@ async def tryout(
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-try-")))
         model = inputs.engine_model
-        if model.is_copy:  # a trial leaves nothing behind
+        if model.is_copy:  # a trial leaves no files
             model = replace(model, path=logs / COPY)
         await write_engine_model(config, model, say)
         say("starting an engine and the reward")

@@ -38,7 +38,7 @@ class TrainerTurn:
 
 
 class Devices(Protocol):
-    """Hands the devices to whoever needs them."""
+    """Gives the devices to the trainer or to the engines, as they need them."""
 
     @property
     def shared(self) -> bool:

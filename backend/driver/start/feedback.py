@@ -1,4 +1,4 @@
-"""What training steps have measured, for the steps behind them.
+"""Keeps measurements of training steps for the steps that follow.
 
 metrics of a step ──► Feedback ──► factor of the learning rate, mismatch ──► next batch
                          │  └────► groups that may be in flight ──► admission

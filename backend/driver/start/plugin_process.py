@@ -2,7 +2,7 @@
 
 recipe ──► [code that it names] ──► process that imports it ──► one answer each
                   ▲                            │
-                  └──── the code behind it ◄───┘ an import that does not end is a problem of its own
+                  └──── the code after it ◄────┘ an import that does not end is a problem of its own
 """
 
 import pickle

@@ -54,7 +54,7 @@ FIXED = ("run.seed", "data.shuffle", "rollout.batch_size", "rollout.n_samples_pe
 """Settings that give the ledger its meaning: they cannot change when a run is resumed."""
 
 READING = ("data.columns", "data.prompt_template", "data.max_prompt_tokens", "data.sources")
-"""Settings that decide which prompt is where in the order. They cannot change either, but for paths."""
+"""Settings that decide which prompt has which position. They cannot change either, except paths in them."""
 
 
 def recipe_text(config: RunConfig) -> str:

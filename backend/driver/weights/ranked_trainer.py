@@ -17,7 +17,7 @@ POLL_S = 1.0
 """Seconds between two questions whether a checkpoint is written. Checkpoints are minutes apart."""
 
 FINISH_PATIENCE = 2
-"""Time-outs of a step that ``finish_checkpoint`` may take: it may wait behind a training step."""
+"""Time-outs of a step that ``finish_checkpoint`` may take: a rank may have to end a training step first."""
 
 
 class RankedTrainer:
@@ -41,7 +41,7 @@ class RankedTrainer:
         self._ranks.create()
 
     async def respond(self) -> None:
-        """Return when every rank has answered, behind the calls that came before. Raises TrainerFailed."""
+        """Return when every rank has answered, after all earlier calls. Raises TrainerFailed."""
         await self._ranks.call("asking whether the trainer is alive", "checkpoint_done")
 
     async def train(self, batch: EncodedBatch | TrainBatch) -> Mapping[str, float]:

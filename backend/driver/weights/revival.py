@@ -23,8 +23,8 @@ from slipstream.backend.driver.weights.served_weights import ServedWeights
 from slipstream.rollout.engine.client import EngineClient
 
 WATCH_S = 5.0
-"""Seconds between two questions to the trainer while nobody else asks it anything. Ray tells of the end of an
-actor only to whoever has called it."""
+"""Seconds between two questions to the trainer while no other call runs. Ray reports the end of an actor only
+to the callers of its methods."""
 
 
 class TrainerGone(RuntimeError):

@@ -53,7 +53,7 @@ class Rewind:
 
     @property
     def step(self) -> int:
-        """Number of training steps behind the version that the trainer holds."""
+        """Number of training steps that led to the version that the trainer holds."""
         return self._gate.core.step
 
     def is_possible(self, version: int) -> bool:

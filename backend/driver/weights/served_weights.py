@@ -141,7 +141,7 @@ class ServedWeights(Generic[ClientT]):
             await self._publish_verified(version, verification)
 
     async def _publish_verified(self, version: int, verification: AsyncExitStack) -> PublishReport:
-        """Publish ``version``. Its verdict is awaited behind ``verification``, by another task."""
+        """Publish ``version``. At the end of ``verification`` another task begins to wait for its verdict."""
         await self.settled()
         if self._verifier is not None and self._verifier.due(version):
             # The version can be verified even if the trainer does not survive its publication.
@@ -152,9 +152,9 @@ class ServedWeights(Generic[ClientT]):
 
     @asynccontextmanager
     async def _verified(self, verifier: Verifier, version: int, expected: list[float]) -> AsyncIterator[None]:
-        """Have ``version``, which is published inside the block, verified behind it.
+        """Have ``version``, which is published inside the block, verified after the block.
 
-        Until the verdict, what the engines sample from it is held back.
+        What the engines sample from the version is held back until the verdict.
         """
         await self._roster.doubt(version)
         try:

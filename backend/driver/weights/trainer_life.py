@@ -1,8 +1,8 @@
-"""Tells if the trainer lives, to everybody who has to know it.
+"""Tells whether the trainer lives to all parts that have to know it.
 
-whoever calls it ──fail──► LOST ──► revival: killed, started again, restored ──restored──► ALIVE
-                            │                                                     │
-                            └──── training, engines to be brought up to date: wait ┘
+its callers ──fail──► LOST ──► revival: killed, started again, restored ──restored──► ALIVE
+                       │                                                     │
+                       └──── training, engines to be brought up to date: wait ┘
 """
 
 from slipstream.backend.cluster.trainer_failed import TrainerFailed
@@ -20,7 +20,7 @@ class TrainerLife:
 
     @property
     def is_alive(self) -> bool:
-        """True if no failure is known that the trainer was not restored from."""
+        """True unless the trainer has failed and was not restored since."""
         return self._error is None
 
     def fail(self, error: TrainerFailed) -> None:
