@@ -60,10 +60,9 @@ class TrainBatch(BatchHeader):
         return np.arange(len(self.trajectories)) if self.siblings_N is None else self.siblings_N
 
     def keeping(self, places: Sequence[int]) -> "TrainBatch":
-        """Return the batch with these of its trajectories alone, in this order.
+        """Return a batch of the trajectories at ``places``, in this order. The others are not trained.
 
-        ``places``: of each trajectory that is kept, those of one episode one behind the other. The others are
-        not trained.
+        The places of one episode's trajectories must be next to each other.
         """
         kept = list(places)
         new_place = {place: number for number, place in enumerate(kept)}
@@ -119,7 +118,7 @@ class EncodedBatch(BatchHeader):
     headers: tuple[TrajectoryHeader, ...]
     """Header of each episode, which may have several trajectories."""
     chunks: npt.NDArray[np.uint8]
-    """Chunks of all episodes, one behind the other."""
+    """Chunks of all episodes, one after the other."""
     sizes: tuple[int, ...]
     """Bytes of the chunks of each episode."""
     group_N: np.ndarray
@@ -129,7 +128,7 @@ class EncodedBatch(BatchHeader):
     tokens from the first sampled one on. None: nowhere."""
 
     def decoded(self) -> TrainBatch:
-        """Return the trajectories, those of one episode one behind the other. Raises CorruptRecord."""
+        """Return the trajectories, those of one episode next to each other. Raises CorruptRecord."""
         episodes: list[tuple[Trajectory, ...]] = []
         data, start = memoryview(self.chunks.data), 0
         for header, size in zip(self.headers, self.sizes, strict=True):
@@ -184,7 +183,7 @@ def demonstrated(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], version: 
 
 
 class StalenessViolation(RuntimeError):
-    """A token that carries loss lags behind by more than the bound, is from the future, or has no version."""
+    """A token that carries loss has a lag above the bound, is from the future, or has no version."""
 
 
 def check_staleness(batch: TrainBatch, max_lag: int) -> None:

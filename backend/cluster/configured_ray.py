@@ -18,8 +18,8 @@ if "RAY_ADDRESS" not in os.environ:
     # No port: Ray's autoscaler would tell everybody who asks how busy the cluster is.
     os.environ["AUTOSCALER_METRIC_PORT"] = "-1"
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# An engine's server cleans up behind itself when its actor is gone (rollout/engine/launch.py); Ray would
-# kill it before it could.
+# An engine's server cleans up when its actor is gone (rollout/engine/launch.py). Ray would kill the server
+# before it could.
 os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "false")
 
 import ray

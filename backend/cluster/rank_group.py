@@ -74,7 +74,7 @@ class RankGroup:
         """Ask every rank by method ``verb`` until each has said True once. The time-out is the caller's.
 
         An actor runs one call at a time, so a call that waited on a rank would hold up training. A question
-        takes its turn behind the calls that came before it and is answered at once.
+        takes its turn after the earlier calls and is answered at once.
         """
         waiting, group = list(self._actors), self._actors
         while waiting:

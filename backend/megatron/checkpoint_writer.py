@@ -189,7 +189,7 @@ def _agree(error: Exception | None) -> None:
 
 
 def _explain(error: BaseException) -> str:
-    """Return the error's text; an error of torch's zip writer is explained by the OSError behind it."""
+    """Return the error's text; an error of torch's zip writer is explained by the OSError that caused it."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):

@@ -255,7 +255,7 @@ def gated_delta_rule(
     missing = -length % chunk
 
     def chunked(part: Tensor) -> Tensor:
-        """[N, L, H, ...] -> [N, H, chunks, C, ...], with zeros behind the last token."""
+        """[N, L, H, ...] -> [N, H, chunks, C, ...], with zeros after the last token."""
         part = (part if dtype is torch.float64 else part.float()).transpose(1, 2)
         return F.pad(part, (0, 0) * (part.ndim - 3) + (0, missing)).unflatten(2, (-1, chunk))
 
@@ -282,9 +282,9 @@ def gated_delta_rule(
 
 
 def _between(decay: Tensor) -> Tensor:
-    """[..., C] -> [..., C, C]: the sum of ``decay`` behind token j up to token i; minus infinity for i < j.
+    """[..., C] -> [..., C, C]: the sum of ``decay`` over tokens j + 1 to i; minus infinity for i < j.
 
-    A difference of sums from the first token on would lose the small decays behind a large one.
+    A difference of sums from the first token on would lose the small decays that follow a large one.
     """
     tokens = decay.shape[-1]
     pairs = torch.ones(tokens, tokens, dtype=torch.bool, device=decay.device)

@@ -1,6 +1,6 @@
 """A micro-batch on the device: one buffer of pinned host memory, one copy, and views of it.
 
-A copy from pageable memory makes the host wait for the device; a pinned one is queued behind the kernels that
+A copy from pageable memory makes the host wait for the device; a pinned one is queued after the kernels that
 are under way. torch keeps pinned memory that a copy still reads, and uses it again afterwards.
 
 Shapes: T tokens of the micro-batch, M of them with loss, N trajectories with loss; t and m for the part of

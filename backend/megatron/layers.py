@@ -41,7 +41,7 @@ class PostNormLayer(TransformerLayer):
 
 
 def _after(norm: RMSNorm, bda: Callable[[bool, bool], AddResidual]) -> Callable[[bool, bool], AddResidual]:
-    """Return Megatron's addition of bias, dropout and residual, behind a norm."""
+    """Return Megatron's addition of bias, dropout and residual, which normalizes its input first."""
 
     def chosen(training: bool, fused: bool) -> AddResidual:
         add = bda(training, fused)

@@ -41,7 +41,7 @@ class SimulatedRecord(NumberedGenerator):
         """Do nothing."""
 
     def close(self) -> None:
-        """Do nothing: no simulated workflow leaves a request behind."""
+        """Do nothing: no request of a simulated workflow outlasts it."""
 
     def answered(self, trajectory: Trajectory) -> None:
         self._outbox.answered(*self._key, 0, trajectory.header, b"")

@@ -1,4 +1,4 @@
-"""The trainer of a simulated run and its GPUs, behind the same ports as the real ones."""
+"""The trainer of a simulated run and its GPUs, which implement the same ports as the real ones."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence

@@ -2,7 +2,7 @@
 
     training step: arrays of the chosen trajectories ──► queue of MOST_STEPS ──► thread: text, JSON, files
 
-The step copies arrays and waits for nothing: if the thread is behind, the rows of a step are left out.
+The step copies arrays and waits for nothing: if the queue is full, the rows of the step are left out.
 Legend: T tokens of a trajectory, M tokens with loss of a micro-batch.
 """
 
@@ -78,7 +78,7 @@ class EpisodeLog:
         self._thread.offer(lambda: self._write(step, episodes))
 
     def saved(self, step: int, batch: TrainBatch) -> None:
-        """Record a batch that is saved in the place of being trained. Waits while the thread is behind."""
+        """Record a batch that is saved instead of being trained. Waits while the queue is full."""
         numbers = _numbers_in_group(batch)
         episodes = [
             LoggedEpisode(

@@ -33,7 +33,7 @@ class Targets:
     return_M: Tensor | None
     """Returns that the critic learns; None without a critic."""
     measured: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """What the step reports the token means of, by the name of its metric behind ``advantage/``."""
+    """Values whose token means the step reports, by metric: ``advantage/`` and this name."""
 
 
 @dataclass(frozen=True)

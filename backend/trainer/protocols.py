@@ -75,14 +75,14 @@ class BatchTransform(Protocol):
 class BatchMetrics(Protocol):
     """Metrics of a training step: any class with this method. ``actor.metrics`` names it.
 
-    It runs on the one trainer rank that reports, once for each training step, behind the last optimizer
+    It runs on the one trainer rank that reports, once for each training step, after the last optimizer
     update. The next step waits for it.
     """
 
     def metrics(self, batch: TrainBatch, trained: Mapping[str, float]) -> Mapping[str, float]:
         """Return finite numbers by name, which are logged as ``batch/NAME``.
 
-        ``batch``: what the step has trained on, behind all transforms. ``trained``: the metrics of the step
-        by their tags, such as ``train/loss``: ``slipstream metrics`` has them all.
+        ``batch``: the batch that the step has trained on, after all transforms. ``trained``: the metrics of
+        the step by their tags, such as ``train/loss``; ``slipstream metrics`` lists all tags.
         """
         ...

@@ -313,7 +313,7 @@ class TrainerRank(CheckpointedRank):
         write_hf(buckets, self._spec.path, folder, passed_through=self._spec.mappings.passed_through)
         if self._adapter is not None:
             self._adapter.write(peft_folder(folder))
-        self.flush()  # nothing is trained behind the export
+        self.flush()  # nothing is trained after the export
 
     def flush(self) -> None:
         """Write the rows of the episode log that wait."""
