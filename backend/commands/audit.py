@@ -79,7 +79,7 @@ def print_audit(audit: Audit, console: Console) -> None:
         console.print(pairs_table("turns", {state: str(n) for state, n in audit.turns.items()}))
     lag = "no step yet" if audit.max_head_lag is None else f"largest head lag {audit.max_head_lag}"
     console.print(
-        f"{audit.steps} training steps behind the weights, {audit.steps_lost} lost to restarts; "
+        f"{audit.steps} training steps led to the weights, {audit.steps_lost} were lost to restarts; "
         f"{audit.starts} start{'s' * (audit.starts != 1)}; {lag}"
     )
     tokens = audit.tokens

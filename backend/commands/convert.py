@@ -276,7 +276,7 @@ def _megatron_checkpoint(path: Path) -> Path:
 def _whole_or_absent(out: Path) -> Iterator[Path]:
     """Yield a path to write to, which becomes ``out`` unless the body raises; then it is deleted.
 
-    A killed conversion leaves its staging folder behind; the next conversion to ``out`` deletes it.
+    A killed conversion leaves its staging folder; the next conversion to ``out`` deletes it.
     """
     staging = out.with_name(f".{out.name}.converting")
     shutil.rmtree(staging, ignore_errors=True)

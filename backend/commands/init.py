@@ -70,7 +70,7 @@ def _sums(rng: random.Random) -> list[Problem]:
     """Return different sums of two numbers, as questions to a model that chats."""
     pairs = rng.sample([(a, b) for a in range(10, 100) for b in range(10, 100)], TRAIN + HELD_OUT)
     return [
-        Problem(f"What is {a} + {b}? Think, then write the number alone behind a # at the end.", str(a + b))
+        Problem(f"What is {a} + {b}? Think, then write the number alone after a # at the end.", str(a + b))
         for a, b in pairs
     ]
 

@@ -1,4 +1,4 @@
-"""API keys of a gateway: added, listed and revoked by whoever runs it."""
+"""API keys of a gateway: its operator adds, lists and revokes them."""
 
 import json
 from pathlib import Path

@@ -125,7 +125,7 @@ class OwnRun:
 
     @property
     def steps_done(self) -> int:
-        """Number of training steps behind it, those of earlier starts of the run included."""
+        """Number of training steps that led to ``version``, those of earlier starts of the run included."""
         return self._batches.core.step
 
     @property
@@ -250,4 +250,4 @@ class StepsDone(RuntimeError):
 
 
 STOP_AGAIN_S = 1.0
-"""Seconds behind which a run that is to end is asked again: it may have been between two waits."""
+"""Seconds after which a run that is to end is asked again: it may have been between two waits."""

@@ -106,8 +106,9 @@ def _is_in_a_loop() -> bool:
 
 
 def _beside(config: RunConfig, start: Callable[[Progress], Coroutine[None, None, T]]) -> T:
-    """Do as ``attended`` in another thread, since a thread has one event loop at a time. Ctrl-C ends the run,
-    and is raised behind its end.
+    """Do as ``attended`` in another thread, since a thread has one event loop at a time.
+
+    Ctrl-C ends the run, and KeyboardInterrupt is raised after the end of the run.
     """
     cancels: list[Callable[[], object]] = []
 

@@ -1,4 +1,4 @@
-"""Reads ``metrics.jsonl`` as what the run's present weights have behind them. It never touches a run.
+"""Reads from ``metrics.jsonl`` the course of a run: the steps that led to its weights. Changes nothing.
 
 A run that was resumed has done some steps twice, under different versions. The course has each training step
 once: as it was done last.
@@ -26,7 +26,7 @@ class Course:
     steps: dict[int, Record] = field(default_factory=dict[int, Record])
     """Record of each training step, by ``train/step``, ascending."""
     evaluations: dict[int, Record] = field(default_factory=dict[int, Record])
-    """Record of each evaluation, by the number of training steps behind the policy."""
+    """Record of each evaluation, by the number of training steps that led to the policy."""
     recipe: Mapping[str, object] = field(default_factory=dict[str, object])
     """The recipe with which the run was last started."""
     starts: int = 0

@@ -79,7 +79,7 @@ class RunSummary(_Strict):
         description="How the run ended; stopped: by the user or the scheduler."
     )
     steps: NonNegativeInt = Field(
-        description="Number of training steps behind the last policy, those of earlier starts included."
+        description="Number of training steps that led to the last policy, earlier starts included."
     )
     steps_of_start: NonNegativeInt = Field(description="Number of training steps that this process has done.")
     wall_s: NonNegativeFloat = Field(description="Seconds from start to end, setup and evaluation included.")

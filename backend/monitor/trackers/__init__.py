@@ -1,7 +1,8 @@
-"""Services that show the metrics of runs, each behind a queue and a thread of its own.
+"""Services that show the metrics of runs. Each has a queue and a thread of its own.
 
 metrics log ──► queue of MOST_RECORDS ──► thread ──► Weights & Biases, MLflow
 
-Their packages are optional, and imported in the thread. What the service does never reaches the run: its loop
-waits for nothing, an outage is told once, and what does not fit the queue meanwhile is left out there.
+Their packages are optional, and imported in the thread. A service never disturbs the run: the run's loop
+waits for nothing, an outage is reported once, and records that do not fit into the queue meanwhile are
+missing there.
 """

@@ -1,4 +1,4 @@
-"""A tracker behind a queue: whatever it does, nobody waits for it."""
+"""A tracker with a queue and a thread: the run never waits for it."""
 
 import queue
 import threading

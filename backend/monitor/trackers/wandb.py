@@ -14,7 +14,7 @@ from slipstream.backend.monitor.trackers.queued import tracked_id
 from slipstream.configs.schema.log import WandbConfig
 
 VERSION = "version"
-"""The x-axis of every metric. W&B's own counter would refuse an evaluation that ends behind a later step."""
+"""The x-axis of every metric. W&B's own counter would refuse an evaluation that ends after a later step."""
 
 
 class WandbTracker:
