@@ -34,7 +34,7 @@ _EXPECTED = {
     "less_than_equal": "at most {le:g}",
     "string_pattern_mismatch": "text that matches {pattern}",
 }
-"""What a setting accepts, by the type of pydantic's error."""
+"""Description of the values that a setting accepts, by the type of pydantic's error."""
 
 
 def locate(

@@ -24,7 +24,7 @@ TurnAdvantages = Mapping[int, tuple[float | None, ...]]
 
 @dataclass(frozen=True)
 class BatchHeader:
-    """What a training step is told besides trajectories, from the driver that makes the batch on."""
+    """Values that the driver gives a training step besides trajectories."""
 
     version: int
     """Policy version that the step starts from."""

@@ -58,7 +58,7 @@ class CheckpointRecord:
     ledger: Watermark | None = None
     """How far the ledger was; None in a run without a ledger."""
     feedback: Mapping[str, object] | None = None
-    """What earlier steps have measured for later ones: ``Feedback.state``; None in a supervised run."""
+    """Measurements of earlier steps for later ones: ``Feedback.state``; None in a supervised run."""
 
 
 class ListedFile(TypedDict):

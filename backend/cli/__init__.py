@@ -77,7 +77,7 @@ def _check_halves(resume: bool, debug_rollout_only: bool, debug_train_only: Path
         )
     if resume and (debug_rollout_only or debug_train_only is not None):
         raise WrongInput(
-            "--resume goes on with a whole run: a half begins anew, with --overwrite in its place"
+            "--resume works for whole runs only: a run without trainer or engines starts anew (--overwrite)"
         )
 
 

@@ -29,7 +29,7 @@ END_S = 10.0
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """What a file says of a process."""
+    """Content of the file of a process."""
 
     process: ProcessIdentity
     command: str

@@ -1,4 +1,4 @@
-"""What the run's processes use on each node: a small actor looks there, and the driver asks now and then."""
+"""Resources that the run's processes use: a small actor samples them on each node, and the driver asks it."""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -40,7 +40,7 @@ class ObjectStore:
     """Bytes."""
     in_shared_memory: bool
     note: str | None = None
-    """What the user should know about it."""
+    """Message for the user about the object store."""
 
 
 def batch_bytes(trajectories: int, longest: int) -> int:

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe's tokenizer, chat templates and data: every row is read, and none is kept."""
+"""Checks a recipe's tokenizer, chat templates and data: every row is read, and none is kept in memory."""
 
 from pathlib import Path
 

@@ -33,7 +33,7 @@ SHOWN_FAILURES = 3
 
 @dataclass(frozen=True)
 class SetScore:
-    """What a checkpoint gets on one set."""
+    """The score of a checkpoint on one set."""
 
     name: str
     prompts: int

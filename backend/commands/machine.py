@@ -1,6 +1,6 @@
-"""What of a recipe the machine cannot hold on which it is to run: cores, memory, GPUs, disk and ports.
+"""Finds needs of a recipe that the machine of its run cannot meet: cores, memory, GPUs, disk and ports.
 
-Everything compared is a lower bound of what the run takes, so that nothing is refused that could run.
+All compared needs are lower bounds, so that no recipe is refused that could run.
 """
 
 import errno

@@ -68,7 +68,7 @@ def metric_chapters() -> list[Chapter]:
 
 @dataclass
 class _Draft:
-    """What the schema says of one section, over all types that the section may have."""
+    """The schema of one section, over all types that the section may have."""
 
     about: FieldInfo | None = None
     """Its own field."""

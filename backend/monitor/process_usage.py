@@ -38,10 +38,10 @@ class Process(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupUsage:
-    """What the processes of a group use on one node, or on all."""
+    """The resources that a group of processes uses on one node, or on all."""
 
     cpu_cores: float = 0.0
-    """Cores that they kept busy since the sample before."""
+    """CPU cores that the processes kept busy since the sample before."""
     memory_bytes: int = 0
     """Memory of their own: what is resident, without files and shared memory."""
     gpu_fractions: tuple[float, ...] = ()

@@ -70,7 +70,7 @@ GROUPS: dict[str, str] = {
     "nvidia-ml-py is installed, as it is in the environment for GPUs. Gateways and Ray's own processes are "
     "not counted.",
 }
-"""What the tags of a group are about, by the part of their names before the slash. Markdown."""
+"""Meaning of each group of tags, by the part of their names before the slash. Markdown."""
 
 TAGS: dict[str, Tag] = {
     "run/recipe": Tag("YAML", "The recipe of the run, with all defaults filled in.", "text"),

@@ -28,7 +28,7 @@ from slipstream.rollout.tokens.trajectory import Trajectory
 
 
 class RankPlugins:
-    """What a recipe names by import path for ranks. None and empty where it names nothing."""
+    """The objects that a recipe names by import path for ranks. None or empty where it names none."""
 
     def __init__(self, actor: ActorConfig, bound: int) -> None:
         """Construct every object. ``bound``: largest lag of a trained token. Raises PluginError."""

@@ -1,4 +1,4 @@
-"""What code of a user's on trainer ranks must look like, and all that it is given.
+"""The methods that a user's code on trainer ranks must have, and all their arguments.
 
 A recipe names a class by import path. Each rank constructs it once, when it starts, before Megatron is set
 up; the class may keep state, which a restart of the trainer loses. What it raises ends the run.

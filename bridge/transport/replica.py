@@ -105,7 +105,7 @@ class StartingWeights:
 
 
 class Opening(msgspec.Struct, array_like=True, frozen=True):
-    """What the files are to hold, and from where the patches start."""
+    """The tensors that the files are to hold, and the state from which the patches start."""
 
     files: tuple[ReplicaFile, ...]
     afresh: bool

@@ -7,7 +7,7 @@ from slipstream.configs.schema.dialect import DialectConfig
 
 
 class LimitsConfig(Section):
-    """What one request, one API key and all sessions together may use of a gateway process."""
+    """Limits of a gateway process for one request, for one API key and for all sessions together."""
 
     body_bytes: int = Field(
         default=4_194_304, ge=1024, description="Largest body of a request, in bytes; beyond it, HTTP 413."

@@ -120,7 +120,7 @@ _OF_SLIPSTREAM = (
     "tools",
     "truncation",
 )
-"""What Slipstream passes with a chat, or makes of it."""
+"""Parameters of ``apply_chat_template`` that Slipstream sets itself."""
 
 
 def _are_variables(args: dict[str, object]) -> dict[str, object]:

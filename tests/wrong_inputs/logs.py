@@ -37,7 +37,7 @@ CASES = (
     ),
     WrongInput(
         "a half of a run that goes on",
-        ("--resume", "a half begins anew", "--overwrite"),
+        ("--resume", "a run without trainer or engines starts anew", "--overwrite"),
         arguments=("train", "--debug-rollout-only", "--resume", "FOLDER/recipe.yaml"),
     ),
     WrongInput(

@@ -1,1 +1,1 @@
-"""What is read, checked and restored before anything runs."""
+"""The start of a run: its inputs are read, checked and restored before anything runs."""

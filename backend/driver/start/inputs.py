@@ -66,7 +66,7 @@ class Inputs:
     """The object that judges, or the function; None without prompts."""
     group_filter: GroupFilter | None
     notes: Sequence[str] = ()
-    """What the user is told of the prompts: how many are left out."""
+    """Messages for the user about prompts that are left out."""
     left_out: int = 0
     """Number of prompts that are too long."""
 

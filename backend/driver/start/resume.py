@@ -54,7 +54,7 @@ class RunState:
     turns: RecoveredTurns
     """Turns of live users."""
     feedback: Feedback
-    """What earlier steps have measured for later ones."""
+    """Measurements of earlier steps for later ones."""
     drawn: DrawnPrompts | None = None
     """Prompts of a data source; None: the recipe names none."""
 

@@ -44,11 +44,11 @@ CHECKPOINT_HF = "checkpoint-hf"
 """The trained policy as an HF checkpoint."""
 
 EarlierRun = Literal["refuse", "delete", "set aside"]
-"""What becomes of a run folder that is there when a run starts from the beginning. ``set aside``: it is
-renamed, which the user is told; for ``--resume`` where there is nothing to go on with."""
+"""Treatment of an existing run folder when a run starts from the beginning. ``set aside``: the folder is
+renamed, and the user is told; for ``--resume`` when the folder has nothing to go on with."""
 
 OF_A_RUN = (RECIPE, LEDGER, METRICS_FILE, CHECKPOINTS)
-"""What tells the folder of a run from another one, which is never deleted."""
+"""Files by which the folder of a run is recognized. A folder without them is never deleted."""
 
 FIXED = ("run.seed", "data.shuffle", "rollout.batch_size", "rollout.n_samples_per_prompt")
 """Settings that give the ledger its meaning: they cannot change when a run is resumed."""

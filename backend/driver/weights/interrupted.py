@@ -18,7 +18,7 @@ from slipstream.rollout.engine.client import EngineAddress, EngineClient, Engine
 
 @dataclass
 class Stock:
-    """What the engines of a publication that was cut off hold. Those that are in neither are intact."""
+    """The state of the engines after a publication that was cut off. Engines in neither field are intact."""
 
     outdated: dict[str, str] = field(default_factory=dict[str, str])
     """Engines whose server is well but whose weights may be a mixture, each with the reason."""

@@ -65,7 +65,7 @@ MOST_NAMED_CHARTS = 24
 
 @dataclass(frozen=True)
 class AuditResult:
-    """What the audit of a run has found, for people."""
+    """The result of the audit of a run, as the page shows it."""
 
     state: str
     """`clean`, `wrong` or `none`."""
