@@ -1,4 +1,4 @@
-"""What a recipe's ``rollout.hooks`` may replace, and who adapts them: the one place that names the adapters.
+"""The parts that a recipe's ``rollout.hooks`` may replace, with their adapters, which are named only here.
 
     rollout.hooks ──► import path of an adapter ──► plug-in loader ──► workflow, judge, choice of groups,
                                                                        evaluation, drawing, batch hooks
@@ -147,7 +147,7 @@ def hook_drawing(
 
 
 class HookSetup(msgspec.Struct, array_like=True, frozen=True):
-    """What the process of hooks that see whole batches begins with: ``SERVE_BATCHES``."""
+    """Setup of the process of hooks that see whole batches: ``SERVE_BATCHES``."""
 
     config: bytes
     """The recipe as JSON."""

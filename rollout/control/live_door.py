@@ -55,7 +55,7 @@ class TurnState(StrEnum):
 
 
 class Present(Protocol):
-    """What the door asks the core: how old tokens are."""
+    """The part of the core that the door uses, to learn the age of tokens."""
 
     bound: int
     step: int

@@ -34,7 +34,7 @@ MOST_TRIES = 8
 
 @dataclass(frozen=True)
 class Measures:
-    """What to do before the next batch is taken."""
+    """Measures to take before the next batch is taken."""
 
     quarantined: frozenset[int] = frozenset()
     """Groups that must never be trained."""

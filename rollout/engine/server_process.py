@@ -105,7 +105,7 @@ class ReplicaSpec:
 
 @dataclass(frozen=True)
 class ServerAccess:
-    """What a client needs to send a running server requests."""
+    """Address and key with which a client sends requests to a running server."""
 
     url: str
     key: Key

@@ -1,4 +1,4 @@
-"""What endpoints and sessions tell each other: a request places itself, and its answer is taken in.
+"""The interface of endpoints and sessions: a request is placed in a session, and its answer is recorded.
 
     running = conversations.begin(arrival)      # which ids go to the engine, in which session, as which turn
     ... the engine generates; the answer is parsed for the client ...
@@ -61,7 +61,7 @@ class Arrival:
     session: str | None
     """The session that the client names; None: none."""
     turn_type: TurnType | None
-    """What the client says; None: nothing, so that ``user.turn_type`` holds."""
+    """Type that the client gives the turn; None: it gives none, so that ``user.turn_type`` holds."""
     ends_session: bool
     """No request of the session follows this one."""
     digest: bytes

@@ -62,7 +62,7 @@ class GatewaySpec:
 
 @dataclass(frozen=True)
 class GatewaySurroundings:
-    """What the endpoints and sessions of a process are made from."""
+    """The parts from which the endpoints and sessions of a process are made."""
 
     spec: GatewaySpec
     source: TokenSource
@@ -81,12 +81,12 @@ class Served(Protocol):
 
     @property
     def app(self) -> Application:
-        """What users reach."""
+        """The application that users reach."""
         ...
 
     @property
     def figures(self) -> Application:
-        """What shows figures and changes nothing."""
+        """The application that shows figures. It changes nothing."""
         ...
 
     def sweep(self, now_s: float) -> Sequence[Entry]:

@@ -31,7 +31,7 @@ Read = Callable[[bytes], bytes]
 
 
 class Said(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What is stored of a request and its answer, for the judge."""
+    """A request and its answer, as they are stored for the judge."""
 
     session: str
     key: str

@@ -84,7 +84,7 @@ class LiveTurns:
         self._table = TurnTable(core, ledger, clock)
         self.verdicts = Verdicts(self._table, needs, vocab)
         self._held: list[Callable[[], None]] = []
-        """What gateways have sent while the ledger is held."""
+        """Messages of gateways, as calls to make once the ledger is no longer held."""
         self._taken: dict[str, int] = {}
         self._durable: dict[str, int] = {}
         self._side_reasons: Counter[str] = Counter()

@@ -45,7 +45,7 @@ class _GatewayConnection(Connection):
         super().__init__(name, now)
         self.has_said_hello = False
         self.welcome: int | None = None
-        """What the first message is to say; None: it was sent, or the gateway has not said who it is."""
+        """Content of the first message; None: it was sent, or the gateway has not said who it is."""
         self.has_routing = False
         """A new routing record is to be sent."""
 

@@ -49,7 +49,7 @@ EXPIRED_KEPT = 1 << 14
 
 @dataclass
 class SinceLastBatch:
-    """What has come to an end since the last batch was taken, and the turns of that batch."""
+    """Turns that have ended since the last batch was taken, and the turns of that batch."""
 
     expired_lags: deque[int] = field(default_factory=lambda: deque[int](maxlen=EXPIRED_KEPT))
     """Lag of each turn that has expired, in updates; of the newest ``EXPIRED_KEPT`` at most."""

@@ -1,4 +1,4 @@
-"""What a prompt must be: a text, or a chat that a template can write."""
+"""Checks the form of prompts: a text, or a chat that a template can write."""
 
 from collections.abc import Sequence
 from typing import cast

@@ -21,7 +21,7 @@ from slipstream.rollout.prompts.rows import shown
 from slipstream.rollout.tokens.trajectory import Messages, Prompt
 
 ABSENT = object()
-"""What a row has under a name that it does not have."""
+"""Stands for the value of a column that a row does not have."""
 
 _USUAL = ColumnsConfig()
 
@@ -117,7 +117,7 @@ class RowReader:
 
 
 class _WrongRow(ValueError):
-    """What is wrong with a row."""
+    """A row cannot be used. The message says why."""
 
 
 def _expectation(file: PromptFile) -> str:

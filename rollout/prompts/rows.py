@@ -20,7 +20,7 @@ class PromptError(ValueError):
 
 
 class Problems:
-    """What is wrong with the rows of one file."""
+    """The problems of the rows of one file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -78,7 +78,7 @@ class SourcePrompts:
     left_out: int = 0
     """Number of prompts that are too long."""
     note: str = ""
-    """What the user is told of them."""
+    """Message for the user about the prompts that are left out."""
 
 
 class PromptSet(Sequence[Prompt]):

@@ -8,7 +8,7 @@ from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
 _WRAPPER = (
     r"(?:[\s*_$`\"'\u2018\u2019\u201c\u201d({\[<]|\\(?:text|textbf|textrm|mathrm|mathbf|boxed)\b){0,20}"
 )
-"""What may stand before a letter, with the brackets of LaTeX, Markdown and prose."""
+"""Matches the characters that may precede a letter, such as brackets of LaTeX, Markdown and prose."""
 
 _CLOSING = r"[)\]}>*_$`\"'\u2019\u201d\s]*"
 

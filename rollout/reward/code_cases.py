@@ -18,7 +18,7 @@ _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 
 @dataclass(frozen=True)
 class StdioCase:
-    """What a program gets on its standard input, and must print."""
+    """The standard input of a program, and the output that it must print."""
 
     stdin: str
     stdout: str

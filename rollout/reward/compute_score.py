@@ -13,8 +13,8 @@ SCORE = "score"
 
 
 class ComputeScore:
-    """What ``compute_score(data_source, solution_str, ground_truth, extra_info)`` returns: a number, or a
-    mapping with the number ``score``, whose other numbers are metrics.
+    """Rewards by ``compute_score(data_source, solution_str, ground_truth, extra_info)``. The function returns
+    a number, or a mapping with the number ``score``, whose other numbers are metrics.
 
     ``ground_truth`` is the label; ``data_source`` and ``extra_info`` are columns of the prompt. The function
     may be a coroutine function. One that computes is asked about one episode at a time.

@@ -47,7 +47,7 @@ class JudgedTurn(msgspec.Struct, array_like=True, frozen=True):
 
 
 class VoteCounts(msgspec.Struct, array_like=True, frozen=True):
-    """What became of the votes on a turn that have given it no verdict, or were not needed for it."""
+    """Counts of the votes on a turn that have not contributed to a verdict."""
 
     tied: int = 0
     """Number of questions on which two answers have led."""
@@ -67,12 +67,12 @@ NO_VOTES = VoteCounts()
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a judge says of a turn."""
+    """The judgement of a turn."""
 
     score: float | None
     """Any finite number. None: there is none. Without scores of a teacher, the turn then goes on waiting."""
     hint: str | None = None
-    """What would have made the answer better. It is stored with the turn."""
+    """Advice that would have made the answer better. It is stored with the turn."""
     teacher: TeacherScores | None = None
     """A teacher's scores of the turn's sampled tokens, each of which has a log-prob; None: there are none. A
     turn with these scores alone is trained on them alone."""

@@ -14,7 +14,7 @@ kernel, of the process and of its ended children."""
 
 @dataclass(frozen=True)
 class Usage:
-    """What processes use at one time."""
+    """The resources that processes use at one time."""
 
     pids: tuple[int, ...]
     tasks: int

@@ -1,4 +1,4 @@
-"""What each process of ours stands on: children, links between processes, files, memory, plug-ins.
+"""The base of each process: children, links between processes, files, memory, plug-ins.
 
-It knows nothing of language models: no token, no engine, no group.
+Nothing in here knows language models: no token, no engine, no group.
 """

@@ -47,7 +47,7 @@ class Child:
         self._reader = FrameReader(longest)
         self._outgoing: list[bytes] = []
         self.report = bytearray()
-        """What the keeper has said about the end."""
+        """The keeper's report on the end of the process."""
         self._lifeline = _End(self.report.extend)
         self._connection = _End(self._received)
         self.process: subprocess.Popen[bytes] | None = None

@@ -1,4 +1,4 @@
-"""What an evaluation has come to, as collectors, the driver and hooks hold it."""
+"""The result of an evaluation, as collectors, the driver and hooks hold it."""
 
 import msgspec
 

@@ -34,7 +34,7 @@ class CorruptRecord(ValueError):
 
 
 class PieceHeader(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a chunk of an unfinished episode is: a part of the completion of one of its requests."""
+    """Describes a chunk of an unfinished episode: a part of the completion of one of its requests."""
 
     call: int
     """Number of the request within the episode, from 0."""

@@ -160,7 +160,7 @@ def placed(tokens: int, parts: Sequence[tuple[int, TeacherScores]]) -> TeacherSc
 
 @dataclass(frozen=True)
 class TeacherNeeds:
-    """What a recipe needs of the scores that come with trajectories: ``actor.advantage``."""
+    """The scores of teachers that must come with trajectories, by ``actor.advantage``."""
 
     logps: bool = False
     """Log-probs of the sampled tokens."""

@@ -82,7 +82,7 @@ class Turn(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class NextState(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What came after a turn: the messages that the next request of the branch has added."""
+    """The reaction to a turn: the messages that the next request of the branch has added."""
 
     turn: int
     """Number of the turn's entry."""

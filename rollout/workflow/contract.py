@@ -1,4 +1,4 @@
-"""What a workflow is, and what it finds in its context."""
+"""The methods of a workflow, and the content of its context."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -132,7 +132,7 @@ async def _write_ends(groups: GroupCollector[Recording]) -> None:
 
 
 class _Work:
-    """What the driver has the collector do, as the messages of one connection say."""
+    """The work that the driver gives the collector by the messages of one connection."""
 
     def __init__(
         self,

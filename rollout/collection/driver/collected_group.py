@@ -28,7 +28,7 @@ class CollectedGroup:
         """Policy version at admission."""
         self.prompt = prompt
         self.samples = samples
-        """What is recorded of each episode; None: nothing."""
+        """Record of each episode; None: it has none."""
         self.assignment = 0
         """Number of the present assignment; 0: none."""
         self.collector = ""

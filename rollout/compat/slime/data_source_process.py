@@ -34,7 +34,7 @@ OF_EPISODES = frozenset({"index", "group_index", "rollout_id", "session_id"})
 
 
 class SourceSetup(msgspec.Struct, array_like=True, frozen=True):
-    """What the process begins with."""
+    """Setup of the process."""
 
     config: bytes
     """The recipe as JSON."""

@@ -1,4 +1,4 @@
-"""What slime's flags are in a recipe, and what has become of each of a script's.
+"""Translates slime's flags into settings of a recipe, and reports on each flag of a script.
 
 Four tables: settings with the same meaning, settings that need more than one flag (functions), flags that
 Slipstream needs nothing for, and flags that it refuses. Whatever is in none of them is unknown.

@@ -66,13 +66,13 @@ class FlagValues(dict[str, Flag]):
 
 @dataclass
 class LaunchScript:
-    """What a script would start."""
+    """The program that a script would start, with its flags."""
 
     trainer: str = ""
     """`train.py` or `train_async.py`."""
     flags: list[Flag] = field(default_factory=list[Flag])
     notes: list[str] = field(default_factory=list[str])
-    """What could not be found out."""
+    """Messages about parts of the script that could not be read."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class LogprobsDiffer(ValueError):
 
 @dataclass(frozen=True)
 class Match:
-    """What engines say of the tokens of a sample. All arrays are [tokens]."""
+    """The engines' reports on the tokens of a sample. All arrays are [tokens]."""
 
     sampled_T: npt.NDArray[np.bool_]
     logprobs_T: npt.NDArray[np.float32]

@@ -145,7 +145,7 @@ def _read_answers(messages: Sequence[Any]) -> None:
 
 
 class Chatting(OpenAIServingChat):
-    """What SGLang's chat and Responses endpoints have in common."""
+    """The common part of SGLang's chat and Responses endpoints."""
 
     tokenizer_manager: StandIn  # pyright: ignore[reportIncompatibleVariableOverride]
     call: LiveCall

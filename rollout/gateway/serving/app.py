@@ -25,7 +25,7 @@ from slipstream.rollout.gateway.source import TokenSource
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What clients are told of the model."""
+    """Description of the model for clients."""
 
     name: str
     path: str

@@ -28,7 +28,7 @@ from slipstream.rollout.gateway.source import TokenSource
 
 @dataclass(frozen=True)
 class Serving:
-    """What a gateway process serves."""
+    """The applications that a gateway process serves."""
 
     app: FastAPI
     admin: FastAPI

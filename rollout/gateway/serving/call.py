@@ -52,7 +52,7 @@ FULL_AGAIN_S = 1.0
 
 @dataclass(frozen=True)
 class SharedParts:
-    """What all requests of a process share."""
+    """The parts that all requests of a process share."""
 
     turns: RunningTurns
     conversations: Conversations
@@ -88,9 +88,9 @@ class LiveCall:
         """The answers are parsed while they are streamed."""
         self.id = arrival.request
         self.answer_id = self.id
-        """What the answer is named after: the id of the request that has begun the turn."""
+        """Id of the answer: that of the request that has begun the turn."""
         self.session: str | None = None
-        """The session that it belongs to; known once it has begun."""
+        """The session that the request belongs to; None before the request has begun."""
         self.refusal: Refusal | None = None
         """Why it is not answered. SGLang's endpoints make errors of their own of the exception that says so,
         some of them with the status 500; this one counts."""

@@ -12,7 +12,7 @@ from slipstream.rollout.tokens.tokenizer import Tokenizer
 from slipstream.rollout.tokens.trajectory import Finish
 
 Content = dict[str, Any]
-"""What SGLang's tokenizer manager yields: ``text``, ``output_ids`` and ``meta_info``."""
+"""A part of an answer as SGLang's tokenizer manager yields it: ``text``, ``output_ids`` and ``meta_info``."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What an endpoint is, and the OpenAPI description of all: what a client may set. No SGLang in here."""
+"""Defines an endpoint, and the OpenAPI description of all: the fields of requests. No SGLang in here."""
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -47,7 +47,7 @@ class ServedModel:
     context: int
     """Largest number of tokens of prompt and answer together."""
     sampling: SamplingConfig
-    """What holds where a request says nothing."""
+    """Values of the sampling parameters that a request does not set."""
     chat_template: Path | None = None
     tool_parser: str | None = AUTO
     reasoning_parser: str | None = None

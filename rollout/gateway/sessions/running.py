@@ -27,7 +27,7 @@ class RunningRequest:
     reason: str
     """Why it is a side turn."""
     entries: Sequence[Entry] = ()
-    """What the arrival itself adds to the journal: next states of earlier turns."""
+    """Entries that the arrival itself adds to the journal: next states of earlier turns."""
     request: str
     """Id of the request that has begun it. A request that joins it gets the same answer."""
     key: str

@@ -32,7 +32,7 @@ from slipstream.rollout.tokens.trajectory import UNSAMPLED, TrajectoryHeader
 
 @dataclass
 class _Group:
-    """What is stored of a group."""
+    """The stored rows of a group."""
 
     id: int
     state: str

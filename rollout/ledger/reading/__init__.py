@@ -1,1 +1,1 @@
-"""What a ledger holds: the history of a run, and what a restart goes on with."""
+"""Reads a ledger: the history of a run, and the groups and turns with which a restart goes on."""

@@ -37,7 +37,7 @@ class OpenGroup:
     requeues: int = 0
     """Number of times that its prompt was requeued."""
     samples: dict[int, OpenSample] = field(default_factory=dict[int, OpenSample])
-    """What exists of its samples, by number."""
+    """Recorded parts of the group's samples, by number."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RequeuedGroup:
 
 @dataclass
 class Contents:
-    """What a ledger holds."""
+    """The contents of a ledger."""
 
     open: list[OpenGroup] = field(default_factory=list[OpenGroup])
     """All groups that have not ended, by id."""

@@ -1,1 +1,1 @@
-"""What the rows of a ledger say of samples and turns, and which segments they need."""
+"""The rows of a ledger about samples and turns, and the segments that these need."""

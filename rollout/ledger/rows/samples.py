@@ -46,7 +46,7 @@ def stored(id_: int, row: SampleRow) -> StoredRow:
 
 @dataclass(slots=True)
 class OpenSample:
-    """What exists of one sample of a group that has not ended: in the ledger, and with the driver."""
+    """The recorded part of one sample of an open group, as the ledger and the driver hold it."""
 
     state: int = GROWING
     """GROWING, ANSWERED or JUDGED."""

@@ -62,7 +62,7 @@ def entry_of(turn: int) -> int:
 
 
 KEPT, NOT_NEEDED, FORGOTTEN = range(3)
-"""What becomes of a turn's payload."""
+"""State of a turn's payload."""
 
 
 def named(name: str) -> int:
@@ -254,7 +254,7 @@ class Gateway(NamedTuple):
 
 @dataclass
 class RecoveredTurns:
-    """What a restart knows of live users."""
+    """The state of live users that a restart goes on with."""
 
     gateways: list[Gateway] = field(default_factory=list[Gateway])
     turns: list[KnownTurn] = field(default_factory=list[KnownTurn])

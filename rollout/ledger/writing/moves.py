@@ -54,7 +54,7 @@ class Moved:
 
 @dataclass
 class Gathered:
-    """What is needed of some groups, with part of it in new places."""
+    """The needed rows of some groups, with the places of chunks that were copied."""
 
     rows: list[SampleRow] = field(default_factory=list[SampleRow])
     """Rows that make the samples anew."""

@@ -48,7 +48,7 @@ class Forget(NamedTuple):
 
 @dataclass(slots=True)
 class TurnEvents:
-    """What was heard of live users. Kinds are written in this order."""
+    """Events of live users. They are written kind by kind, in the order of the fields."""
 
     gateways: dict[int, tuple[str, int]] = field(default_factory=dict[int, tuple[str, int]])
     """Name, and number of the last entry, by the gateway's number."""

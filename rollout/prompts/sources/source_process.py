@@ -22,7 +22,7 @@ SETTING = "rollout.data_source"
 
 
 class OwnSource(msgspec.Struct, array_like=True, frozen=True):
-    """What the process begins with."""
+    """Setup of the process."""
 
     path: str
     """Import path of the class."""

@@ -36,9 +36,9 @@ class OpenQuestion:
 
     number: int
     subject: str
-    """What is judged, for messages."""
+    """Name of what is judged, for messages."""
     content: str
-    """What belongs to it, for messages."""
+    """Name of what belongs to the subject, for messages."""
     frame: Callable[[int], bytes]
     """Encodes the question, given its number."""
     answer: "asyncio.Future[Answer]"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Vote(NamedTuple):
-    """What was read in one answer of the model."""
+    """The content of one answer of the model."""
 
     score: float
     hint: str | None = None

@@ -1,4 +1,4 @@
-"""What rollout functions return."""
+"""The types that rollout functions return."""
 
 from dataclasses import dataclass
 from typing import Any

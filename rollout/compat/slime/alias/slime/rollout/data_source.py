@@ -10,7 +10,7 @@ from slime.utils.types import Sample
 
 
 class DataSource:
-    """What a class at ``data_source_path`` has."""
+    """The methods of a class at ``data_source_path``."""
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         raise NotImplementedError

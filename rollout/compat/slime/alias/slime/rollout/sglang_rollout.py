@@ -34,7 +34,7 @@ def get_model_url(args, model_name: str, endpoint: str = "/generate") -> str:
 
 
 class GenerateState(metaclass=SingletonMeta):
-    """What all episodes of a process share: the tokenizer, and the limit of requests at a time."""
+    """The state that all episodes of a process share: the tokenizer, and the limit of running requests."""
 
     def __init__(self, args) -> None:
         self.args = args

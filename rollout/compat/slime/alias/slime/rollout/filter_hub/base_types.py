@@ -1,4 +1,4 @@
-"""What filters of groups return."""
+"""The type that filters of groups return."""
 
 from collections import Counter
 from dataclasses import dataclass

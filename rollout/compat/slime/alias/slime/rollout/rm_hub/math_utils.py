@@ -7,7 +7,7 @@ _LONGEST_EXPRESSION = 300
 """Characters of an answer beyond which it is not handed to SymPy."""
 
 _WILD = re.compile(r"[^\w+\-*/^().]|__|\*\*|\^\(|\^\d+\^|\^\d\d|!")
-"""What SymPy may take for ever with, or must not evaluate."""
+"""Matches expressions that SymPy may need endless time for, or must not evaluate."""
 
 _UNITS = "degree|centimeter|cm|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard"
 _NAMES = {"infty": "oo", "cdot": "*", "times": "*", "cup": "U"}
