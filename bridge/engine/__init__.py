@@ -1,7 +1,9 @@
 """The engine's side of shard-to-shard publishing. Runs inside every scheduler process of an SGLang server.
 
-trace   where the model's own loader puts the elements of each HF tensor
-take    the weight loader that the server calls: describe, join, receive
+loader_trace  where the model's own loader puts the elements of each HF tensor
+take          the weight loader that the server calls: describe, join, receive
+orders        the orders of the trainer's head to the ranks of an engine, and their answers
+receiver      a rank of an engine as a receiver: its messages, and their places in its parameters
 
 SGLang imports these modules, so they need torch, msgspec and pure modules of the bridge only.
 """

@@ -2,7 +2,7 @@
 
 plan    which rank sends which part of which HF tensor, in which order; pure
 check   compare an HF checkpoint with its config, by names and shapes; pure
-load    HF checkpoint -> the shards of one rank
+load_hf HF checkpoint -> the shards of one rank
 export  shards of all ranks -> buckets of HF tensors on the sender
 adapter which layers have a low-rank adapter, and where its factors are in HF; pure
 factors the factors of an adapter between ranks and PEFT's tensors

@@ -2,8 +2,8 @@
 
 A ``Region`` is a rectangle of an HF tensor, whose rows or columns may have equal gaps between them, and the
 place of its elements in a tensor of one rank. The trainer's regions follow from the mappings of the model's
-family, an engine's from a trace of its own loader (``bridge.engine.trace``). Where two regions meet, elements
-move from one rank to the other: a ``Move``. Once all moves are known, no HF name is needed any more.
+family, an engine's from a trace of its own loader (``bridge.engine.loader_trace``). Where two regions meet,
+elements move from one rank to the other: a ``Move``. Once all moves are known, no HF name is needed any more.
 
     trainer's regions ─┐
                        ├─ meet ──► Move ──► joined ──► Message (sent as one)

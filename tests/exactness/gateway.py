@@ -1,4 +1,4 @@
-"""A gateway inside this process: the parts of ``rollout.gateway.process``, on engines that a test brings."""
+"""A gateway inside this process: the parts of ``rollout.gateway.gateway_process``, on engines of a test."""
 
 import asyncio
 import sys

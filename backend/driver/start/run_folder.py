@@ -5,10 +5,10 @@ Only the user may enter it unless `run.mode` says otherwise.
 recipe.yaml       the recipe with every default filled in
 inputs.json       the data sets and the model, by their content: ``identity.py``
 driver.json       the driver that may write here, with driver.term.N: ``rollout/ledger/lease/folder_lease.py``
-ledger.sqlite     what became of every group, unless the run is one of ``slipstream sft``
-driver.log        what the terminal showed
-episodes/         trained episodes as text: ``monitor/episode_files.py``
-engine-model/     what engines start from, if they hold other weights than `model.path`: ``engine_model.py``
+ledger.sqlite     the state of every group, unless the run is one of ``slipstream sft``
+driver.log        the output of the terminal
+episodes/         trained episodes as text: ``rollout/ledger/episode_log/files.py``
+engine-model/     the model that engines start from, if it differs from `model.path`: ``engine_model.py``
 checkpoints/, checkpoint-hf/, logs/, metrics.jsonl, trace.jsonl, summary.json
 """
 

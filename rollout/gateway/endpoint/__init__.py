@@ -4,11 +4,10 @@ agent ──HTTP, key of an attempt──► gateway's application ──► att
                                                                │
                                                                └──turns──► trajectories
 
-needed        whether a recipe needs an endpoint
-keys          variables of the environment that agents do not get
-load          imports all of it, and SGLang
-serve         the application on a port of this process. Imports SGLang
-attempts      all attempts that run, as the gateway's application knows its users, sessions and journal
-attempt       one attempt at an episode: its sessions, its turns, its limits
-trajectories  what an attempt's turns are to the trainer
+needed              whether a recipe needs an endpoint
+load                imports the other modules, and SGLang
+collector_endpoint  the application on a port of this process. Imports SGLang
+attempts            all attempts that run, as the gateway's application knows its users, sessions and journal
+attempt             one attempt at an episode: its sessions, its turns, its limits
+trajectories        the trajectories of an attempt's turns
 """

@@ -1,4 +1,4 @@
-"""The files of a run folder's lease, and what they say about its driver: see ``lease.py``."""
+"""The files of a run folder's lease, and what they say about its driver: see ``folder_lease.py``."""
 
 import os
 import re

@@ -2,7 +2,7 @@
 
 The writer locks the file exclusively. So a second driver of the same run is refused, and WAL needs no memory
 that processes share, which network file systems do not have. Where a file cannot be locked at all, SQLite is
-told not to try: then the lease of the run folder (``lease.py``) alone keeps processes apart.
+told not to try: then the lease of the run folder (``folder_lease.py``) alone keeps processes apart.
 
 SQLite notices damage to the structure of its file, but not to the values in it. So each row carries a
 checksum: either SQLite computes the column ``checksum`` from the numbers of the row whenever these change, or
