@@ -35,7 +35,7 @@ class BatchHeader:
     """Advantage of each turn of a live trajectory, by its place in the batch; None: the turn has no score.
     All other trajectories get theirs from their rewards."""
     given_rewards: tuple[float, ...] | None = field(default=None, kw_only=True)
-    """Advantage of each trajectory from its reward, as code of the user's gives it in the place of the
+    """Advantage of each trajectory from its reward, as code of the user's gives it in place of the
     recipe's. None: the recipe's is found from rewards."""
     rate_factor: float = field(default=1.0, kw_only=True)
     """Factor of the learning rate of this step."""

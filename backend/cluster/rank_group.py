@@ -44,7 +44,7 @@ class RankGroup:
         ranks are connected for the first time."""
 
     def create(self) -> None:
-        """Make new actors in the place of the killed ones."""
+        """Make new actors in place of the killed ones."""
         self._actors = self._make_actors()
 
     async def connect(self) -> None:

@@ -25,7 +25,7 @@ ROWS = 12
 """Latest steps in the table."""
 
 LATE = 3
-"""A step that takes so many times its usual time is late."""
+"""A step is late when it takes more than this many times its usual time."""
 
 BARS = " ▁▂▃▄▅▆▇█"
 
@@ -56,7 +56,7 @@ def watch(run: Path, *, once: bool) -> None:
 
 
 def view(name: str, course: Course, end: str | None, now: float) -> RenderableType:
-    """Return what is shown of a run. ``end``: how it has ended; None: it has not, or was killed. ``now``: in
+    """Return the view of a run. ``end``: how it has ended; None: it has not, or was killed. ``now``: in
     Unix seconds.
     """
     if not course.steps:

@@ -212,7 +212,7 @@ def _batches(
 def _restored(
     config: RunConfig, inputs: Inputs, state: RunState, recovered: Recovered, served: int
 ) -> RestoredCollection:
-    """Return what the run goes on with from ``recovered``, while the engines serve version ``served``."""
+    """Return the collection restored from ``recovered``, while the engines serve version ``served``."""
     feedback, drawn = state.feedback, state.drawn
     return restore_collection(config, inputs, state.ledger, recovered, feedback, served=served, drawn=drawn)
 
@@ -417,7 +417,7 @@ def live_users(
 
 
 def _askable(config: RunConfig, roster: EngineRoster) -> Callable[[], bytes]:
-    """Return what says which engines the judge of live turns may ask now."""
+    """Return a function that encodes the engines which the judge of live turns may ask now."""
     asks = asks_policy(config.judge)
     if not asks and own_engines(config.judge) is None:
         return bytes

@@ -55,7 +55,7 @@ class RunTrainer(Trainer, Protocol):
         ...
 
     def create(self) -> None:
-        """Make new ranks in the place of killed ones."""
+        """Make new ranks in place of killed ones."""
         ...
 
     async def connect(self) -> None:

@@ -64,7 +64,7 @@ async def run(
 
     ``resume``: go on with the run in that folder, if there is one; with ``accept_changes`` also if the
     content of its inputs has changed. ``overwrite``: delete it instead. With neither it is refused.
-    Without ``trains``, batches are saved in the place of being trained (``halves.rollout_half``). ``own``:
+    Without ``trains``, batches are saved in place of being trained (``halves.rollout_half``). ``own``:
     the loop of somebody who takes the training steps and evaluates; None: ``training_loop``.
 
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail;

@@ -68,7 +68,7 @@ def build_model(
 ) -> list[GPTModel]:
     """Return this rank's part of the model for each virtual pipeline stage, with the HF checkpoint's weights.
 
-    ``seed``: for the adapters, which are not in the checkpoint. ``provider``: makes the parts in the place of
+    ``seed``: for the adapters, which are not in the checkpoint. ``provider``: makes the parts in place of
     this module.
     """
     parts = empty_model(spec, actor, dtype, device, provider=provider)
@@ -314,7 +314,7 @@ def build_optimizer(
 
 
 def adapter_export(parts: Sequence[GPTModel], spec: ModelSpec, actor: ActorConfig) -> AdapterExport:
-    """Return what exports the adapter of ``parts``, which ``build_model`` has made."""
+    """Return the export of the adapter of ``parts``, which ``build_model`` has made."""
     assert actor.lora is not None
     layout = Layout.of(actor.parallel)  # adapted layers are of the local spec
     return AdapterExport(parts, spec, layout, actor.lora, torch.distributed.get_rank())

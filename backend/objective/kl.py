@@ -15,7 +15,7 @@ from slipstream.backend.objective.policy_loss import LOG_RATIO_BOUND, ratio_of
 
 class ReferencePenalty(Protocol):
     """A measure of how far the policy is from the reference: any class with this method.
-    ``actor.kl.penalty`` names it, in the place of ``actor.kl.estimator``.
+    ``actor.kl.penalty`` names it, in place of ``actor.kl.estimator``.
 
     It runs on trainer ranks of the last pipeline stage, once for each micro-batch: in each optimizer update
     (``actor.kl.where: loss``), or before the first one (``reward``). Ranks of a tensor- or context-parallel

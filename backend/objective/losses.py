@@ -73,7 +73,7 @@ class TokenObjective(Protocol):
 
 
 Weigh = Callable[[PolicyLoss], PolicyLoss]
-"""Weighs the losses of tokens in the place of the importance weight and its cap."""
+"""Weighs the losses of tokens in place of the importance weight and its cap."""
 
 LossOfTokens = Callable[[Tokens, Tensor], PolicyLoss]
 """A user's objective, of which everything is checked that it returns."""

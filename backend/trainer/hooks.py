@@ -37,7 +37,7 @@ class MicroBatchLoss:
     """True if ``custom_total`` gives the whole loss: the recipe's own, its entropy bonus and its penalty."""
 
     def weighing(self, tokens: Tokens, share_M: Tensor) -> Weigh | None:
-        """Return what weighs the losses of ``tokens``; None: the importance weight."""
+        """Return the function that weighs the losses of ``tokens``; None: the importance weight does."""
         return None
 
     def kept(self, loss: PolicyLoss) -> PolicyLoss:

@@ -120,7 +120,7 @@ class RankPlugins:
 
 
 def estimate_of(actor: ActorConfig) -> Estimate | None:
-    """Return what estimates the divergence for ``actor.kl.penalty``; None: the recipe names nothing."""
+    """Return the estimate of the divergence by ``actor.kl.penalty``; None: the recipe names none."""
     if actor.kl is None or actor.kl.penalty is None:
         return None
     return _CheckedPenalty(BuiltPlugin("actor.kl.penalty", actor.kl.penalty))
@@ -229,7 +229,7 @@ def _trajectory_problems(batch: TrainBatch) -> list[str]:
     """Return what is wrong with single trajectories: the first of them."""
     for place, each in enumerate(batch.trajectories):
         if not isinstance(cast("object", each), Trajectory):
-            return [f"{_kind(each)} in the place of trajectory {place}, expected a Trajectory"]
+            return [f"{_kind(each)} in place of trajectory {place}, expected a Trajectory"]
         arrays = (each.loss_mask_T, each.logprobs_T, each.versions_T)
         if any(len(array) != len(each.tokens_T) for array in arrays) or each.loss_mask_T.dtype != np.bool_:
             return [

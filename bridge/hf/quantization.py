@@ -211,7 +211,7 @@ def _group_size(group: object, general_format: object) -> int:
 def join_parts(
     stored: Mapping[str, StoredTensor], quantization: Quantization | None
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return the tensors of a checkpoint with one QuantizedTensor in the place of its parts.
+    """Return the tensors of a checkpoint with one QuantizedTensor in place of its parts.
 
     Also returns what is wrong with weights, by their names.
     """

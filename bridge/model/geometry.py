@@ -150,7 +150,7 @@ class Geometry:
     """Every linear layer of the decoder has a bias, those of the router and the experts too."""
     experts: Experts | None = None
     delta: DeltaNet | None = None
-    """Linear attention of the layers in ``delta_layers``, which have it in the place of ``attention``."""
+    """Linear attention of the layers in ``delta_layers``, which have it in place of ``attention``."""
     delta_layers: tuple[int, ...] = ()
     centered_norms: bool = False
     """Norms multiply by one plus their weight."""

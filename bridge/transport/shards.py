@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 SLACK = 10
-"""An engine may take so many times as long for a version as it ever did."""
+"""Factor of the longest time so far that an engine may take for a version."""
 
 
 class TransferFailed(RuntimeError):

@@ -36,7 +36,7 @@ Answer = Future[StepEvent | OwnEvaluation | None]
 class _Command:
     verb: Verb
     batch: TrainBatch | None
-    """Batch that is trained in the place of the one that was taken; None: that one."""
+    """Batch that is trained in place of the one that was taken; None: that one."""
     answer: Answer = field(default_factory=lambda: Future[StepEvent | OwnEvaluation | None]())
 
 

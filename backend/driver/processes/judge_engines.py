@@ -55,7 +55,7 @@ class JudgeRoster:
 def judge_supervisor(
     config: RunConfig, placement: Placement, logs: Path, changed: Serving, note: Callable[[str], None]
 ) -> Supervisor | None:
-    """Return what keeps the judge's own engines serving; None: it has none.
+    """Return the supervisor of the judge's own engines; None: it has none.
 
     ``changed`` hears of the engines that serve.
     """

@@ -164,7 +164,7 @@ class NamedFile:
         return prompt_checks(self.config, tokenizer, context, self.new_tokens, self.new_tokens_setting)
 
     def filter(self, tokenizer: HfTokenizer | None) -> LengthFilter | None:
-        """Return what leaves its long prompts out; None: all are kept."""
+        """Return the filter that leaves out its long prompts; None: all are kept."""
         if self.most_tokens is None or tokenizer is None or not tokenizer.chat_template:
             return None
         return LengthFilter(tokenizer, self.most_tokens)

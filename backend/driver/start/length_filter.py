@@ -58,7 +58,7 @@ def rendered_ids(tokenizer: HfTokenizer, prompt: Prompt) -> list[int]:
 
 
 def shape_of(prompt: Prompt) -> Shape:
-    """Return what of a prompt a chat template may treat in another way."""
+    """Return the features of a prompt by which a chat template may treat it differently."""
     if isinstance(prompt.prompt, str):
         return ("text",)
     return tuple(

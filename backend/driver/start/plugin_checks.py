@@ -283,6 +283,6 @@ def _method_problem(factory: type, method: Method) -> str:
 
 
 def model_of(config: RunConfig) -> Callable[[], object] | None:
-    """Return what makes the language model of the recipe; None: it names none."""
+    """Return a function that makes the language model of the recipe; None: the recipe names none."""
     setup = named_model(config.judge, config.model)
     return setup and (lambda: JudgeModel.of(setup.settings, setup.policy, setup.template_args))

@@ -177,7 +177,7 @@ class RestoredCollection:
     groups: RestoredGroups
 
     def described(self) -> str:
-        """Return what the run goes on from, for the user."""
+        """Return a message for the user about the state from which the run goes on."""
         control, groups = self.control, self.groups
         source = f"version {control.version}" if control.step else "the initial weights, without a checkpoint"
         return (
@@ -197,7 +197,7 @@ def restore_collection(
     drawn: DrawnPrompts | None = None,
     other_prompts: bool = False,
 ) -> RestoredCollection:
-    """Return what a run goes on with from ``recovered``.
+    """Return the collection with which a run goes on from ``recovered``.
 
     ``drawn``: the prompts of a data source; None: those of the prompt set. ``served``: version of engines
     that have outlived the trainer. Raises CorruptRecord.

@@ -8,7 +8,7 @@ from slipstream.configs.schema.live import live_places
 
 
 def in_steps(config: RunConfig, prompts: int) -> RunConfig:
-    """Return the recipe with ``run.steps`` in the place of ``run.epochs``; as it is if it has steps.
+    """Return the recipe with ``run.steps`` in place of ``run.epochs``; as it is if it has steps.
 
     ``prompts``: number of prompts to train on, or of examples. A step takes ``rollout.batch_size`` of them,
     less the places of live users. The last step of the last pass may go beyond its end.
@@ -27,7 +27,7 @@ def with_steps(config: RunConfig, steps: int) -> RunConfig:
 
 
 def length_note(epochs: float, prompts: int, steps: int, noun: str = "prompts") -> str:
-    """Return what ``run.epochs`` has become, for the user. ``noun``: what the data holds."""
+    """Return a message for the user about the steps of ``run.epochs``. ``noun``: name of the data's rows."""
     passes = "1 pass" if epochs == 1 else f"{epochs:g} passes"
     return f"run.epochs: {passes} over {prompts:,} {noun} are {steps:,} steps"
 

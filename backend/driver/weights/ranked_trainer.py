@@ -37,7 +37,7 @@ class RankedTrainer:
         await self._ranks.connect()
 
     def create(self) -> None:
-        """Make new ranks in the place of killed ones, which ``connect`` starts."""
+        """Make new ranks in place of killed ones, which ``connect`` starts."""
         self._ranks.create()
 
     async def respond(self) -> None:

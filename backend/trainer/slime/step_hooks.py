@@ -5,10 +5,10 @@ scores, targets ──► rollout_data ──► custom_advantage_function ─�
                                                                    takes loss away
 
 token losses of the objective
-    |  custom_tis_function: weighs and drops, in the place of the importance weight
+    |  custom_tis_function: weighs and drops, in place of the importance weight
     |  actor.correction: drops
     |  tokens that rollout_data_postprocess has taken the loss of
-    |  custom_pg_loss_reducer_function: one number of them, in the place of the recipe's mean
+    |  custom_pg_loss_reducer_function: one number of them, in place of the recipe's mean
 total of the micro-batch
 
 custom_loss_function gives the total itself, from logits.
