@@ -141,7 +141,7 @@ UNREWARDED = PluginConfig(path="slipstream.rollout.compat.hooks.Unrewarded")
 def hook_drawing(
     config: RunConfig, prompts: DrawnPrompts, logs: Path, *, ahead: int, note: Callable[[str], None]
 ) -> Drawing:
-    """Return what draws from ``rollout.hooks.data_source``. ``ahead``, ``note``: as of ``Drawing``."""
+    """Return the drawing from ``rollout.hooks.data_source``. ``ahead``, ``note``: as of ``Drawing``."""
     make = cast("Callable[..., Drawing]", adapter(DRAWING))
     return make(config, prompts, logs, ahead=ahead, note=note)
 

@@ -8,10 +8,10 @@ lengths and from chance. So only an engine that is several times slower than the
 from collections.abc import Sequence
 
 SLOW = 3.0
-"""An engine that takes so many times as long for a token as the fastest one is slow."""
+"""An engine is slow if a token takes at least this many times as long as on the fastest engine."""
 
 LEAST_S = 1e-3
-"""No engine is slow that takes less for a token: what is measured then is chance."""
+"""An engine that takes less than this for a token is never slow: such differences are chance."""
 
 KEPT = 0.8
 """Factor of the weight of all earlier requests at each further one: mostly the last five requests count."""

@@ -21,7 +21,7 @@ LONGEST_PAUSE_S = 5.0
 """Longest time between two questions."""
 
 STOOD_STILL = 1.5
-"""An answer that is missed by so many times its time-out was not read: this process did not run."""
+"""If an answer is missed by this many times its time-out, this process itself did not run to read it."""
 
 
 async def unwell(client: EngineClient) -> str:

@@ -222,7 +222,7 @@ def _now() -> str:
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes with every change of the file; None: there is none."""
+    """Return values that change with every change of the file; None: there is no file."""
     try:
         stat = path.stat()
     except OSError:

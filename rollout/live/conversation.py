@@ -57,7 +57,7 @@ def decode_said(data: bytes) -> Said:
 def question_of(
     turn: KnownTurn, read: Read, longest: int = LONGEST_HISTORY, *, with_ids: bool = False
 ) -> tuple[JudgedTurn, Messages]:
-    """Return what a judge is asked about a turn after which something has come. ``with_ids``: with the token
+    """Return the question to a judge about a turn that has a next state. ``with_ids``: with the token
     ids of the prompt and of the answer.
 
     Raises LedgerError and CorruptRecord when the turn itself cannot be read.

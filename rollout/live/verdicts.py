@@ -50,7 +50,7 @@ class Verdicts:
         return await self._changes.first(self._next_unjudged)
 
     def question(self, id_: int, *, with_ids: bool = False) -> tuple[JudgedTurn, Messages] | None:
-        """Return what a judge is asked about a turn; None if it needs no verdict any more. ``with_ids``: with
+        """Return the question to a judge about a turn; None: it needs no verdict any more. ``with_ids``: with
         its token ids.
 
         May be called in any thread. Raises LedgerError and CorruptRecord when it cannot be read.

@@ -27,7 +27,7 @@ _USUAL = ColumnsConfig()
 
 
 def value_at(columns: Mapping[str, object], name: str) -> Any:
-    """Return what a row has under a name, or ABSENT."""
+    """Return the value of a column in a row, or ABSENT."""
     if name in columns:
         return columns[name]
     value: Any = columns
@@ -99,7 +99,7 @@ class RowReader:
         return cast("dict[str, object]", value or {})
 
     def _at(self, columns: Mapping[str, object], name: str) -> object:
-        """Return what a row has under a name. Raises _WrongRow."""
+        """Return the value of a column in a row. Raises _WrongRow."""
         value = value_at(columns, name)
         if value is ABSENT:
             names = ", ".join(map(repr, columns)) or "no columns"

@@ -68,7 +68,7 @@ def cases_of(prompt: Prompt, column: str) -> list[Case]:
 
 
 def _from_json(text: str) -> object:
-    """Return what a text stands for that is JSON, and otherwise the statements that it consists of."""
+    """Return the value of a JSON text. A JSON string, or a text that is no JSON, becomes a list of one."""
     try:
         value: object = json.loads(text)
     except (ValueError, RecursionError):

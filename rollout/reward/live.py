@@ -101,7 +101,7 @@ class LiveJudge(Protocol):
     """
 
     def judge(self, turn: JudgedTurn, next_state: Messages) -> Verdict | Awaitable[Verdict]:
-        """Return what a turn was worth.
+        """Return the verdict on a turn.
 
         ``next_state``: the messages of users, tools and environments that came after the turn; empty if the
         session has ended. Raise an exception when the turn cannot be judged, for example because a server is

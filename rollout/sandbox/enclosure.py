@@ -39,8 +39,8 @@ NAMESPACES = (
 """Namespaces of a box. Each command gets one of process ids as well."""
 
 _FIRST_USER = 2_000_000_000
-"""Sandboxes of root get users of their own from here on, of whom no machine has accounts. Which one follows
-from the process id of the box."""
+"""Sandboxes of root run under user ids of their own from here on, for which no machine has accounts. The
+process id of the box determines the user id."""
 
 _OOM_SCORE = "900"
 """When the machine runs out of memory, the kernel should choose a sandbox."""

@@ -12,7 +12,7 @@ RATE = 32 << 10
 """Bytes per second that may be written for hours."""
 
 LARGEST_FILE = 2 << 20
-"""Bytes of the file. A full one is renamed to NAME.1, in the place of the one before."""
+"""Bytes of the file. A full one is renamed to NAME.1, in place of the one before."""
 
 TAIL = 16 << 10
 """Bytes of the newest output, which are always kept for error messages."""

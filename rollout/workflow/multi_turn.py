@@ -131,7 +131,7 @@ def _name_of(environment: str | Mapping[str, object] | Callable[[], Environment]
 
 
 def _factory(environment: str | Mapping[str, object]) -> Callable[[], Environment]:
-    """Return what makes the environments that settings describe. Raises PluginError and ValueError."""
+    """Return a function that makes environments as configured. Raises PluginError and ValueError."""
     plugin = _PLUGIN.validate_python(environment)
     make: Callable[..., Environment] = plugins.resolve(plugin.path)
     plugins.check_args(plugin.path, make, plugin.args)

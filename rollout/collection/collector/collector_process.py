@@ -204,7 +204,7 @@ class _Work:
 
 
 def _reporter(spec: CollectorSpec) -> Callable[[int | None, str], None]:
-    """Return what tells the driver which group blocks this process."""
+    """Return a function that reports to the driver which group blocks this process."""
 
     def report(group: int | None, stack: str) -> None:
         request = urllib.request.Request(

@@ -57,7 +57,7 @@ class Judging:
         return self._judges.of_groups
 
     async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Judgement:
-        """Return what a trajectory is worth. A reward of groups gets it as a group of its own.
+        """Return the judgement of a trajectory. A reward of groups gets it as a group of its own.
 
         Raises JudgingFailed.
         """
@@ -67,7 +67,7 @@ class Judging:
         return await self._judges.score(prompt, response, trajectory)
 
     async def judge_group(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Judgement]:
-        """Return what each trajectory of a group is worth. Raises JudgingFailed."""
+        """Return the judgement of each trajectory of a group. Raises JudgingFailed."""
         responses = [last_response(self._tokenizer, trajectory) for trajectory in trajectories]
         return await self._judges.score_group(prompt, responses, trajectories)
 

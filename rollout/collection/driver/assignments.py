@@ -411,7 +411,7 @@ class Assignments:
 
 def recorded(sample: OpenSample) -> tuple[msgspec.Raw, list[tuple[bytes, msgspec.Raw]]]:
     """Return the header and the pieces of a sample as ``messages.PriorSample`` has them, with
-    ``record.REF`` in the place of sizes.
+    ``record.REF`` in place of sizes.
     """
     if sample.header is None:
         return NOTHING, [(ref, msgspec.Raw(piece)) for ref, piece in sample.pieces]

@@ -135,7 +135,7 @@ class Source:
 def slime_drawing(
     config: RunConfig, prompts: DrawnPrompts, logs: Path, *, ahead: int, note: Callable[[str], None]
 ) -> Drawing:
-    """Return what draws from ``rollout.hooks.data_source``. ``ahead``, ``note``: as of ``Drawing``."""
+    """Return the drawing from ``rollout.hooks.data_source``. ``ahead``, ``note``: as of ``Drawing``."""
     hooks = config.rollout.hooks
     assert hooks is not None
     assert hooks.data_source is not None

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 
 INCOMPLETE = "\ufffd"
-"""Decoders put this in the place of bytes that are no character, or none yet."""
+"""Decoders put this in place of bytes that are no character, or none yet."""
 
 PATIENCE = 16
 """Number of tokens after which bytes that are no character are taken for what they are."""
@@ -163,7 +163,7 @@ class GrowingText:
 
 
 def _without_halves(text: str) -> str:
-    """Return a text with U+FFFD in the place of each escaped half of a surrogate pair that stands alone."""
+    """Return a text with U+FFFD in place of each escaped half of a surrogate pair that stands alone."""
 
     def whole(escape: re.Match[str]) -> str:
         return escape[0] if len(escape[2]) == _LONGEST_PAIR else escape[1] + INCOMPLETE

@@ -175,7 +175,7 @@ def prompt_of_chat(
 def _as_answered(
     messages: list[ChatMessage], marks: Sequence[Mark], turn: ChainTurn | None
 ) -> list[ChatMessage]:
-    """Return messages, with the answers of the turns on the way to ``turn`` in the place of equal ones."""
+    """Return messages, with the answers of the turns on the way to ``turn`` in place of equal ones."""
     placed: set[int] = set()
     while turn is not None:
         place = turn.node.depth - 1

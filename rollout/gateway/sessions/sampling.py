@@ -27,7 +27,7 @@ def judge_sampling(sampling: Mapping[str, object], temperature: float, *, overri
     """Return how a request is sampled, and why the trainer cannot reproduce it.
 
     A request without a temperature gets the recipe's, ``temperature``. ``override`` puts the recipe's
-    parameters in the place of those that the trainer cannot reproduce; no reasons are left.
+    parameters in place of those that the trainer cannot reproduce; no reasons are left.
     """
     sampling = dict(sampling)
     if sampling.get("temperature") is None:

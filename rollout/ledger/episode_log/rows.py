@@ -14,7 +14,7 @@ from slipstream.rollout.tokens.trajectory import UNSAMPLED, Prompt, Trajectory
 
 TRAINED = "trained"
 SAVED = "saved"
-"""The end of an episode whose batch was saved in the place of being trained."""
+"""The end of an episode whose batch was saved in place of being trained."""
 EVALUATED = "evaluated"
 """The end of an episode of a held-out prompt. Every other end is a ``control.ends.Loss``."""
 

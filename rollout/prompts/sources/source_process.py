@@ -34,7 +34,7 @@ class OwnSource(msgspec.Struct, array_like=True, frozen=True):
 def own_drawing(
     source: PluginConfig, prompts: DrawnPrompts, logs: Path, *, ahead: int, timeout_s: float
 ) -> Drawing:
-    """Return what draws from ``rollout.data_source``. ``ahead``, ``timeout_s``: as of ``Drawing``."""
+    """Return the drawing from ``rollout.data_source``. ``ahead``, ``timeout_s``: as of ``Drawing``."""
     setup = OwnSource(source.path, source.args, prompts.drawn)
     return Drawing(
         HookProcess(SERVE, msgspec.msgpack.encode(setup), logs / LOG),

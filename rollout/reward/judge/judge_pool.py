@@ -152,7 +152,7 @@ class JudgePool:
                 question.answer.set_exception(JudgesClosed("the judge pool was closed before the answer"))
 
     async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> Judgement:
-        """Return what an episode is worth. A caller that is cancelled withdraws its question.
+        """Return the judgement of an episode. A caller that is cancelled withdraws its question.
 
         Raises JudgingFailed when every attempt has failed or the reward judges whole groups only,
         JudgeStartFailed when processes cannot be started any more, and JudgesClosed.
@@ -173,7 +173,7 @@ class JudgePool:
     async def score_group(
         self, prompt: Prompt, responses: Sequence[str], trajectories: Sequence[Trajectory]
     ) -> list[Judgement]:
-        """Return what each episode of a group is worth: for a pool ``of_groups``. Errors: as of ``score``.
+        """Return the judgement of each episode of a group: for a pool ``of_groups``. Errors: as of ``score``.
 
         The group is one question: it has one time limit, and is asked again as a whole.
         """

@@ -85,7 +85,7 @@ def _construct(
 
 
 def _model(setup: ModelSetup) -> object:
-    """Return what code asks that has a parameter ``judge_model``. Imports more than other judges need."""
+    """Return the value of the parameter ``judge_model`` of user code. Imports more than other judges need."""
     from slipstream.rollout.reward.model.judge_model import JudgeModel
 
     return JudgeModel.of(setup.settings, setup.policy, setup.template_args)
@@ -124,7 +124,7 @@ def _ask(call: Callable[..., object], question: Question) -> object:
 
 
 def _replies(kind: JudgeKind, key: str) -> Callable[[Question, object], Reply]:
-    """Return what makes a reply of a question and of what the code has returned for it."""
+    """Return a function that makes the reply to a question from the value that the user's code returned."""
     if kind is TURNS:
         return ruled
     return partial(group_scored if kind is GROUPS else scored, key=key)

@@ -28,7 +28,7 @@ class Given(NamedTuple):
 
     @classmethod
     def of(cls, turn: JudgedTurn, next_state: Messages) -> "Given":
-        """Return what came next as a text as well: of one message its text, of several a transcript."""
+        """Return all values. ``next_state_text`` is the text of one message, or a transcript of several."""
         text = message_text(next_state[0]) if len(next_state) == 1 else transcript(next_state)
         role = str(next_state[-1].get("role") or "user") if next_state else "user"
         return cls(turn, next_state, message_text(turn.answer), text, role)

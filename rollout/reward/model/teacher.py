@@ -133,7 +133,7 @@ def _as_scores(scores: TokenScores, top_k: int) -> TeacherScores:
 
 
 def _server(teacher: UrlTeacher, timeout_s: float) -> AnyEngine:
-    """Return what gives the client of a server. It is made in the event loop that uses it."""
+    """Return a function that gives the client of a server. It makes the client in the loop that uses it."""
     key = Key(key_of(teacher.key_env, "judge.hint.teacher.key_env") or NO_KEY)
     # The vocabulary is the policy's, whose ids were checked when they were recorded.
     address = EngineAddress(
