@@ -69,7 +69,7 @@ class CollectorActors:
         return cast(CollectorHandle, ray.remote(CollectorActor).options(**options).remote())
 
     async def collect(self, actor: CollectorHandle, spec: CollectorSpec) -> None:
-        """Have an actor collect until its connection ends. Raises Ray's errors."""
+        """Run a collector in an actor until its connection ends. Raises Ray's errors."""
         await actor.collect.remote(spec, self._config)
 
 

@@ -129,7 +129,7 @@ class ServingEngines(Protocol[ClientT]):
 
     def trust(self, client: ClientT) -> None: ...
     def withdraw(self, client: ClientT, reason: str) -> None:
-        """Let an engine serve no more until it was brought to the current version."""
+        """Remove an engine from those that serve until it has the current version."""
         ...
 
     def awaited(self) -> AbstractContextManager[None]:
@@ -137,7 +137,7 @@ class ServingEngines(Protocol[ClientT]):
         ...
 
     def announce(self) -> None:
-        """Tell everybody who sends requests that the policy version has moved."""
+        """Tell all senders of requests the new policy version."""
         ...
 
 

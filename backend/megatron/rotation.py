@@ -43,7 +43,7 @@ def install() -> None:
 
 
 def set_positions(cu_seqlens: Tensor, position_t: Tensor) -> None:
-    """Let ``rotated`` know the positions of a pack's tokens by its boundaries."""
+    """Give ``rotated`` the positions of a pack's tokens, by the boundaries of the pack."""
     cast("_Boundaries", cu_seqlens).slipstream_rotation = _Rotation(position_t)
 
 

@@ -31,7 +31,7 @@ class Failures:
         self.count = 0
 
     async def run(self) -> None:
-        """Let engines fail until this is cancelled."""
+        """Make engines fail until this task is cancelled."""
         if self._model.engine_mean_time_s is not None:
             async with asyncio.TaskGroup() as engines:
                 for engine in self._pool.engines:

@@ -107,7 +107,7 @@ class Evaluation:
         return _Result(sets, parts | _by_set(sets), metrics, _of_samples(sets, samples))
 
     async def _ask_function(self, version: int) -> "_Result":
-        """Have the recipe's function evaluate. Raises _NotEvaluated."""
+        """Call the recipe's function for an evaluation in a collector. Raises _NotEvaluated."""
         result = await self._questions.ask_function(version)
         if not result.sets:
             raise _NotEvaluated(result.note)

@@ -46,7 +46,7 @@ class Devices(Protocol):
         ...
 
     def starting(self) -> AbstractAsyncContextManager[None]:
-        """Let an engine start inside the block."""
+        """Give the devices to an engine that starts inside the block."""
         ...
 
     def trainer_gone(self) -> None:
@@ -54,11 +54,11 @@ class Devices(Protocol):
         ...
 
     def training(self, *newcomers: EngineAddress) -> AbstractAsyncContextManager[TrainerTurn]:
-        """Let the trainer compute inside the block. ``newcomers`` run, and are not in the roster yet."""
+        """Give the devices to the trainer inside the block. ``newcomers``: engines not in the roster yet."""
         ...
 
     def publishing(self) -> AbstractAsyncContextManager[None]:
-        """Let weights travel to the engines inside the block, which lies within ``training``."""
+        """Make the engines ready to receive weights inside the block, which lies within ``training``."""
         ...
 
 

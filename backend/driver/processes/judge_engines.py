@@ -38,12 +38,12 @@ class JudgeRoster:
         self._changed = changed
 
     def add(self, client: EngineClient) -> None:
-        """Let an engine serve."""
+        """Add an engine to those that serve."""
         self._clients.append(client)
         self._tell()
 
     def remove(self, client: EngineClient) -> None:
-        """Let an engine serve no more."""
+        """Remove an engine from those that serve."""
         if client in self._clients:
             self._clients.remove(client)
             self._tell()

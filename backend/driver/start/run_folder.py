@@ -148,7 +148,7 @@ async def hold_folder(config: RunConfig, progress: Progress) -> FolderLease:
 
 @contextmanager
 def permissions(config: RunConfig) -> Iterator[None]:
-    """Let new files and folders of this process have the permissions of `run.mode` while the context lasts.
+    """Give new files and folders of this process the permissions of `run.mode` inside the block.
 
     The folder of all runs keeps the user's own: runs of others may be in it. Raises InputError.
     """

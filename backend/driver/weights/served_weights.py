@@ -152,7 +152,7 @@ class ServedWeights(Generic[ClientT]):
 
     @asynccontextmanager
     async def _verified(self, verifier: Verifier, version: int, expected: list[float]) -> AsyncIterator[None]:
-        """Have ``version``, which is published inside the block, verified after the block.
+        """Verify ``version``, which is published inside the block, after the block.
 
         What the engines sample from the version is held back until the verdict.
         """
@@ -169,7 +169,7 @@ class ServedWeights(Generic[ClientT]):
 
     @asynccontextmanager
     async def trainers_turn(self, *newcomers: EngineAddress) -> AsyncIterator[TrainerTurn]:
-        """Let the trainer compute inside the block. ``newcomers`` run, and are not in the roster yet."""
+        """Give the devices to the trainer inside the block. ``newcomers``: engines not in the roster yet."""
         if self._devices.shared:
             await self.settled()  # an engine that stands still gives no verdict
         async with self._devices.training(*newcomers) as turn:
