@@ -408,7 +408,7 @@ class RolloutControl:
         return not self.lacks_turns
 
     def turns_wait_is_over(self) -> None:
-        """Let the batch that lacks nothing but turns be taken with those that are ready."""
+        """Allow the batch, if it lacks only turns, to be taken with the turns that are ready."""
         self._is_wait_over = self.lacks_turns
 
     def begin_step(self) -> int:

@@ -112,7 +112,7 @@ def fork_processes() -> None:
 
 
 def pin_no_memory() -> None:
-    """Let torch ignore that memory is to be pinned, which it refuses without a GPU.
+    """Make torch ignore requests for pinned memory, which it refuses without a GPU.
 
     SGLang's adapters ask for it wherever they are.
     """

@@ -157,7 +157,7 @@ class _Growth:
         self._grown = grown
 
     def tell(self) -> None:
-        """Tell the caller of all tokens that it does not know of yet."""
+        """Tell the caller of the tokens that are new to it."""
         if len(self.completion.tokens) > self.known:
             self.known = len(self.completion.tokens)
             if self._grown is not None:

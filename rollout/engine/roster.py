@@ -107,27 +107,27 @@ class EngineRoster:
         return list(self._engines)
 
     def add(self, client: EngineClient) -> None:
-        """Let an engine serve, which holds the current version."""
+        """Add an engine, which must hold the current version, to those that serve."""
         if client not in self._engines:
             self._engines[client] = _Serving(life=self._number + 1)
             self.withdrawn.discard(client)
             self._new_record()
 
     def remove(self, client: EngineClient) -> None:
-        """Let an engine serve no more. Its requests end, and go on elsewhere."""
+        """Remove an engine from those that serve. Its requests end, and go on elsewhere."""
         self.withdrawn.discard(client)
         if self._engines.pop(client, None) is not None:
             self._new_record()
 
     def withdraw(self, client: EngineClient, reason: str) -> None:
-        """Let an engine serve no more until it was brought to the current version. Its server goes on."""
+        """Remove an engine from those that serve until it has the current version. Its server goes on."""
         if client in self._engines:
             self.remove(client)
             self.withdrawn.add(client)
             self.outdated.put_nowait((client, reason))
 
     def condemn(self, client: EngineClient, reason: str) -> None:
-        """Let an engine serve no more, and have it restarted. Does nothing the second time."""
+        """Remove an engine from those that serve, to be restarted. Does nothing the second time."""
         if client in self._engines:
             self.remove(client)
             self.lost.put_nowait((client, reason))
@@ -138,16 +138,16 @@ class EngineRoster:
         return self._judge
 
     def judge_serves(self, addresses: tuple[EngineAddress, ...]) -> None:
-        """Let these engines of the judge's own, and no others, be asked."""
+        """Set the judge's own engines that may be asked: these and no others."""
         self._judge = addresses
         self._new_record()
 
     def announce(self) -> None:
-        """Tell the collectors of the policy version, which has moved."""
+        """Tell the collectors the new policy version."""
         self._new_record()
 
     async def doubt(self, version: int) -> None:
-        """Have what the present engines sample from ``version`` on held back until they are trusted.
+        """Hold back the tokens that the present engines sample from ``version`` on until they are trusted.
 
         Returns when every collector does. Await it before the version is published: else a collector could
         hand out tokens of weights that nobody has verified. Tokens that it handed out before are older.
@@ -212,7 +212,7 @@ class EngineRoster:
     # ---- collectors
 
     def subscribe(self, changed: Callable[[], None], lagging: Callable[[str], None]) -> None:
-        """Have ``changed`` called when the record of every collector is to be sent again.
+        """Register ``changed``, which is called when the record of every collector is to be sent again.
 
         ``lagging`` is called with the name of a collector that has not followed a record in time, and that is
         not waited for from then on. It must see to it that nothing of this collector counts any more, and

@@ -126,7 +126,7 @@ class ServerControl(EngineConnection):
         )
 
     async def serve_adapter(self, version: int) -> None:
-        """Let requests that start from now on be of ``version`` and use its adapter.
+        """Make requests that start from now on use ``version`` and its adapter.
 
         No request may run: its tokens would be taken for ones of ``version``.
         """
@@ -145,7 +145,7 @@ class ServerControl(EngineConnection):
         await self._post("/unload_lora_adapter", {"lora_name": adapter})
 
     async def rename_version(self, version: int) -> None:
-        """Let tokens that are sampled from now on be of ``version``, with the same weights."""
+        """Label tokens that are sampled from now on with ``version``. The weights stay the same."""
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     # ---- the replica: a copy of the weights beside the server

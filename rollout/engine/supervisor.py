@@ -69,11 +69,11 @@ class Roster(Protocol):
     """Engines to be brought up to date, each once, with the reason."""
 
     def add(self, client: EngineClient) -> None:
-        """Let an engine serve."""
+        """Add an engine to those that serve."""
         ...
 
     def remove(self, client: EngineClient) -> None:
-        """Let an engine serve no more."""
+        """Remove an engine from those that serve."""
         ...
 
 

@@ -173,7 +173,7 @@ class _Reader:
         """Number of tokens that may be handed on."""
 
     def grown(self) -> None:
-        """Let everything that has arrived be handed on."""
+        """Hand on all tokens that have arrived."""
         if self.stopped is None:
             self.stopped = self._stops.across(self.completion)
             self._end = self.stopped[0] if self.stopped else len(self.completion.tokens)

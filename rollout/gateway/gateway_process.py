@@ -304,7 +304,7 @@ def run(
     read: Callable[[str], GatewaySpec],
     parts: Callable[[GatewaySpec], tuple[Build, Decode]],
 ) -> int:
-    """Be a gateway process until its end. Return its exit code."""
+    """Run a gateway process until its end. Return its exit code."""
     keep_few_heaps()
     import uvloop
 

@@ -214,7 +214,7 @@ class TurnJournal:
         self._jobs.put(_Tidy())
 
     def _committed(self, number: int) -> None:
-        """Tell everybody that entries are durable. Runs on the event loop."""
+        """Wake the tasks that wait for durable entries. Runs on the event loop."""
         self._durable = number
         while self._waiters and self._waiters[0][0] <= number:
             _, _, future = heapq.heappop(self._waiters)

@@ -28,7 +28,7 @@ from slipstream.rollout.system.stream import receive
 
 
 def serve(connection: socket.socket, keeper: int, isolation: Isolation) -> None:
-    """Be a sandbox until the connection ends, or ``keeper`` does: a descriptor that is readable then."""
+    """Run a sandbox until the connection ends, or until the descriptor ``keeper`` becomes readable."""
     enclosure: Enclosure | None = None
     try:
         setup = _first_request(connection)

@@ -38,7 +38,7 @@ class KeeperProcess:
             )
 
     async def hand_over(self, connection: socket.socket) -> None:
-        """Have a box cloned at the other end of ``connection``. Raises SandboxFailed."""
+        """Ask the keeper to clone a box at the other end of ``connection``. Raises SandboxFailed."""
         try:
             try:
                 socket.send_fds(self._control, [b"\0"], [connection.fileno()], socket.MSG_DONTWAIT)

@@ -349,7 +349,7 @@ def _exited(code: int) -> int:
 
 
 def _drop_capabilities() -> None:
-    """Have a program that is run as root get no capabilities, in a container whose only user is root."""
+    """Withhold capabilities from a program that runs as root, in a container whose only user is root."""
     with suppress(OSError):
         prctl(PR_SET_SECUREBITS, _NO_ROOT)
         for capability in range(64):

@@ -86,7 +86,7 @@ def _asked(
 
 
 def serve(answers_to: str, descriptor: int) -> None:
-    """Be that process: answer the request that comes over the socket ``descriptor``."""
+    """Run the process: answer the request that comes over the socket ``descriptor``."""
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
     answering = resolve(answers_to)

@@ -159,7 +159,7 @@ class Outbox:
         self._due.set()
 
     def cannot_go_on(self, reason: str) -> None:
-        """Tell the driver what nothing here can mend."""
+        """Tell the driver of an error that the collector cannot recover from."""
         self._next.fatal = as_note(reason)
         self._due.set()
 

@@ -81,7 +81,7 @@ class AdmissionGate:
         return given_up
 
     def notify(self) -> None:
-        """Let everybody look again who waits for slots or for a batch: prompts, say, have come."""
+        """Wake all tasks that wait for slots or for a batch, for example because prompts have come."""
         self._has_changed = True
         self.changes.notify()
 

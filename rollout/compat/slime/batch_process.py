@@ -142,7 +142,7 @@ def _numbers(name: str, values: object, count: int) -> list[float]:
 
 
 def serve(descriptor: int) -> None:
-    """Be that process, until its owner has no more questions."""
+    """Run the process: answer the owner's requests until it closes the connection."""
 
     def make(request: bytes) -> Callable[[bytes], object]:
         process = BatchHooksProcess(msgspec.msgpack.decode(request, type=HookSetup))

@@ -154,7 +154,7 @@ def slime_drawing(
 
 
 def serve(descriptor: int) -> None:
-    """Be that process, until its owner has no more questions."""
+    """Run the process: answer the owner's requests until it closes the connection."""
 
     def make(request: bytes) -> Callable[[bytes], object]:
         source = Source(msgspec.msgpack.decode(request, type=SourceSetup))

@@ -138,7 +138,7 @@ class LeasedGroups:
             return drawn
 
     def close(self) -> None:
-        """Let nobody wait any more."""
+        """Wake all tasks that wait."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

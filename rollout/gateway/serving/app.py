@@ -201,7 +201,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _failed(request: Request, _error: Exception) -> Response:
-    """Tell the client of a mistake of ours. The server logs it."""
+    """Reply to the client that the gateway has failed. The server logs the error."""
     return replies.error_reply(Refusal(500, "internal error"), protocol_of(request.url.path))
 
 

@@ -262,7 +262,7 @@ class FolderLease:
             raise
 
     def release(self, folder: Path | None = None) -> None:
-        """Let others take the run over at once. A lease that was lost is left alone.
+        """Allow others to take the run over at once. A lease that was lost is left alone.
 
         ``folder``: where the run folder is now, if it was renamed.
         """

@@ -232,7 +232,7 @@ class _Reader:
         self.contents.given_up[id_] = self.contents.given_up.get(id_, 0) + tokens
 
     def check_ready_groups(self, n_samples: int) -> None:
-        """Have groups go on that were ready and are not complete any more."""
+        """Open groups again that were ready and are not complete any more."""
         for group in self.contents.open:
             judged = sum(sample.state == JUDGED for sample in group.samples.values())
             if not group.is_ready or judged == n_samples:

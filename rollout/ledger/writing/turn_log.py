@@ -118,7 +118,7 @@ class TurnLog:
         events.may_erase = False  # it was said of what had been forgotten before
 
     def may_erase(self) -> None:
-        """Have the payload of all turns that are forgotten written over: nobody reads it now."""
+        """Overwrite the payload of all forgotten turns: nobody reads it now."""
         self._events().may_erase = True
 
     def session_ended(self, session: int) -> None:

@@ -330,7 +330,7 @@ class Ledger:
         self._handed_over.put(events)
 
     def _committed(self, events: Transaction) -> None:
-        """Tell everybody that a transaction is on disk. Runs on the event loop."""
+        """Wake the tasks that wait for a transaction that is on disk now. Runs on the event loop."""
         self._is_writing = False
         if self._failure is not None:
             self._is_due = False

@@ -136,7 +136,7 @@ class DrawnPrompts:
         return max(0, self._position + ahead - len(self._offsets))
 
     def give_back(self, position: int) -> None:
-        """Let the source have the group at a position back."""
+        """Give the group at a position back to the source."""
         self._to_give_back.append(position)
         self._changes.notify()
 
@@ -296,7 +296,7 @@ class Drawing:
                 await self._prompts.note_saved(number)
 
     def lost(self, id_: int, prompt: Prompt, loss: Loss, note: str, ready: object) -> None:
-        """Let the source have a group back that the run has given up. To be called for every lost group."""
+        """Give a group that the run has given up back to the source. Call this for every lost group."""
         if self._note is not None and loss in GIVEN_BACK:
             self._prompts.give_back(prompt.id)
 

@@ -92,7 +92,7 @@ class _Positions:
 
 
 def serve(descriptor: int) -> None:
-    """Be that process, until its owner has no more questions."""
+    """Run the process: answer the owner's requests until it closes the connection."""
 
     def make(request: bytes) -> Callable[[bytes], object]:
         source = _Positions(msgspec.msgpack.decode(request, type=OwnSource))

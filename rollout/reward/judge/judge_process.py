@@ -122,7 +122,7 @@ class JudgeProcess:
     # -- Ending
 
     def kill(self, reason: str) -> None:
-        """Have the keeper kill the judge and everything that it has started."""
+        """Ask the keeper to kill the judge and all processes that it has started."""
         if self._killed_because is not None:
             return
         self._killed_because = reason

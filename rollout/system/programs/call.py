@@ -21,7 +21,7 @@ def command_of(name: str) -> Sequence[str]:
 
 
 def call(name: str) -> None:
-    """Be that program."""
+    """Run the program."""
     arguments = json.load(sys.stdin)
     result_fd = os.dup(1)
     os.dup2(2, 1)

@@ -119,7 +119,7 @@ class WrongAnswer(ValueError):
 
 
 def serve_answers(descriptor: int, make: Callable[[bytes], Callable[[bytes], object]]) -> None:
-    """Be that process, until its owner has no more questions.
+    """Run the process: answer the owner's requests until it closes the connection.
 
     ``make``: returns from the first request what answers the others, as plain data. Replies are JSON: nothing
     that a hook returns is unpickled anywhere.
