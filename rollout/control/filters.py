@@ -15,7 +15,7 @@ class GroupFilter(Protocol):
 
 
 class GroupChoice(Protocol):
-    """Chooses what is trained of a finished group, of which a group filter can only train all or nothing."""
+    """Chooses the trajectories of a finished group to train; a group filter takes all or none."""
 
     def choose(self, group: Group) -> Sequence[Trajectory] | None:
         """Return its trajectories, some of them without loss; None: the group is not trained."""

@@ -1,4 +1,4 @@
-"""Rewards: what an episode is worth. A recipe names one by import path; ``docs/rewards.md`` shows them."""
+"""Rewards of episodes. A recipe names one by import path; ``docs/rewards.md`` shows them."""
 
 from collections.abc import Awaitable, Mapping, Sequence
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Judges of live turns: what a turn was worth, from what came next. A recipe names one as ``live.judge``."""
+"""Judges of live turns: a turn gets a score from what came next. A recipe names a judge as ``judge.code``."""
 
 import re
 from collections.abc import Awaitable, Mapping
@@ -12,7 +12,7 @@ from slipstream.rollout.tokens.trajectory import Messages
 
 
 class JudgedTurn(msgspec.Struct, array_like=True, frozen=True):
-    """A turn of a live user whose worth is asked for."""
+    """A turn of a live user, as a judge gets it."""
 
     session: str
     key: str
@@ -28,8 +28,8 @@ class JudgedTurn(msgspec.Struct, array_like=True, frozen=True):
     tokens: int
     """Number of sampled tokens."""
     left_out: int = 0
-    """Number of messages before ``history``: a judge is shown a mebibyte of it at most, and nothing that is
-    damaged."""
+    """Number of earlier messages that ``history`` leaves out: it has at most a mebibyte, and no damaged
+    message."""
     prompt_ids: bytes = b""
     """Token ids of the prompt as it was sampled from, int32. Empty unless a teacher scores the answer."""
     answer_ids: bytes = b""
@@ -70,7 +70,7 @@ class Verdict:
     """The judgement of a turn."""
 
     score: float | None
-    """Any finite number. None: there is none. Without scores of a teacher, the turn then goes on waiting."""
+    """Any finite number. None: the turn has no score. Without scores of a teacher it then goes on waiting."""
     hint: str | None = None
     """Advice that would have made the answer better. It is stored with the turn."""
     teacher: TeacherScores | None = None
@@ -93,8 +93,7 @@ class LiveJudge(Protocol):
 
     A recipe names the class and gives its arguments, or names a function with the parameters of ``judge``:
 
-        live:
-          judge: {path: my_package.judges.Thanked, args: {}}
+        judge: {type: code, code: {path: my_package.judges.Thanked, args: {}}}
 
     Judges run in processes of their own (``live.judging``), as rewards do: ``slipstream.rollout.reward``
     says what they may do there.
@@ -105,7 +104,8 @@ class LiveJudge(Protocol):
 
         ``next_state``: the messages of users, tools and environments that came after the turn; empty if the
         session has ended. Raise an exception when the turn cannot be judged, for example because a server is
-        down. Neither that nor a score of None is a score of 0: the turn is asked about again later.
+        down. After an exception or a score of None the judge is asked about the turn again later; neither
+        counts as a score of 0.
         """
         ...
 

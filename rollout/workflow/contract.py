@@ -52,7 +52,7 @@ class GroupRejected(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EpisodePlace:
-    """Which episode of the run this is."""
+    """The place of an episode in the run."""
 
     group: int
     sample: int
@@ -69,13 +69,13 @@ class WorkflowContext:
     tokenizer: Tokenizer
     reward: Judge
     sampling: SamplingConfig
-    """``rollout.sampling`` of the recipe, or what an evaluation uses in its place."""
+    """``rollout.sampling`` of the recipe, or in an evaluation the sampling of evaluations."""
     endpoint: PolicyEndpoint | None = None
     """An endpoint for agents. None unless the workflow has an attribute ``needs_endpoint`` that is true."""
     reward_key: str = "reward"
     """``rollout.reward_key`` of the recipe: the name of the number that trains, in a mapping of rewards."""
     is_evaluation: bool = False
-    """Nothing of the episode is trained: it is one of an evaluation, with greedy completions."""
+    """True in an evaluation, none of whose episodes is trained."""
     place: EpisodePlace | None = None
     """None in an evaluation."""
     numbers: EpisodeNumbers = field(default_factory=EpisodeNumbers)
