@@ -118,11 +118,11 @@ def __getattr__(name: str) -> object:
 def load_recipe(
     recipe: "str | PathLike[str] | Mapping[str, object]", overrides: "Sequence[str]" = ()
 ) -> "RunConfig":
-    """Read a recipe: a YAML file, the bare name of one that comes with Slipstream, or a dict of what a file
-    would hold.
+    """Read a recipe: a YAML file, the bare name of one that comes with Slipstream, or a dict with the content
+    of a file.
 
     ``overrides`` are ``dotted.key=value`` with the value in YAML; later ones win. Raises
-    ``slipstream.configs.violations.RecipeError``, whose ``violations`` are everything that is wrong.
+    ``slipstream.configs.violations.RecipeError``, whose ``violations`` list everything that is wrong.
 
     A recipe can also be built from the models of ``slipstream.configs.schema``: ``RunConfig(run=..., ...)``.
     ``check`` and ``train`` compare its settings with each other.
