@@ -1,4 +1,4 @@
-"""Reads the traces of a run into arrays. ``monitor.trace`` and ``rollout.engine.trace`` write it."""
+"""Reads the traces of a run, of ``monitor.trace_log`` and ``rollout.engine.request_trace``, into arrays."""
 
 import json
 from dataclasses import dataclass

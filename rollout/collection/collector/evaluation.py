@@ -1,4 +1,4 @@
-"""Evaluation episodes: greedy completions of held-out prompts. None is recorded in the ledger or trained."""
+"""Evaluation episodes: completions of held-out prompts. None is recorded in the ledger or trained."""
 
 import asyncio
 import traceback

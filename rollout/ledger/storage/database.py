@@ -99,7 +99,7 @@ def _column(table: str) -> str:
 
 
 TABLES = f"""
-CREATE TABLE stamp (                -- one row: stamp.py. The first table: log.py knows its page
+CREATE TABLE stamp (                -- one row: stamp.py. The first table: write_ahead_log.py knows its page
     id INTEGER PRIMARY KEY CHECK (id = 1),
     data BLOB NOT NULL
 ) STRICT;

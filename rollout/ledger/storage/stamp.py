@@ -1,6 +1,6 @@
 """The stamp of a ledger: how much its database has recorded, renewed by each transaction.
 
-The rows that the stamp counts must be there, and SQLite's log must go on from there: ``log.py``.
+The rows that the stamp counts must be there, and SQLite's log must go on from there: ``write_ahead_log.py``.
 """
 
 import sqlite3
