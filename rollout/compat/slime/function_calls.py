@@ -141,8 +141,7 @@ class OutputMetrics:
         self._left_out: set[str] = set()
 
     def read(self, output: object) -> NamedNumbers:
-        """Return the numbers of an output. What stands between names is `.`: ``rollout/drops`` becomes
-        ``rollout.drops``.
+        """Return the numbers of an output. Names are joined by `.`: ``mine/drops`` becomes ``mine.drops``.
 
         What is no number, and what there is beyond MOST_PARTS names, is left out, and said once in the log of
         the process. Raises WrongReturn.
