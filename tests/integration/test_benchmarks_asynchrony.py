@@ -9,6 +9,9 @@ from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.backend.quickstart import write_policy
 
 
+pytestmark = pytest.mark.slow  # of a benchmark; no run needs what it holds
+
+
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     policy = tmp_path_factory.mktemp("start") / "policy"
