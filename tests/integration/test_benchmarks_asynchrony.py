@@ -8,7 +8,6 @@ from slipstream.backend.commands.convert import LayoutOptions, hf_to_megatron
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.backend.quickstart import write_policy
 
-
 pytestmark = pytest.mark.slow  # of a benchmark; no run needs what it holds
 
 

@@ -72,7 +72,7 @@ def batch_of(step: int) -> TrainBatch:
 
 def train(rank: RankSpec, work: list[tuple[int, RunConfig]], all_in_advance: bool) -> list[dict[str, Any]]:
     """Train two steps. ``all_in_advance``: compute the proximal log-probs of every mini-batch beforehand."""
-    from slipstream.backend.trainer import scoring
+    from slipstream.backend.trainer import rank as steps
 
     results = []
     for port, config in work:
@@ -83,12 +83,12 @@ def train(rank: RankSpec, work: list[tuple[int, RunConfig]], all_in_advance: boo
                 passes[-1] += len(microbatches)
                 return log_probs(microbatches, temperature)
 
-            first: Callable[..., int] = scoring.first_recomputed
+            first: Callable[..., int] = steps.first_recomputed
             if all_in_advance:
-                first = lambda config: 0 if config.actor.recompute_logprobs else config.actor.minibatches  # noqa: E731
+                first = lambda actor, _: 0 if actor.recompute_logprobs else actor.minibatches  # noqa: E731
             with (
                 patch.object(trainer._policy, "log_probs", counting),
-                patch.object(scoring, "first_recomputed", first),
+                patch.object(steps, "first_recomputed", first),
             ):
                 metrics, counts = [], []
                 for step in range(2):

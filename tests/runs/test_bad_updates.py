@@ -52,6 +52,7 @@ def send(pids: list[int], number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
+@pytest.mark.timeout(600)
 def test_a_corrupted_version_and_an_engine_killed_inside_an_update(launch: Launch, tmp_path: Path):
     """First both engines get a version with noise in it: they agree with each other, not with the trainer.
     Later one of them is killed while it receives, which costs the other one nothing.

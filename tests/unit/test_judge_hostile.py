@@ -130,7 +130,7 @@ RAISED = {
 @pytest.mark.parametrize("reward", ["Plain", "Overlapping"])
 def test_whatever_a_reward_raises_or_returns_is_a_failed_attempt_of_its_own(judging, reward):
     responses = [response for culprit in RAISED for response in (culprit, "1")]
-    answers = judging.ask(responses, reward)
+    answers = judging.ask(responses, reward, timeout_s=60)  # some errors take long to write down
     assert_only_culprits_failed(answers, responses, RAISED)
     assert all(len(str(answer)) < 20_000 for answer in answers)
     assert judging.status.failed_attempts == len(RAISED)
