@@ -100,7 +100,7 @@ class World:
         )
         nothing: Any = None
         group_filter: Any = type("Filter", (), {"keep": staticmethod(self.keep)})() if self.keep else None
-        episodes = Episodes(self.flow, rollout, lambda t: t, TimeLimit(600), self.outbox)
+        episodes = Episodes(self.flow, rollout, lambda t: t, TimeLimit(600), self.outbox.attempt_failed)
         self.groups = GroupCollector(
             outbox=self.outbox,
             record=self._record,
