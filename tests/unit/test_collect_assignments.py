@@ -249,13 +249,13 @@ class FakeLog:
     groups: dict[int, LostGroup] = field(default_factory=dict)
 
     def log_lost(self, group: LostGroup, chunks: Sequence[bytes]) -> bool:
-        """Note a group, all of whose undamaged bytes must be there as the collectors have sent them."""
+        """Note a group: all undamaged bytes that collectors had sent when it was lost must be there."""
         assert group.group not in self.groups, "a group ends once"
         self.groups[group.group] = group
         held = {
             sample: chunks
-            for (id_, sample), (_, chunks) in self.schedule.held.items()
-            if id_ == group.group and chunks and not self.schedule.journal.damaged.intersection(chunks)
+            for sample, chunks in self.schedule.held_at_loss[group.group].items()
+            if chunks and not self.schedule.journal.damaged.intersection(chunks)
         }
         assert {sample.sample: data for sample, data in zip(group.recorded, chunks, strict=True)} == {
             sample: b"".join(chunks) for sample, chunks in held.items()
@@ -297,6 +297,7 @@ class Schedule(RuleBasedStateMachine):
             self.gate, self.journal, self.listener, lambda name: self.share, samples
         )
         self.log = FakeLog(self)
+        self.gate.when_lost(self.note_lost)
         lost = LostGroups(self.gate, self.assignments, self.journal, 1.0, samples, print)
         lost.joined("log", self.log)
         self.collectors: dict[str, FakeCollector] = {}
@@ -304,6 +305,7 @@ class Schedule(RuleBasedStateMachine):
         self.rounds = 0
         self.held: dict[tuple[int, int], tuple[int, list[bytes]]] = {}
         """Kind and chunks of each sample, by what has been delivered."""
+        self.held_at_loss: dict[int, dict[int, list[bytes]]] = {}
         self.assignments.open()
 
     def teardown(self):
@@ -568,6 +570,12 @@ class Schedule(RuleBasedStateMachine):
             assert numbers == [
                 n for n in range(self.samples) if before.get((assignment.group, n), (0, []))[1]
             ]
+
+    def note_lost(self, lost: int, *_: object) -> None:
+        """Note the bytes of a group at its end: its collector may send more before it hears of that."""
+        self.held_at_loss[lost] = {
+            sample: list(chunks) for (id_, sample), (_, chunks) in self.held.items() if id_ == lost
+        }
 
     def collect(self) -> None:
         given_up, self.gate._given_up, self.gate._has_changed = self.gate._given_up, [], False
