@@ -17,8 +17,7 @@ import numpy.typing as npt
 from slipstream.rollout.ledger.rows.stored_turns import KnownTurn, branch_of
 from slipstream.rollout.ledger.storage.database import LedgerError
 from slipstream.rollout.reward.live import JudgedTurn
-from slipstream.rollout.system.frames import UNREADABLE
-from slipstream.rollout.tokens.record import CorruptRecord, decode_chunks
+from slipstream.rollout.tokens.record import CorruptRecord, decode_chunks, decoded
 from slipstream.rollout.tokens.trajectory import Messages
 
 LONGEST_HISTORY = 1 << 20
@@ -48,10 +47,7 @@ _SAID = msgspec.msgpack.Decoder(Said)
 
 def decode_said(data: bytes) -> Said:
     """Return what was said. Raises CorruptRecord."""
-    try:
-        return _SAID.decode(data)
-    except UNREADABLE as error:
-        raise CorruptRecord(f"not the messages of a turn: {error}") from error
+    return decoded(_SAID, data, "the messages of a turn")
 
 
 def question_of(

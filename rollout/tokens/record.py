@@ -18,7 +18,7 @@ import io
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,6 +27,8 @@ import numpy.typing as npt
 from slipstream.rollout.system.frames import UNREADABLE
 from slipstream.rollout.tokens.teacher import TeacherScores, placed
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory, TrajectoryHeader
+
+T = TypeVar("T")
 
 
 class CorruptRecord(ValueError):
@@ -290,20 +292,22 @@ def decode_trajectory(data: bytes | memoryview, header: TrajectoryHeader) -> Tra
         raise CorruptRecord(str(error)) from error
 
 
+def decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, what: str) -> T:
+    """Return a stored struct. Raises CorruptRecord, which says that the data is not ``what``."""
+    try:
+        return decoder.decode(data)
+    except UNREADABLE as error:
+        raise CorruptRecord(f"not {what}: {error}") from error
+
+
 def decode_header(data: bytes | memoryview) -> TrajectoryHeader:
     """Return a trajectory's header. Raises CorruptRecord."""
-    try:
-        return HEADER.decode(data)
-    except UNREADABLE as error:
-        raise CorruptRecord(f"not the header of a trajectory: {error}") from error
+    return decoded(HEADER, data, "the header of a trajectory")
 
 
 def decode_piece(data: bytes | memoryview) -> PieceHeader:
     """Return the header of a piece. Raises CorruptRecord."""
-    try:
-        return PIECE.decode(data)
-    except UNREADABLE as error:
-        raise CorruptRecord(f"not the header of a piece: {error}") from error
+    return decoded(PIECE, data, "the header of a piece")
 
 
 def checksum(data: bytes | memoryview) -> int:

@@ -24,8 +24,7 @@ from typing import TypeAlias, cast
 
 import msgspec
 
-from slipstream.rollout.system.frames import UNREADABLE
-from slipstream.rollout.tokens.record import CorruptRecord
+from slipstream.rollout.tokens.record import CorruptRecord, decoded
 from slipstream.rollout.tokens.trajectory import Finish
 
 
@@ -150,10 +149,8 @@ def decode_entry(kind: int, data: bytes | memoryview, chunk: bytes | memoryview 
     """Return the entry that was encoded, with its payload. Raises CorruptRecord."""
     if not 0 <= kind < len(KINDS):
         raise CorruptRecord(f"an entry of kind {kind}, expected one of 0 to {len(KINDS) - 1}")
-    try:
-        values = msgspec.structs.astuple(_decoders[kind].decode(data))
-    except UNREADABLE as error:
-        raise CorruptRecord(f"not an entry of kind {KINDS[kind].__name__}: {error}") from error
+    what = f"an entry of kind {KINDS[kind].__name__}"
+    values = msgspec.structs.astuple(decoded(_decoders[kind], data, what))
     fields = zip(values, _encoded_fields(KINDS[kind]), strict=True)
     make = cast("Callable[..., Entry]", KINDS[kind])
     payload = {"chunk": chunk} if KINDS[kind] is Turn else {}

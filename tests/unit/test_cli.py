@@ -4,8 +4,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import yaml
@@ -19,27 +19,20 @@ from tests.models import make_checkpoint
 ROOT = Path(__file__).parents[2]
 
 
-@dataclass(frozen=True)
-class Ended:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture
-def slipstream(tmp_path, monkeypatch) -> Callable[..., Ended]:
+def slipstream(tmp_path, monkeypatch) -> Callable[..., CompletedProcess]:
     """Return what calls the command line in this process, with modules of ``tmp_path`` to import."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(ROOT)
 
-    def call(*args: str) -> Ended:
+    def call(*args: str) -> CompletedProcess:
         result = CliRunner().invoke(app, args, env={"NO_COLOR": "1", "PYTHONPATH": str(tmp_path)})
-        return Ended(result.exit_code, result.stdout, result.stderr)
+        return CompletedProcess(args, result.exit_code, result.stdout, result.stderr)
 
     return call
 
 
-def started(*args: str, folder: Path | None = None) -> subprocess.CompletedProcess:
+def started(*args: str, folder: Path | None = None) -> CompletedProcess:
     """Call the command line as a shell does."""
     return subprocess.run(
         [sys.executable, "-m", "slipstream.backend.cli", *args],

@@ -338,7 +338,7 @@ def test_a_folder_that_is_no_run_is_never_deleted(config: RunConfig):
 
 
 def test_an_empty_folder_is_used_and_not_replaced(config: RunConfig):
-    """Another process may have made it a moment ago, to take its lease next."""
+    """Another process may have made the empty folder a moment ago, and takes its lease next."""
     config.run.folder.mkdir(parents=True, mode=0o700)
     before = config.run.folder.stat().st_ino
     live(config)

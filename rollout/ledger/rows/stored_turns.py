@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from slipstream.rollout.system.frames import UNREADABLE
-from slipstream.rollout.tokens.record import CorruptRecord
+from slipstream.rollout.tokens.record import decoded
 from slipstream.rollout.tokens.trajectory import Finish
 
 NUMBER_BITS = 40
@@ -126,18 +125,12 @@ _VERDICT = msgspec.msgpack.Decoder(VerdictRow)
 
 def decode_head(data: bytes) -> TurnHead:
     """Return the head of a turn. Raises CorruptRecord."""
-    try:
-        return _HEAD.decode(data)
-    except UNREADABLE as error:
-        raise CorruptRecord(f"not the head of a turn: {error}") from error
+    return decoded(_HEAD, data, "the head of a turn")
 
 
 def decode_verdict(data: bytes) -> VerdictRow:
     """Return a verdict. Raises CorruptRecord."""
-    try:
-        return _VERDICT.decode(data)
-    except UNREADABLE as error:
-        raise CorruptRecord(f"not a verdict: {error}") from error
+    return decoded(_VERDICT, data, "a verdict")
 
 
 class TurnRow(NamedTuple):
@@ -167,7 +160,7 @@ class TurnRow(NamedTuple):
 
     @property
     def refs(self) -> tuple[bytes | None, ...]:
-        """Where its payload stands: the columns ``PAYLOAD``."""
+        """References to the turn's payload, in the order of the columns ``PAYLOAD``."""
         return self.chunk, self.said, self.next, self.hint, self.teacher
 
 
@@ -199,7 +192,7 @@ class KnownTurn:
     followed_s: float = 0.0
     """When something followed, or the run was started since: seconds since the epoch."""
     put_off: int = 0
-    """How often a judge had no verdict on it."""
+    """Number of times that a judge was asked about the turn and gave no verdict."""
 
     @property
     def continues(self) -> "KnownTurn | None":
@@ -260,7 +253,7 @@ class RecoveredTurns:
     turns: list[KnownTurn] = field(default_factory=list[KnownTurn])
     """All turns of sessions of which anything may still be needed, in the order of their entries."""
     open: set[int] = field(default_factory=set[int])
-    """Those of the turns that have not ended."""
+    """Numbers of the turns that have not ended."""
     ended_sessions: set[int] = field(default_factory=set[int])
     """Those of the sessions that no further turn continues."""
     counts: dict[str, int] = field(default_factory=dict[str, int])
