@@ -16,7 +16,8 @@ from slipstream.backend.cluster.object_store import (
     object_store,
     too_small,
 )
-from slipstream.backend.cluster.placement import Node
+from slipstream.backend.cluster.placement import Node, actor_count
+from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.run import Cluster
 from slipstream.rollout.system.temporary import OwnedFolder
 
@@ -29,24 +30,22 @@ class ClusterError(RuntimeError):
 
 
 @contextmanager
-def ray_cluster(
-    cluster: Cluster, name: str, actors: int, *, batch_bytes: int, note: Callable[[str], None]
-) -> Iterator[list[Node]]:
+def ray_cluster(config: RunConfig, *, batch_bytes: int, note: Callable[[str], None]) -> Iterator[list[Node]]:
     """Connect to Ray and give its nodes. A cluster started here ends on exit, with all of its files.
 
-    ``name``: of the run. ``actors``: number of actors with a CPU (``actor_count``). ``batch_bytes``: size of
-    the largest batch. ``note``: tells the user something.
+    ``batch_bytes``: size of the largest batch. ``note``: tells the user something.
     """
+    cluster = config.cluster
     _check_address(cluster)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     with ExitStack() as stack:
         if cluster.type == "local":
-            folder = OwnedFolder(TEMPORARY, f"ray-{name:.8}")
+            folder = OwnedFolder(TEMPORARY, f"ray-{config.run.name:.8}")
             stack.callback(folder.remove)
             stack.enter_context(guarded(folder.path))
         stack.callback(ray.shutdown)
         if cluster.type == "local":
-            _start_local(actors, folder.path, batch_bytes, note)
+            _start_local(actor_count(config), folder.path, batch_bytes, note)
         else:
             _join_job()
         if threading.current_thread() is threading.main_thread():  # no other thread has signals

@@ -13,7 +13,7 @@ from typing import Literal
 from slipstream.backend.checkpoint.checkpoint_errors import describe
 from slipstream.backend.cluster.node_usage import NodeUsages
 from slipstream.backend.cluster.object_store import batch_bytes
-from slipstream.backend.cluster.placement import actor_count, place
+from slipstream.backend.cluster.placement import place
 from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
 from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.driver.assemble import Parts, assemble
@@ -70,8 +70,7 @@ async def run(
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail;
     engines, trainer and Ray have ended by then.
     """
-    limits = config.cluster, config.run, config.checkpoint
-    stop = Stop(progress, after_s=stop_after_s(*limits, os.environ, time.time()))
+    stop = Stop(progress, after_s=stop_after_s(config, os.environ, time.time()))
     if own is not None:
         own.can_be_stopped_by(stop.ask)
     return await stop.run(
@@ -107,23 +106,18 @@ async def _run(
         for note in inputs.notes:
             progress.note(note)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
-        text, recipe = recipe_text(config), config.model_dump(mode="json")
-        trackers = open_trackers(config.log, config.run, recipe, text, progress.note)
-        metrics = MetricsLog(folder, trackers)
+        recipe = recipe_text(config)
+        metrics = MetricsLog(folder, open_trackers(config, recipe, progress.note))
         stack.callback(metrics.close)
         trace = TraceLog(folder)
         stack.callback(trace.close)
-        metrics.log(state.control.version, {"run/recipe": f"```yaml\n{text}```"})
+        metrics.log(state.control.version, {"run/recipe": f"```yaml\n{recipe}```"})
         await write_engine_model(config, inputs.engine_model, progress.phase, again=accept_changes)
         progress.phase("starting Ray")
         n_samples = config.rollout.n_samples_per_prompt
         trajectories = config.rollout.batch_size * n_samples
         largest = batch_bytes(trajectories, inputs.spec.geometry.max_positions)
-        cluster, run_name = config.cluster, config.run.name
-        connected = ray_cluster(
-            cluster, run_name, actor_count(config), batch_bytes=largest, note=progress.note
-        )
-        nodes = stack.enter_context(connected)
+        nodes = stack.enter_context(ray_cluster(config, batch_bytes=largest, note=progress.note))
         sources = (NodeUsages(nodes).metrics, EpisodeSamples(folder).metrics)
         side = stack.enter_context(closing(SideMetrics(sources, progress.note)))
         recorder = Recorder(

@@ -24,7 +24,7 @@ def config(cluster: str) -> RunConfig:
 
 
 def enter(cluster: str) -> None:
-    with ray_cluster(config(cluster).cluster, "test", 1, batch_bytes=1, note=print):
+    with ray_cluster(config(cluster), batch_bytes=1, note=print):
         pytest.fail("a cluster was started")
 
 

@@ -18,7 +18,7 @@ from slipstream.backend.batch.saved import BATCH_FILES, BATCHES, BatchFileError,
 from slipstream.backend.batch.train_batch import EncodedBatch, StalenessViolation, check_staleness
 from slipstream.backend.cluster.actors import create_ranks
 from slipstream.backend.cluster.object_store import batch_bytes
-from slipstream.backend.cluster.placement import actor_count, place_trainer
+from slipstream.backend.cluster.placement import place_trainer
 from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.cluster.ray_cluster import ray_cluster
 from slipstream.backend.driver.loops.job_end import stop_after_s
@@ -114,8 +114,7 @@ async def run_trainer_half(
     ``config``: from ``trainer_half``. Raises InputError before anything is started, Stopped on a signal, and
     whatever made the run fail.
     """
-    limits = config.cluster, config.run, config.checkpoint
-    stop = Stop(progress, after_s=stop_after_s(*limits, os.environ, time.time()))
+    stop = Stop(progress, after_s=stop_after_s(config, os.environ, time.time()))
     return await stop.run(_run(with_absolute_paths(config), folder, progress, stop, overwrite))
 
 
@@ -133,17 +132,12 @@ async def _run(config: RunConfig, batches: Path, progress: Progress, stop: Stop,
         stack.enter_context(lease.held(stop.fail))
         run = config.run.folder
         progress.keep_in(run)
-        text, recipe = recipe_text(config), config.model_dump(mode="json")
-        trackers = open_trackers(config.log, config.run, recipe, text, progress.note)
-        metrics = MetricsLog(run, trackers)
+        recipe = recipe_text(config)
+        metrics = MetricsLog(run, open_trackers(config, recipe, progress.note))
         stack.callback(metrics.close)
-        metrics.log(0, {"run/recipe": f"```yaml\n{text}```"})
+        metrics.log(0, {"run/recipe": f"```yaml\n{recipe}```"})
         progress.phase("starting Ray")
-        cluster, run_name = config.cluster, config.run.name
-        connected = ray_cluster(
-            cluster, run_name, actor_count(config), batch_bytes=longest, note=progress.note
-        )
-        nodes = stack.enter_context(connected)
+        nodes = stack.enter_context(ray_cluster(config, batch_bytes=longest, note=progress.note))
         logs, timeout_s = run / LOGS, config.run.step_timeout_s
         actors = partial(create_ranks, config, place_trainer(nodes, config), logs)
         trainer = RankedTrainer(RankGroup(actors, timeout_s=timeout_s, logs=logs), step_timeout_s=timeout_s)

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from slipstream.backend.cluster.actors import EngineActors
-from slipstream.backend.cluster.placement import actor_count, place_engines
+from slipstream.backend.cluster.placement import place_engines
 from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
 from slipstream.backend.driver.assemble import live_turns, live_users
 from slipstream.backend.driver.loops.job_end import stop_after_s
@@ -67,8 +67,7 @@ async def serve(
     overwrite: bool = False,
 ) -> None:
     """Serve until the run is stopped, which raises Stopped. Raises InputError before anything is started."""
-    limits = config.cluster, config.run, config.checkpoint
-    stop = Stop(progress, after_s=stop_after_s(*limits, os.environ, time.time()))
+    stop = Stop(progress, after_s=stop_after_s(config, os.environ, time.time()))
     absolute = with_absolute_paths(config)
     await stop.run(_serve(absolute, progress, resume, accept_changes, overwrite, stop))
 
@@ -100,9 +99,7 @@ async def _serve(
         turns = live_turns(config, inputs, state)
         gate = AdmissionGate(state.control, state.intake, state.ledger, listener, live=turns)
         progress.phase("starting Ray")
-        local = config.cluster, config.run.name, actor_count(config)
-        cluster = ray_cluster(*local, batch_bytes=0, note=progress.note)
-        nodes = stack.enter_context(cluster)
+        nodes = stack.enter_context(ray_cluster(config, batch_bytes=0, note=progress.note))
         placement = place_engines(nodes, config)
         actors = EngineActors(config, placement, folder / LOGS, inputs.engine_model.path)
         roster = EngineRoster(

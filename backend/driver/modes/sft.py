@@ -19,7 +19,7 @@ from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError, des
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder, FoundCheckpoint
 from slipstream.backend.cluster.actors import create_ranks
 from slipstream.backend.cluster.object_store import batch_bytes
-from slipstream.backend.cluster.placement import actor_count, place_trainer
+from slipstream.backend.cluster.placement import place_trainer
 from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.cluster.ray_cluster import ray_cluster
 from slipstream.backend.driver.loops.job_end import stop_after_s
@@ -105,8 +105,7 @@ async def run_supervised(
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail.
     """
     config = supervised.run
-    limits = config.cluster, config.run, config.checkpoint
-    stop = Stop(progress, after_s=stop_after_s(*limits, os.environ, time.time()))
+    stop = Stop(progress, after_s=stop_after_s(config, os.environ, time.time()))
     absolute = replace(supervised, run=with_absolute_paths(supervised.run))
     return await stop.run(_run(absolute, progress, stop, resume, accept_changes, overwrite))
 
@@ -132,18 +131,13 @@ async def _run(
         stack.enter_context(lease.held(stop.fail))
         folder = config.run.folder
         progress.keep_in(folder)
-        text, recipe = recipe_text(config), config.model_dump(mode="json")
-        trackers = open_trackers(config.log, config.run, recipe, text, progress.note)
-        metrics = MetricsLog(folder, trackers)
+        recipe = recipe_text(config)
+        metrics = MetricsLog(folder, open_trackers(config, recipe, progress.note))
         stack.callback(metrics.close)
         progress.phase("starting Ray")
         trajectories = config.rollout.batch_size * supervised.targets
         largest = batch_bytes(trajectories, examples.longest)
-        cluster, run_name = config.cluster, config.run.name
-        connected = ray_cluster(
-            cluster, run_name, actor_count(config), batch_bytes=largest, note=progress.note
-        )
-        nodes = stack.enter_context(connected)
+        nodes = stack.enter_context(ray_cluster(config, batch_bytes=largest, note=progress.note))
         logs, timeout_s = folder / LOGS, config.run.step_timeout_s
         placement, rank_class = place_trainer(nodes, config), RANK_CLASSES[supervised.learn]
         actors = partial(create_ranks, config, placement, logs, rank_class=rank_class)
@@ -157,7 +151,7 @@ async def _run(
             position.step = await trainer.restore(checkpoint.path)
             position.position = position.step * config.rollout.batch_size
             progress.note(f"resumed from step {position.step}")
-        metrics.log(position.version, {"run/recipe": f"```yaml\n{text}```"})
+        metrics.log(position.version, {"run/recipe": f"```yaml\n{recipe}```"})
         checkpoints = TrainerCheckpoints(
             config.checkpoint,
             _checkpoint_folder(config),

@@ -1,31 +1,23 @@
 """The trackers that a recipe names."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.util import find_spec
 
 from slipstream.backend.monitor.trackers.mlflow import MlflowTracker
 from slipstream.backend.monitor.trackers.queued import QueuedTracker
 from slipstream.backend.monitor.trackers.wandb import WandbTracker
-from slipstream.configs.schema import LogConfig
-from slipstream.configs.schema.run import RunSection
+from slipstream.configs.schema import LogConfig, RunConfig
 
 
-def open_trackers(
-    log: LogConfig,
-    run: RunSection,
-    recipe: Mapping[str, object],
-    text: str,
-    note: Callable[[str], None],
-) -> list[QueuedTracker]:
-    """Start the trackers of a recipe. ``recipe``, ``text``: all of its settings. ``note``: tells the user
-    something.
-    """
+def open_trackers(config: RunConfig, recipe: str, note: Callable[[str], None]) -> list[QueuedTracker]:
+    """Start the trackers of a recipe. ``recipe``: its text. ``note``: tells the user something."""
+    run, folder, log = config.run.name, config.run.folder, config.log
     trackers: list[QueuedTracker] = []
     if log.wandb is not None:
-        tracker = WandbTracker(log.wandb, run.name, run.folder, recipe)
+        tracker = WandbTracker(log.wandb, run, folder, config.model_dump(mode="json"))
         trackers.append(QueuedTracker(tracker, note, timeout_s=log.wandb.timeout_s))
     if log.mlflow is not None:
-        tracker = MlflowTracker(log.mlflow, run.name, run.folder, text)
+        tracker = MlflowTracker(log.mlflow, run, folder, recipe)
         trackers.append(QueuedTracker(tracker, note, timeout_s=log.mlflow.timeout_s))
     return trackers
 
