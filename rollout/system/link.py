@@ -10,6 +10,7 @@ send again: nothing is kept here.
 import asyncio
 import hmac
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Generic, TypeVar, cast
@@ -92,7 +93,7 @@ class Connection:
 C = TypeVar("C", bound=Connection)
 
 
-class Listener(Generic[C]):
+class Listener(ABC, Generic[C]):
     """Serves the connecting sides of links. Single event loop.
 
     A side that does not do what it should (MalformedFrame, silence) loses its connection. Any other error of
@@ -115,25 +116,25 @@ class Listener(Generic[C]):
 
     # -- What a subclass does
 
+    @abstractmethod
     def _accept(self, name: str) -> C:
         """Return the new connection of ``name``. Raises HTTPConflict."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _joined(self, name: str, connection: C) -> None:
         """Take note of a connection that is open."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _left(self, name: str, connection: C) -> None:
         """Take note of a connection that has ended, or is given up. It may not have been open."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _frames(self, name: str, connection: C) -> Iterable[bytes]:
         """Return what is to be sent now, each made when the one before was sent."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _take(self, name: str, connection: C, frame: bytes) -> None:
         """Take in a frame. Nothing more is read before this returns. Raises MalformedFrame."""
-        raise NotImplementedError
 
     # -- Serving
 
