@@ -1,4 +1,4 @@
-"""Resources that the run's processes use: a small actor samples them on each node, and the driver asks it."""
+"""Resources that the run's processes use. In a job, the driver asks a small actor on each node."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -68,11 +68,11 @@ ANSWER_TIMEOUT_S = 5.0
 """Longest wait for the nodes. A sample takes some milliseconds."""
 
 
-class NodeUsageActor:
-    """Looks at the processes of one node. Ray's daemon there is the parent of all of the run's."""
+class UsageReader:
+    """Looks at the processes of one node that descend from ``root``; an actor's is Ray's daemon."""
 
-    def __init__(self) -> None:
-        self._sampler = UsageSampler(os.getppid())
+    def __init__(self, root: int | None = None) -> None:
+        self._sampler = UsageSampler(os.getppid() if root is None else root)
         self._gpus = GpuReader()
 
     def sample(self) -> dict[str, GroupUsage]:
@@ -81,11 +81,15 @@ class NodeUsageActor:
 
 
 class NodeUsages:
-    """The actors of all nodes. A node that does not answer is left out from then on."""
+    """All nodes of a run. One that does not answer is left out from then on."""
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
-        remote: Any = ray.remote(NodeUsageActor)
-        self._actors: list[Any] = [remote.options(**on_node(node, gpus=0, cpus=0)).remote() for node in nodes]
+    def __init__(self, nodes: Sequence[Node], *, is_local: bool) -> None:
+        """``is_local``: the driver has started Ray, and all processes of the run descend from it."""
+        remote: Any = ray.remote(UsageReader)
+        self._actors: list[Any] = [
+            remote.options(**on_node(node, gpus=0, cpus=0)).remote() for node in nodes if not is_local
+        ]
+        self._here = UsageReader(os.getpid()) if is_local else None
         self._driver = UsageSampler(os.getpid(), "driver")
 
     def metrics(self) -> dict[str, float]:
@@ -94,7 +98,7 @@ class NodeUsages:
         ready, late = (
             ray.wait([*asked], num_returns=len(asked), timeout=ANSWER_TIMEOUT_S) if asked else ((), ())
         )
-        total = self._driver.sample()
+        total = self._driver.sample() | (self._here.sample() if self._here is not None else {})
         for answer in ready:
             try:
                 usage: Mapping[str, GroupUsage] = ray.get(answer)

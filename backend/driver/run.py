@@ -118,7 +118,8 @@ async def _run(
         trajectories = config.rollout.batch_size * n_samples
         largest = batch_bytes(trajectories, inputs.spec.geometry.max_positions)
         nodes = stack.enter_context(ray_cluster(config, batch_bytes=largest, note=progress.note))
-        sources = (NodeUsages(nodes).metrics, EpisodeSamples(folder).metrics)
+        usages = NodeUsages(nodes, is_local=config.cluster.type == "local")
+        sources = (usages.metrics, EpisodeSamples(folder).metrics)
         side = stack.enter_context(closing(SideMetrics(sources, progress.note)))
         recorder = Recorder(
             metrics,

@@ -3,6 +3,8 @@
 raylet ─┬─ ray::EngineActor ─── SGLang's processes          engines
         ├─ ray::CollectorActor ─── judges, sandboxes        collectors
         └─ ray::TrainerActor                                trainer
+
+The driver of a run on one machine is the parent of its raylet.
 """
 
 import os
@@ -120,12 +122,10 @@ class UsageSampler:
         for pid, process in table.items():
             children.setdefault(process.parent, []).append(pid)
         members: dict[int, str | None] = {}
-        waiting: list[tuple[int, str | None]] = [
-            (pid, self._title(pid)) for pid in children.get(self._root, ())
-        ]
+        waiting: list[tuple[int, str | None]] = [(pid, None) for pid in children.get(self._root, ())]
         while waiting:
-            pid, group = waiting.pop()
-            members[pid] = group
+            pid, above = waiting.pop()
+            group = members[pid] = above or self._title(pid)
             waiting += [(child, group) for child in children.get(pid, ())]
         return members
 

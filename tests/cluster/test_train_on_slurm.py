@@ -41,7 +41,7 @@ def test_sbatch_trains_the_quickstart_policy_across_two_nodes(slurm_cluster: Slu
             program for where, program in sockets[node] if where not in (address, "127.0.0.1")
         )
         # Ray's services, which ask for the job's token: two of the raylet, one of each other process.
-        actors = {"ray::TrainerAct", "ray::EngineActo", "ray::CollectorA", "ray::NodeUsageA"}
+        actors = {"ray::TrainerAct", "ray::EngineActo", "ray::CollectorA", "ray::UsageReade"}
         assert set(everywhere) <= {"gcs_server", "raylet", "slipstream", "ray::IDLE", *actors}, sockets[node]
         assert everywhere["raylet"] == 2
         assert everywhere["ray::TrainerAct"] + everywhere["ray::EngineActo"] == 1

@@ -34,7 +34,7 @@ def test_processes_count_for_the_actor_that_they_descend_from(tmp_path):
     process(tmp_path, 2, 1, "ray::EngineActor.serve", 1)
     process(tmp_path, 3, 2, "sglang::scheduler", 10, pages=3)
     process(tmp_path, 4, 1, "ray::CollectorActor", 2, pages=1)
-    process(tmp_path, 5, 1, "ray::NodeUsageActor.sample", 9)
+    process(tmp_path, 5, 1, "ray::UsageReader.sample", 9)
     process(tmp_path, 6, 99, "somebody else's", 9)
     sampler = UsageSampler(1, proc=tmp_path, clock=lambda: now[0])
     first = sampler.sample()
@@ -46,6 +46,16 @@ def test_processes_count_for_the_actor_that_they_descend_from(tmp_path):
     process(tmp_path, 7, 3, "sglang::worker", 2)
     second = sampler.sample()
     assert second["engines"].cpu_cores == 0.7 and second["collectors"].cpu_cores == 0.1
+
+
+def test_the_driver_of_a_run_on_one_machine_is_the_parent_of_its_raylet(tmp_path):
+    process(tmp_path, 1, 0, "slipstream train", 50)
+    process(tmp_path, 2, 1, "raylet", 1)
+    process(tmp_path, 3, 2, "ray::TrainerActor.step", 10, pages=3)
+    process(tmp_path, 4, 3, "a child", 2, pages=1)
+    process(tmp_path, 5, 1, "gateway", 2, pages=1)
+    [(group, usage)] = UsageSampler(1, proc=tmp_path).sample().items()
+    assert (group, usage.pids, usage.memory_bytes) == ("trainer", {3, 4}, 4 * PAGE_BYTES)
 
 
 def test_a_gpu_counts_for_the_groups_with_a_process_on_it():
