@@ -326,6 +326,7 @@ def test_the_command_makes_of_a_runs_checkpoints_what_the_run_would_export(done:
     assert_converted(run)
 
 
+@pytest.mark.slow  # the conversions above have such a family, the test above has the command
 def test_the_command_converts_a_family_of_the_users_in_both_directions(tmp_path):
     """Its ranks are processes of their own, which must find the module as the command does."""
     package = tmp_path / "my_package"

@@ -104,12 +104,10 @@ PAIRS = [(one, other) for one, others in SAME.items() for other in others]
 KEPT = (
     "one rank",
     "tensor 2 + sequence",
-    "data 2 distributed",
     "experts, expert 2",
     "latent attention, tensor 2",
-    "linear attention, tensor 2 + sequence",
 )
-KEPT_PAIRS = [("one rank", "tensor 2 + sequence"), ("one rank", "data 2 distributed")]
+KEPT_PAIRS = [("one rank", "tensor 2 + sequence")]
 
 
 # ---- the two factors of each adapted layer, by HF's names of what it holds

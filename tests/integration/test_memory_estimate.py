@@ -6,6 +6,7 @@ different width has no flash kernel on a CPU, so here they are equally wide.
 """
 
 import weakref
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from tests.integration.test_megatron_parity import config_for
 from tests.integration.test_trainer_checkpoint import trainer_of
 from tests.models import make_checkpoint
 from tests.ranks import Job, run_jobs
+from tests.selection import chosen, shortened
 
 TOKENS, SEGMENT, VOCAB = 2048, 64, 101
 SIZES = {
@@ -188,22 +190,42 @@ def training(rank: RankSpec, config: RunConfig):
         return held._replace(kept=kept[0], peak=counted.peak), estimated(trainer, config, rank.rank)
 
 
+KEPT = (
+    "expert 2, distributed",
+    "tensor 2, float32",
+    "pipeline 2, tied",
+    "sinks and biases",
+    "experts",
+    "latent attention",
+    "linear attention",
+    "full, two layers of three",
+    "selective",
+)
+
+
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+def measured(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("models")
-    for family, sizes in FAMILIES.items():
-        make_checkpoint(folder / family, family, tied=family == "llama", **SIZES, **sizes)
+
+    def checkpoint(family: str) -> Path:
+        if not (folder / family).exists():
+            make_checkpoint(folder / family, family, tied=family == "llama", **SIZES, **FAMILIES[family])
+        return folder / family
+
     jobs: dict[str, Job] = {}
-    for name, (family, dtype, parallel, optimizer) in STATE.items():
-        config = config_for(folder / family, parallel, dtype=dtype, optimizer=optimizer)
-        jobs[name] = Job(2, state, (config,))
-    for name, (family, dtype, actor) in ACTIVATIONS.items():
-        config = config_for(folder / family, {}, dtype=dtype, **{**actor, "microbatch_tokens": TOKENS})
-        jobs[name] = Job(1, training, (config,))
+    for name in chosen(request, "name"):
+        if name in STATE:
+            family, dtype, parallel, optimizer = STATE[name]
+            config = config_for(checkpoint(family), parallel, dtype=dtype, optimizer=optimizer)
+            jobs[name] = Job(2, state, (config,))
+        else:
+            family, dtype, actor = ACTIVATIONS[name]
+            actor = {**actor, "microbatch_tokens": TOKENS}
+            jobs[name] = Job(1, training, (config_for(checkpoint(family), {}, dtype=dtype, **actor),))
     return run_jobs(jobs)
 
 
-@pytest.mark.parametrize("name", [*STATE, *ACTIVATIONS])
+@pytest.mark.parametrize("name", shortened([*STATE, *ACTIVATIONS], KEPT))
 def test_weights_gradients_and_optimizer_are_exact_on_every_rank(measured, name):
     for held, estimate in measured[name]:
         assert (estimate.weights, estimate.gradients) == held[:2]
@@ -211,7 +233,7 @@ def test_weights_gradients_and_optimizer_are_exact_on_every_rank(measured, name)
         assert estimate.optimizer == max(other.optimizer for other in stage)
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", shortened(ACTIVATIONS, KEPT))
 def test_activations_are_within_a_tenth(measured, name):
     [(held, estimate)] = measured[name]
     assert estimate.activations == pytest.approx(held.kept, rel=0.1)

@@ -192,8 +192,8 @@ def models(tmp_path_factory) -> Path:
 
 POISONED = {"first mini-batch": 0, "middle mini-batch": 1, "last mini-batch": 2}
 PLACES = [(case, where) for case in CASES for where in POISONED]
-KEPT_PLACES = [(case, list(POISONED)[number % 3]) for number, case in enumerate(CASES)]
-KEPT = ("one rank", "tensor 2, bfloat16", "pipeline 2", "data 2, overlapped", "expert 2")
+KEPT = ("one rank", "tensor 2, bfloat16", "pipeline 2", "expert 2")
+KEPT_PLACES = [(case, list(POISONED)[number % 3]) for number, case in enumerate(KEPT)]
 REWARDED = ("one rank", "tensor 2, bfloat16", "data 2", "pipeline 2")
 KEPT_REWARDED = ("one rank", "pipeline 2")
 

@@ -132,7 +132,6 @@ RESHARDED = {
 
 KEPT = (
     "one rank",
-    "tensor 2 bfloat16",
     "virtual pipeline 2",
     "expert 2 distributed",
     "tensor 2 adapters bfloat16",
