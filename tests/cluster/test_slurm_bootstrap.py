@@ -82,6 +82,7 @@ def facts(output: str) -> dict[str, object]:
     return found
 
 
+@pytest.mark.slow  # test_train_on_slurm.py has a real run on two nodes
 def test_a_completed_run_had_an_actor_on_every_node_and_leaves_nothing_running(jobs: Jobs) -> None:
     # As a job that was killed has left it, and as one that runs on another node holds it.
     left, used = (Path(tempfile.mkdtemp(prefix="slipstream.0.", dir="/tmp")) for _ in "12")
@@ -223,6 +224,7 @@ def contained(jobs: Jobs, runtime: str, program: str, text: str) -> dict[str, st
     }
 
 
+@pytest.mark.slow
 def test_with_apptainer_everything_of_a_job_runs_in_the_image(jobs: Jobs) -> None:
     job = jobs.submit({}, nodes=2, env=contained(jobs, "apptainer", "apptainer", APPTAINER))
     result = jobs.finish(job)
@@ -235,7 +237,7 @@ def test_with_apptainer_everything_of_a_job_runs_in_the_image(jobs: Jobs) -> Non
     assert all(program in started for program in ("own_address.py", "wait_for_nodes.py", "contain.py"))
 
 
-@pytest.mark.slow  # the next test starts a container too
+@pytest.mark.slow
 def test_with_pyxis_a_run_in_the_image_gets_one_sigterm_and_saves_its_state(jobs: Jobs) -> None:
     variables = contained(jobs, "pyxis", "srun", SRUN)
     job = jobs.submit({"linger": True, "exit_code": 9}, nodes=1, env=variables)

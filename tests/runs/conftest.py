@@ -181,7 +181,7 @@ def start_run(
         f"model.path={inputs / 'policy'}",
         f"data.path={inputs / 'train.jsonl'}",
         f"eval.path={inputs / 'heldout.jsonl'}",
-        "eval.max_prompts=50",
+        "eval.max_prompts=20",
         "eval.every=0",
         "rollout.batch_size=4",
         "rollout.n_samples_per_prompt=4",

@@ -52,14 +52,15 @@ def send(pids: list[int], number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
+@pytest.mark.slow  # test_driver_verification.py has the comparison, test_resume.py an engine that is killed
 @pytest.mark.timeout(600)
 def test_a_corrupted_version_and_an_engine_killed_inside_an_update(launch: Launch, tmp_path: Path):
     """First both engines get a version with noise in it: they agree with each other, not with the trainer.
     Later one of them is killed while it receives, which costs the other one nothing.
     """
     held = tmp_path / "held"
-    steps = 26
-    run = launch(*SETTINGS, f"run.steps={steps}", fault=f"corrupt:5,hold:14:{held}")
+    steps = 10
+    run = launch(*SETTINGS, f"run.steps={steps}", fault=f"corrupt:2,hold:7:{held}")
     wait_for(held)
     assert restarts_so_far(run) == 2, "both engines were started again"
     send(engines(run)[0], signal.SIGKILL)

@@ -7,9 +7,7 @@ from tests.crash.live import LiveKill, LiveSweep
 KILLS = (
     LiveKill(0, "gateway", "under load", 0.5),
     LiveKill(1, "driver", "under load", 0.5),
-    LiveKill(2, "gateway", "just started", 5.0),
 )
-"""The last one hits the gateway that has outlived its driver, while the next driver starts."""
 
 
 def test_no_acknowledged_turn_is_lost_or_trained_twice(tmp_path: Path):

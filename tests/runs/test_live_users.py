@@ -71,6 +71,7 @@ def stored_turns(folder: Path) -> dict[int, list[tuple[str, list[int], list[int]
     return turns
 
 
+@pytest.mark.slow  # test_live_kills.py has users of a run whose gateway and driver are killed
 @pytest.mark.timeout(300)
 def test_what_users_got_is_in_the_ledger_once_and_is_what_was_trained(launch: Launch, tmp_path: Path):
     key = add_key(tmp_path / "run.keys.json", "ann")

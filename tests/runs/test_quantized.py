@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -28,6 +29,7 @@ def quantized(policy: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": FP8}))
 
 
+@pytest.mark.slow  # test_publishing_matrix.py has trainer and engine, test_bridge_quantization.py the values
 def test_a_run_begins_with_the_values_of_a_quantized_checkpoint_and_exports_unquantized(
     inputs, tmp_path, launch
 ):

@@ -1,8 +1,8 @@
 """Runs that were killed, resumed as a user resumes them: real Megatron, SGLang and Ray.
 
 Most tests read one run, which takes seconds to start: its trainer is killed while it commits a checkpoint, it
-goes on, is stopped and resumed, its driver is killed, it is resumed again, its collector is killed, and it
-finishes.
+goes on, is stopped and resumed, its driver is killed, it is resumed again, its collector and its engine are
+killed, and it finishes.
 """
 
 import json
@@ -170,7 +170,7 @@ def test_a_resume_with_another_seed_is_refused_and_changes_nothing(audited: dict
     assert audit(root / NAME) == audited
 
 
-def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes_without_its_collector(
+def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes_although_others_die(
     audited: dict, inputs: Path, root: Path
 ):
     folder = root / NAME
@@ -190,6 +190,9 @@ def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes_w
         wait_for("a step", lambda: len(records_in(folder)) > logged, run)
         [collector] = run.pids_of("ray::CollectorActor")
         os.kill(collector, signal.SIGKILL)
+        wait_for("another collector", lambda: "collector-0 is started again" in run.output(), run)
+        for pid in run.pids_of("sglang::scheduler"):
+            os.kill(pid, signal.SIGKILL)
         assert run.process.wait(240) == 0, run.output()
         run.assert_nothing_left()
     finally:
@@ -197,6 +200,7 @@ def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes_w
     assert f"passes over 4,096 prompts are {steps} steps" in run.output()
     assert f"step {steps}/{steps} " in run.output()
     assert "collector-0 is started again: its process has ended" in run.output()
+    assert "engine-0 is started again" in run.output()
     assert f"checkpoint {newest.name} is damaged: {shard.name} has a wrong checksum" in run.output()
     resumed = re.search(rf"resumed from version {int(older.name[1:])} \(step (\d+)\)", run.output())
     assert resumed, run.output()
@@ -206,7 +210,7 @@ def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes_w
     assert (found["starts"], found["steps"]) == (4, steps)
     assert found["steps_lost"] >= before["steps"] - int(resumed[1]) > 0
     result = summary(run)
-    assert (result["exit"], result["resumed"]) == ("done", 3)
+    assert (result["exit"], result["resumed"], result["engine_restarts"]) == ("done", 3, 1)
     versions = [record["step"] for record in records_in(folder)]
     assert versions == sorted(set(versions)), "a version number was used twice"
 

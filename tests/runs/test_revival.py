@@ -70,6 +70,7 @@ def test_a_rank_killed_in_training_costs_the_steps_since_the_checkpoint(launch: 
     goes_on_to_its_end(run, engines)
 
 
+@pytest.mark.slow  # test_control_schedules.py has the numbers, test_resume.py a trainer that is killed
 def test_a_trainer_restored_farther_back_than_the_bound_is_published_under_a_new_number(launch: Launch):
     """It begins with the initial weights, and nothing that the engines sample can be trained any more."""
     run = launch(*SETTINGS, "rollout.max_head_offpolicyness=1", "checkpoint.every=0")

@@ -58,7 +58,7 @@ def finish(run: LaunchedRun, timeout_s: float = 240) -> int:
 Launch = Callable[..., LaunchedRun]
 
 
-@pytest.mark.slow  # test_bad_updates.py kills an engine too, inside of an update
+@pytest.mark.slow  # test_resume.py kills an engine too
 @pytest.mark.parametrize("interrupt", ["retract", "in_place"])
 def test_a_killed_engine_is_replaced_and_brought_to_the_current_version(launch: Launch, interrupt: str):
     """Asynchronous, trained with tensor parallel 2 (retract) or pipeline parallel 2 (in place).

@@ -32,6 +32,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.slow  # tests/agents has hooks at an engine; `make test-slime` runs this
 def test_a_run_of_hooks_trains_what_the_engines_have_sampled(
     launch: Callable[..., LaunchedRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

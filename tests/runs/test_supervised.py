@@ -215,6 +215,7 @@ def reward_model_without_a_break(rank: RankSpec, asked: Supervised) -> dict:
     return exported(trainer._plan, trainer._parameters, rank.rank)
 
 
+@pytest.mark.slow  # the gradient is tested above, the command with a policy
 def test_slipstream_sft_trains_a_reward_model_that_transformers_loads(recipe, tmp_path: Path):
     """Killed behind a checkpoint and resumed, it ends with the weights that it would have had."""
     file, folder = recipe(learn="preferences", checkpoint={"every": 4}), tmp_path / "runs/sft"

@@ -14,6 +14,7 @@ from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine.growing import GrowingCompletion
 from tests.models import make_checkpoint, reference_logprobs, reference_model
 from tests.runs.engines.conftest import VOCAB, Server, serve
+from tests.selection import shortened
 
 PROMPT = 40
 """Number of tokens of the first prompt."""
@@ -23,7 +24,7 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module", params=sorted(SETTINGS))
+@pytest.fixture(scope="module", params=shortened(sorted(SETTINGS), ("kimi_k2",)))
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, Path]]:
