@@ -155,7 +155,7 @@ def test_without_a_bound_the_lag_grows_to_half_of_the_steps():
     assert [step - sampled_from(step, UNBOUNDED) for step in range(7)] == [0, 1, 1, 2, 2, 3, 3]
 
 
-@pytest.mark.parametrize("eta", [2, UNBOUNDED])
+@pytest.mark.parametrize("eta", [2, pytest.param(UNBOUNDED, marks=pytest.mark.slow)])
 def test_behaviour_logprobs_are_those_of_the_version_that_the_lag_says(inputs, eta):
     run = Run(SETTING, "naive", eta, inputs)
     snapshots = [copy.deepcopy(inputs.warm)]
@@ -231,7 +231,9 @@ def plain_step(policy, batch, *, decoupled: bool, lr: float, moments, step: int)
             weight.sub_(lr * moved)
 
 
-@pytest.mark.parametrize(("method", "decoupled"), [("naive", False), ("decoupled", True)])
+@pytest.mark.parametrize(
+    ("method", "decoupled"), [pytest.param("naive", False, marks=pytest.mark.slow), ("decoupled", True)]
+)
 def test_a_training_step_is_the_one_written_out(inputs, method, decoupled):
     actor = config_of(method, 1e-3).actor.model_copy(update={"minibatches": 1})
     run = Run(SETTING, method, 2, inputs)

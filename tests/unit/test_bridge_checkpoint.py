@@ -274,6 +274,7 @@ ONCE = settings(
 )
 
 
+@pytest.mark.slow  # test_convert.py has exports of what was written in other layouts
 @ONCE
 @given(st.data())
 def test_the_export_of_four_ranks_equals_what_they_loaded_bit_for_bit(tmp_path_factory, data):

@@ -8,8 +8,8 @@ import pytest
 
 from tests.environment import ROOT, environment
 
-CONVERSATIONS = 42
-"""Seven for each chat template."""
+CONVERSATIONS = 24
+"""Four for each chat template."""
 
 
 @pytest.fixture(scope="module")

@@ -143,24 +143,24 @@ def test_every_kind_of_real_number_is_a_reward(judging):
     assert all(type(answer) is float for answer in answers)
 
 
-@pytest.mark.parametrize(
-    "behaviour",
-    [
-        "waits_in_a_thread_that_never_ends",
-        "forks_and_returns_twice",
-        "forks_and_raises",
-        "forks_a_child_that_lingers",
-        "forks_a_daemon",
-        "starts_a_program_that_lingers",
-        "starts_a_program_with_a_bare_environment",
-        "leaves_a_temporary_file",
-        "closes_its_output",
-    ],
+LEAVES_SOMETHING = (
+    "waits_in_a_thread_that_never_ends",
+    "forks_and_returns_twice",
+    "forks_and_raises",
+    "forks_a_child_that_lingers",
+    "forks_a_daemon",
+    "starts_a_program_that_lingers",
+    "starts_a_program_with_a_bare_environment",
+    "leaves_a_temporary_file",
+    "closes_its_output",
 )
-def test_what_a_reward_leaves_behind_ends_with_its_pool(judging, monkeypatch, behaviour):
+
+
+def test_what_rewards_leave_behind_ends_with_their_pool(judging, monkeypatch):
     monkeypatch.setattr(judge_process, "GRACE_S", 0.5)  # for the thread that never ends
-    answers = judging.ask(["2", behaviour, "3"])
-    assert answers == [2.0, 1.0, 3.0]
+    responses = [response for behaviour in LEAVES_SOMETHING for response in (behaviour, "3")]
+    answers = judging.ask(["2", *responses])
+    assert answers == [2.0, *[1.0, 3.0] * len(LEAVES_SOMETHING)]
     assert (judging.status.failed_attempts, judging.status.restarts) == (0, 0)
 
 
