@@ -1,6 +1,7 @@
 """Small random HF checkpoints of each supported family, and their reference log-probs and gradients."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,30 @@ ROPES = {
     },
 }
 """Variants of rotary embeddings, with wavelengths on both sides of their borders."""
+
+
+def stack_experts(folder: Path) -> None:
+    """Stack the experts of a checkpoint, as Qwen3.5-MoE is published and transformers holds them."""
+    stacked, single = dict[str, torch.Tensor](), dict[str, dict[str, list[torch.Tensor]]]()
+    for name, tensor in sorted(load_file(folder / "model.safetensors").items(), key=_expert_of):
+        if match := _EXPERT.fullmatch(name):
+            single.setdefault(match[1], {}).setdefault(_KINDS.get(match[3], match[3]), []).append(tensor)
+        else:
+            stacked[name] = tensor
+    for prefix, kinds in single.items():
+        gate, up, down = (torch.stack(kinds[kind]) for kind in ("gate_proj", "up_proj", "down_proj"))
+        stacked |= {f"{prefix}.gate_up_proj": torch.cat([gate, up], 1), f"{prefix}.down_proj": down}
+    save_file(stacked, folder / "model.safetensors", {"format": "pt"})
+
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+_KINDS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+"""Projections of MiniMax's experts, by their names."""
+
+
+def _expert_of(item: tuple[str, torch.Tensor]) -> int:
+    match = _EXPERT.fullmatch(item[0])
+    return int(match[2]) if match else -1
 
 
 def make_checkpoint(

@@ -84,7 +84,7 @@ def check(config: RunConfig, *, weights: bool = True, supervised: Supervised | N
     """
     from slipstream.backend.commands.check_data import input_problems
     from slipstream.backend.commands.machine import fp8_problems_of, host_facts, machine_problems
-    from slipstream.backend.driver.start.engine_model import engine_problems, quantization_notes
+    from slipstream.backend.driver.start.engine_model import checkpoint_notes, engine_problems
     from slipstream.backend.driver.start.inputs import (
         adapter_problems,
         checkpoint_problems,
@@ -98,7 +98,7 @@ def check(config: RunConfig, *, weights: bool = True, supervised: Supervised | N
     if (config.model.path / "config.json").exists():
         try:
             plan = planned(config, supervised=supervised is not None)
-            notes += quantization_notes(config, plan.export.spec, has_engines=supervised is None)
+            notes += checkpoint_notes(config, plan.export.spec, has_engines=supervised is None)
             problems += engine_problems(config, plan.export.spec)
             problems += adapter_problems(config, plan.export.spec)
             problems += misfits(plan.stages, plan.engine, config.rollout.engine.ranks, plan.gpu_memory)

@@ -139,7 +139,8 @@ def megatron_to_hf(
 
 def _account(out: Path, spec: ModelSpec, parallel: ParallelConfig) -> str:
     parameters = sum(entry.numel for entry in entries(spec, Layout()))
-    return f"{out}: {spec.geometry.family}, {parameters:,} parameters, by {_ranks(parallel)}"
+    line = f"{out}: {spec.geometry.family}, {parameters:,} parameters, by {_ranks(parallel)}"
+    return "\n".join([line, *(f"  {spec.path}: {note}" for note in spec.notes)])
 
 
 def _ranks(parallel: ParallelConfig) -> str:

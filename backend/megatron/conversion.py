@@ -118,7 +118,7 @@ def write_huggingface(
             return []
         plan = make_plan(spec, layout, FILE_BYTES, dtype.itemsize)
         buckets = export(plan, [named_shards(part) for part in parts], rank.rank)
-        write_hf(buckets, model, folder, passed_through=spec.mappings.passed_through)
+        write_hf(buckets, model, folder, kept=spec.kept)
         return []
 
 

@@ -12,6 +12,7 @@ from math import lcm, prod
 from typing import Literal
 
 from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.model.mapping import OUTPUT
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.adapter import is_adapted
 from slipstream.bridge.shards.plan import Entry, entries
@@ -104,7 +105,7 @@ def stage_parameters(
     if spec.geometry.tied_embeddings and layout.pipeline > 1:
         [words] = spec.mappings.embedding
         last = layout.pipeline - 1
-        add(Entry(words, last, layout.chunks - 1, "output_layer.weight", words.hf, None), last, -1)
+        add(Entry(words, last, layout.chunks - 1, OUTPUT, words.hf, None), last, -1)
     stages: list[StageParameters] = []
     for stage in range(layout.pipeline):
         held = tuple(lists.shapes for lists in weights[stage])

@@ -232,7 +232,7 @@ def _disk_transport(
         written,
         dtype=getattr(torch, dtype),
         quantization=None if fp8 is None else fp8.config(names),
-        passed_through=plan.spec.mappings.passed_through,
+        kept=plan.spec.kept,
     )
 
 

@@ -310,7 +310,7 @@ class TrainerRank(CheckpointedRank):
         """
         self._require_finite("the weights of the policy", self._parameters)
         buckets = export(self._plan, self._parameters, dist.get_rank())
-        write_hf(buckets, self._spec.path, folder, passed_through=self._spec.mappings.passed_through)
+        write_hf(buckets, self._spec.path, folder, kept=self._spec.kept)
         if self._adapter is not None:
             self._adapter.write(peft_folder(folder))
         self.flush()  # nothing is trained after the export

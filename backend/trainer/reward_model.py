@@ -109,8 +109,7 @@ class RewardModelRank(CheckpointedRank):
         """
         self._require_finite("the weights of the reward model", self._parameters)
         buckets = export(self._plan, self._parameters, dist.get_rank())
-        passed_through = self._spec.mappings.passed_through
-        if write_hf(buckets, self._spec.path, folder, passed_through=passed_through):
+        if write_hf(buckets, self._spec.path, folder, kept=self._spec.kept):
             file = folder / "config.json"
             hf = json.loads(file.read_text())
             names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in hf["architectures"]]

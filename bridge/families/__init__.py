@@ -5,6 +5,7 @@ a recipe names others by import path, in ``model.families`` (docs/adding_a_model
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -27,8 +28,10 @@ from slipstream.bridge.families import (
     seed_oss,
 )
 from slipstream.bridge.families.missing import missing_parts
+from slipstream.bridge.families.stored import as_stored
 from slipstream.bridge.families.text_part import TextPart
 from slipstream.bridge.hf.config import HfConfig, UnsupportedModel, read_config
+from slipstream.bridge.hf.index import HfCheckpointError, listing
 from slipstream.bridge.hf.quantization import quantization_of
 from slipstream.bridge.model.geometry import Geometry
 from slipstream.bridge.model.mapping import Mappings
@@ -107,15 +110,26 @@ FAMILIES: dict[str, Family] = {
 
 
 def model_spec(model_path: Path, own: Mapping[str, Family] | None = None) -> ModelSpec:
-    """Read the config of the HF checkpoint directory ``model_path``. Raises UnsupportedModel.
+    """Read the config of the HF checkpoint directory ``model_path``, and the names of its tensors.
 
-    ``own``: families of the user's by ``model_type``, which come before ours.
+    Raises UnsupportedModel. ``own``: families of the user's by ``model_type``, which come before ours.
     """
-    return spec_of(read_config(model_path), Path(model_path), own)
+    hf, path = read_config(model_path), Path(model_path)
+    spec, family = _spec_and_family(hf, path, own)
+    try:
+        found = listing(path)
+    except (HfCheckpointError, OSError):
+        return spec_of(hf, path, own)  # a config alone, or files that ``check_tensors`` refuses
+    return as_stored(spec, hf, family, found)
 
 
 def spec_of(hf: HfConfig, path: Path, own: Mapping[str, Family] | None = None) -> ModelSpec:
-    """Return the spec of a config. ``path``: where the weights are; it is not read here."""
+    """Return the spec of a config alone. ``path``: where the weights are; it is not read here."""
+    spec, _ = _spec_and_family(hf, path, own)
+    return replace(spec, mappings=spec.mappings.with_experts_of(()))
+
+
+def _spec_and_family(hf: HfConfig, path: Path, own: Mapping[str, Family] | None) -> tuple[ModelSpec, Family]:
     kind, families = hf.get("model_type"), {**FAMILIES, **(own or {})}
     family = families.get(kind) if isinstance(kind, str) else None
     if family is None:
@@ -130,7 +144,7 @@ def spec_of(hf: HfConfig, path: Path, own: Mapping[str, Family] | None = None) -
     _require_kind(kind, "geometry", geometry, Geometry)
     mappings = family.mappings(geometry)
     _require_kind(kind, "mappings", mappings, Mappings)
-    return ModelSpec(path, geometry, mappings, quantization=quantization_of(hf))
+    return ModelSpec(path, geometry, mappings, quantization=quantization_of(hf)), family
 
 
 def _not_mapped(kind: object, parts: Sequence[str], families: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from slipstream.bridge.model.geometry import DeltaNet, Experts, Geometry, GroupedAttention, LatentAttention
 from slipstream.bridge.model.mapping import (
+    OUTPUT,
     Columns,
     Mapping,
     Mappings,
@@ -319,7 +320,7 @@ def with_words(geometry: Geometry, layers: Iterable[tuple[Mapping, ...]]) -> Map
     """Return the mappings of a decoder with these layers: add the embedding, the last norm and the head."""
     words = Vocabulary(geometry.vocab, geometry.hidden)
     final_norm = Mapping("decoder.final_layernorm.weight", ("model.norm.weight",), Whole((geometry.hidden,)))
-    output = Mapping("output_layer.weight", ("lm_head.weight",), words)
+    output = Mapping(OUTPUT, ("lm_head.weight",), words)
     return Mappings(
         embedding=(Mapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), words),),
         layers=tuple(layers),

@@ -1,9 +1,12 @@
 """The language models of Qwen3.5, dense and with experts: Qwen3-Next with separate projections."""
 
-from slipstream.bridge.families.parts import decoder as mappings
+from dataclasses import replace
+
+from slipstream.bridge.families.parts import decoder
 from slipstream.bridge.families.qwen3_next import gated_experts, hybrid
 from slipstream.bridge.hf.config import HfConfig, refuse
 from slipstream.bridge.model.geometry import Geometry
+from slipstream.bridge.model.mapping import Mappings
 
 __all__ = ["geometry", "mappings"]
 
@@ -14,3 +17,7 @@ def geometry(hf: HfConfig) -> Geometry:
     # All layers have experts, whose weights transformers always normalizes.
     refuse(hf, decoder_sparse_step=(1, None), mlp_only_layers=([], None), norm_topk_prob=(True, None))
     return hybrid({"intermediate_size": 0, **hf}, interleaved=False, experts=gated_experts(hf))
+
+
+def mappings(geometry: Geometry) -> Mappings:
+    return replace(decoder(geometry), stacks_experts=True)

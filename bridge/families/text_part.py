@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from slipstream.bridge.hf.config import HfConfig, UnsupportedModel, section
+from slipstream.bridge.hf.kept import TIED
 from slipstream.bridge.model.geometry import Geometry
 from slipstream.bridge.model.mapping import Mappings
 
@@ -38,8 +39,9 @@ class TextPart:
                 f"{kind}: a language model of model_type {text.get('model_type')!r} (text_config) is not "
                 f"mapped, expected {' or '.join(self.model_types)}"
             )
-        tied = hf.get("tie_word_embeddings", text.get("tie_word_embeddings"))
-        return replace(self.text.geometry({**text, "tie_word_embeddings": tied}), family=str(kind))
+        stated = hf.get(TIED)
+        tied = text.get(TIED) if stated is None else stated
+        return replace(self.text.geometry({**text, TIED: tied}), family=str(kind))
 
     def mappings(self, geometry: Geometry) -> Mappings:
         mappings = self.text.mappings(geometry).renamed(self._name)

@@ -9,6 +9,7 @@ from torch import Tensor
 from slipstream.bridge.hf.bucket import FlatBucket
 from slipstream.bridge.hf.files import HFCheckpoint, write_hf
 from slipstream.bridge.hf.index import HfCheckpointError, StoredTensor, stored_tensors
+from slipstream.bridge.hf.kept import NOTHING_KEPT, Kept
 from slipstream.bridge.hf.quantization import EngineFp8, Quantization, QuantizedTensor, join_parts
 from slipstream.bridge.hf.quantized import engine_parts
 
@@ -23,6 +24,7 @@ def write_copy(
     *,
     dtype: torch.dtype,
     fp8: EngineFp8 | None,
+    kept: Kept = NOTHING_KEPT,
 ) -> int:
     """Write the checkpoint at ``source``, whose weights have this ``quantization``, into ``folder``.
 
@@ -42,6 +44,7 @@ def write_copy(
             folder,
             dtype=dtype,
             quantization=None if fp8 is None else fp8.config(stored),
+            kept=kept,
         )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipstream.bridge.hf.bucket import FlatBucket
 from slipstream.bridge.hf.index import INDEX, HfCheckpointError, StoredTensor, stored_tensors
+from slipstream.bridge.hf.kept import NOTHING_KEPT, Kept
 from slipstream.bridge.hf.quantization import (
     OLD_SETTING,
     SETTING,
@@ -78,21 +79,13 @@ class HFCheckpoint:
         return self._opened[file].get_tensor(name)
 
 
-_SIDE_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "chat_template*",
-    "*preprocessor_config.json",
-    "processor_config.json",
-    "*.model",
-    "*.py",
+_WEIGHTS = (
+    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf"),
+    *(".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".distcp"),
+    "adapter_config.json",  # without its weights, transformers would look for them
+    *("hf_quant_config.json", "quant_config.json", "quantize_config.json"),
 )
-"""Files of a checkpoint besides its weights: configs, tokenizer, and code that ``auto_map`` names."""
+"""Endings of the names of weights, and of configs that describe weights which an export does not have."""
 
 PASSED_THROUGH = "model-passed-through.safetensors"
 """File of the tensors that are not trained."""
@@ -105,17 +98,17 @@ def write_hf(
     *,
     dtype: torch.dtype | None = None,
     quantization: Mapping[str, object] | None = None,
-    passed_through: tuple[str, ...] = (),
+    kept: Kept = NOTHING_KEPT,
 ) -> int:
-    """Write exported buckets as an HF checkpoint directory, with the config and tokenizer of ``source``.
+    """Write exported buckets as an HF checkpoint directory, with all files of ``source`` but its weights.
 
     ``dtype``: of the unquantized weights; None: that of the first bucket. ``quantization``: the config's
     ``quantization_config``, whatever that of ``source`` is; None: the weights are not quantized.
 
-    Each bucket becomes one safetensors file. The tensors of ``source`` whose names begin with one of
-    ``passed_through`` become another. The directory is made under a temporary name and renamed when
-    it is complete and on disk. A rank that is not the sender gets no buckets and writes nothing; it iterates
-    so that its shards are sent. Returns the bytes of the tensors; 0 on such a rank.
+    Each bucket becomes one safetensors file. The tensors of ``source`` that are passed through (``kept``)
+    become another. The directory is made under a temporary name and renamed when it is complete and on disk.
+    A rank that is not the sender gets no buckets and writes nothing; it iterates so that its shards are sent.
+    Returns the bytes of the tensors; 0 on such a rank.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     weight_map: dict[str, str] = {}
@@ -127,29 +120,43 @@ def write_hf(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         file = f"model-{number:05d}.safetensors"
-        save_file(
-            {name: t.contiguous().cpu() for name, t in bucket.tensors()}, partial / file, {"format": "pt"}
-        )
-        weight_map.update(dict.fromkeys(bucket.names, file))
-        total += bucket.flat.nbytes
+        tensors = {name: t.contiguous().cpu() for name, t in bucket.tensors()}
+        if kept.tied_head is not None and kept.tied_head[1] in tensors:
+            head, words = kept.tied_head
+            tensors[head] = tensors[words].clone()  # safetensors refuses tensors that share memory
+        save_file(tensors, partial / file, {"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, file))
+        total += sum(tensor.nbytes for tensor in tensors.values())
         dtype = dtype or bucket.flat.dtype
     if not weight_map or dtype is None:
         return 0
-    if passed_through:
-        total += _pass_through(source, passed_through, partial / PASSED_THROUGH, weight_map)
+    if kept.passed_through:
+        total += _pass_through(source, kept.passed_through, partial / PASSED_THROUGH, weight_map)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (partial / INDEX).write_text(json.dumps(index, indent=2))
-    for pattern in _SIDE_FILES:
-        for file in source.glob(pattern):
-            shutil.copyfile(file, partial / file.name)  # with the permissions of new files, not its own
-    _describe_weights(partial / "config.json", dtype, quantization)
-    for path in (*partial.iterdir(), partial):
+    _copy_side_files(source, partial)
+    _describe_weights(partial / "config.json", dtype, quantization, kept)
+    for path in (*partial.rglob("*"), partial):
         sync(path)
     if folder.exists():
         shutil.rmtree(folder)
     partial.rename(folder)
     sync(folder.parent)
     return total
+
+
+def _copy_side_files(source: Path, folder: Path) -> None:
+    """Copy what ``source`` has besides weights: configs, tokenizer, code that ``auto_map`` names, folders.
+
+    Hidden folders (of git, and of downloads) and links to folders are left out.
+    """
+    for path in source.iterdir():
+        if path.is_dir():
+            if not path.is_symlink() and not path.name.startswith("."):
+                _copy_side_files(path, folder / path.name)
+        elif path.is_file() and not path.name.endswith(_WEIGHTS):
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / path.name)  # with the permissions of new files, not its own
 
 
 def _pass_through(source: Path, prefixes: tuple[str, ...], file: Path, weight_map: dict[str, str]) -> int:
@@ -173,8 +180,10 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _describe_weights(config: Path, dtype: torch.dtype, quantization: Mapping[str, object] | None) -> None:
-    """Write the dtype of the weights and their quantization into the config.
+def _describe_weights(
+    config: Path, dtype: torch.dtype, quantization: Mapping[str, object] | None, kept: Kept
+) -> None:
+    """Write the dtype of the weights, their quantization and whether the head is tied into the config.
 
     A program that is given no dtype uses the config's.
     """
@@ -187,4 +196,5 @@ def _describe_weights(config: Path, dtype: torch.dtype, quantization: Mapping[st
         each.update({spelling: name for spelling in ("dtype", "torch_dtype") if spelling in each})
     if quantization is not None:
         hf[SETTING] = quantization
+    kept.correct(hf)
     config.write_text(json.dumps(hf, indent=2) + "\n")

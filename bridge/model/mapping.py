@@ -10,7 +10,7 @@ Plans and checks use this module without torch, so it is not imported here; tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol, cast
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
+
+OUTPUT = "output_layer.weight"
+"""Megatron's name of the head."""
 
 
 def is_attention(hf: str) -> bool:
@@ -304,6 +307,22 @@ class Mapping:
         """True if each HF tensor holds the parameter of every expert."""
         return self.per_expert and not any("{expert}" in name for name in self.hf)
 
+    def stacking_experts(self) -> Mapping:
+        """Return the mapping of an expert's projections from HF tensors that stack those of all experts.
+
+        Each of them then has its gate and its up projection, in this order, in one tensor.
+        """
+        prefix, _, _ = self.hf[0].partition(".{expert}.")
+        match self.split:
+            case Rows(rows=(gate, up), columns=int(columns), label=label) if gate == up:
+                halves = (RowRun(0, 0, 1, stride=1), RowRun(0, gate, 1, stride=1))
+                split = Runs(((2 * gate, columns),), gate, halves, by_unit=False, label=label)
+                return replace(self, hf=(f"{prefix}.gate_up_proj",), split=split)
+            case Columns():
+                return replace(self, hf=(f"{prefix}.down_proj",))
+            case _:
+                return self
+
     def name(self, spec: LayerSpec) -> str:
         return self.te if self.te and spec == "transformer_engine" else self.megatron
 
@@ -318,6 +337,8 @@ class Mappings:
     passed_through: tuple[str, ...] = ()
     """Prefixes of the names of HF tensors that are not of the language model. They are not trained: every
     checkpoint that is written has them as they were read."""
+    stacks_experts: bool = False
+    """Published checkpoints stack the experts of a layer."""
 
     def renamed(self, new_name: Callable[[str], str]) -> Mappings:
         """Return the same mappings with ``new_name`` of each HF name."""
@@ -327,6 +348,24 @@ class Mappings:
 
         layers = tuple(map(renamed, self.layers))
         return replace(self, embedding=renamed(self.embedding), layers=layers, head=renamed(self.head))
+
+    def with_experts_of(self, stored: Container[str]) -> Mappings:
+        """Return the mappings with the names that experts have among those ``stored``: each expert has
+        tensors of its own, or those of a layer are stacked. Without either it is as published.
+        """
+
+        def chosen(mapping: Mapping, layer: int) -> Mapping:
+            if not mapping.per_expert or mapping.stacked:
+                return mapping
+            single = (name.format(layer=layer, expert=0) for name in mapping.hf)
+            stacking = mapping.stacking_experts()
+            stacked = (name.format(layer=layer) for name in stacking.hf if "{expert}" not in name)
+            if any(name in stored for name in single):
+                return mapping
+            return stacking if self.stacks_experts or any(name in stored for name in stacked) else mapping
+
+        layers = (tuple(chosen(each, number) for each in layer) for number, layer in enumerate(self.layers))
+        return replace(self, layers=tuple(layers))
 
 
 def copy_in(target: Tensor, sources: Sequence[Tensor], pieces: Sequence[Piece]) -> None:

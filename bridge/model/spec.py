@@ -3,9 +3,10 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from slipstream.bridge.hf.kept import Kept
 from slipstream.bridge.hf.quantization import Quantization
 from slipstream.bridge.model.geometry import Geometry
-from slipstream.bridge.model.mapping import Mapping, Mappings, Whole
+from slipstream.bridge.model.mapping import OUTPUT, Mapping, Mappings, Whole
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,18 @@ class ModelSpec:
     """The head gives one value per token instead of logits."""
     quantization: Quantization | None = None
     """Quantization of the weights in the checkpoint. The trainer dequantizes them."""
+    tied_head: tuple[str, str] | None = None
+    """Name of a head that the checkpoint stores although it is tied, and that of the embedding."""
+    corrects_tie: bool = False
+    """The config says of tied embeddings what the checkpoint's files do not bear out."""
+    notes: tuple[str, ...] = ()
+    """In what config, index and files of the checkpoint disagree, and what was made of it."""
+
+    @property
+    def kept(self) -> Kept:
+        """Return what an export takes over from the checkpoint."""
+        tied = self.geometry.tied_embeddings if self.corrects_tie else None
+        return Kept(self.mappings.passed_through, self.tied_head, tied)
 
 
 def value_spec(spec: ModelSpec) -> ModelSpec:
@@ -28,6 +41,8 @@ def value_spec(spec: ModelSpec) -> ModelSpec:
     """
     geometry = replace(spec.geometry, tied_embeddings=False)
     final_norm = spec.mappings.head[0]
-    value = Mapping("output_layer.weight", ("score.weight",), Whole((1, geometry.hidden)), optional=True)
+    value = Mapping(OUTPUT, ("score.weight",), Whole((1, geometry.hidden)), optional=True)
     mappings = replace(spec.mappings, head=(final_norm, value))
-    return replace(spec, geometry=geometry, mappings=mappings, gives_values=True)
+    return replace(
+        spec, geometry=geometry, mappings=mappings, gives_values=True, tied_head=None, corrects_tie=False
+    )

@@ -22,7 +22,6 @@ from slipstream.bridge.model.mapping import (
     Runs,
     Shape,
     Split,
-    Transposed,
     Whole,
 )
 from slipstream.bridge.model.spec import ModelSpec
@@ -114,11 +113,6 @@ def factor_splits(split: Split, rank: int) -> tuple[Split, Split]:
             )
         case Whole((rows, columns)):
             return Whole((rank, columns)), Whole((rows, rank))
-        case Transposed():
-            raise NoAdapter(
-                "experts whose weights HF stacks in one tensor cannot have adapters; set actor.lora.targets "
-                "to [linear_qkv, linear_proj] or one of them"
-            )
         case _:
             raise NoAdapter(f"a weight that is shared by {split} cannot have an adapter")
 
@@ -181,6 +175,11 @@ def check_peft(index: PeftIndex, adapter: AdapterSpec) -> None:
 
 def _factors(mapping: Mapping, rank: int) -> tuple[Mapping, Mapping]:
     """Return the mappings of A and B of one layer."""
+    if mapping.stacked:
+        raise NoAdapter(
+            "experts whose weights HF stacks in one tensor cannot have adapters; set actor.lora.targets "
+            "to [linear_qkv, linear_proj] or one of them"
+        )
     a_split, b_split = factor_splits(mapping.split, rank)
     modules, prefix = modules_of(mapping.hf), mapping.megatron.removesuffix("weight")
     return (

@@ -1,8 +1,10 @@
 """Compare an HF checkpoint with its config, by names and shapes. Imports no torch."""
 
-from slipstream.bridge.hf.index import HfCheckpointError, StoredTensor, stored_tensors
+from slipstream.bridge.hf.index import HfCheckpointError, StoredTensor, listing
+from slipstream.bridge.hf.kept import TIED
 from slipstream.bridge.hf.quantization import QuantizedTensor, join_parts
 from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.model.mapping import OUTPUT
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.plan import entries
 
@@ -23,7 +25,9 @@ def check_tensors(spec: ModelSpec) -> dict[str, StoredTensor]:
         expected.update(zip(entry.hf_names, entry.hf_shapes, strict=True))
         if entry.mapping.optional:
             optional.update(entry.hf_names)
-    stored, unreadable = join_parts(stored_tensors(spec.path), spec.quantization)
+    found = listing(spec.path)
+    problems += found.problems
+    stored, unreadable = join_parts(found.tensors, spec.quantization)
     problems += [problem for name, problem in unreadable.items() if name in expected]
     problems += [
         f"{name} is quantized, and not of the language model: an export holds such tensors as they are, and "
@@ -33,7 +37,8 @@ def check_tensors(spec: ModelSpec) -> dict[str, StoredTensor]:
     ]
     present = {name for name in stored if not _is_unused(name, spec)}
     problems += [
-        f"missing: {name}" for name in sorted(expected.keys() - present - optional - unreadable.keys())
+        f"missing: {name}{_why_needed(name, spec)}"
+        for name in sorted(expected.keys() - present - optional - unreadable.keys())
     ]
     problems += [f"not mapped: {name}" for name in sorted(present - expected.keys())]
     problems += [
@@ -44,6 +49,13 @@ def check_tensors(spec: ModelSpec) -> dict[str, StoredTensor]:
     if problems:
         raise HfCheckpointError(f"{spec.path} does not fit its config.json:\n  " + "\n  ".join(problems))
     return stored
+
+
+def _why_needed(name: str, spec: ModelSpec) -> str:
+    head = spec.mappings.head[-1]
+    if spec.gives_values or name not in head.hf or head.megatron != OUTPUT:
+        return ""
+    return f" (config.json does not say {TIED}: true, so the head is not the embedding; set it if it is)"
 
 
 def _is_unused(name: str, spec: ModelSpec) -> bool:

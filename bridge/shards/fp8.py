@@ -90,8 +90,11 @@ def engine_fp8(quantization: str | None, spec: ModelSpec) -> EngineFp8 | None:
 def is_stored_for_engines(spec: ModelSpec, fp8: EngineFp8 | None) -> bool:
     """Return whether engines can start from the checkpoint itself. Raises HfCheckpointError.
 
-    They must begin with the same weights in fp8 in which they get later versions.
+    They must begin with the same weights in fp8 in which they get later versions, and with a config that is
+    right about the head: by a wrong one they would drop it.
     """
+    if spec.corrects_tie:
+        return False
     if fp8 is None or spec.quantization is None:
         return fp8 is None and spec.quantization is None
     if spec.quantization != fp8.stored:

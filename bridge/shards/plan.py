@@ -16,7 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from slipstream.bridge.model.layout import Coordinates, Layout, Place, Shard, UnevenSplit
-from slipstream.bridge.model.mapping import Mapping, Piece, Shape, Split, Whole
+from slipstream.bridge.model.mapping import OUTPUT, Mapping, Piece, Shape, Split, Whole
 from slipstream.bridge.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def entries_of(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[tuple[Ent
     if spec.geometry.tied_embeddings and place.stage == last > 0:
         [words] = spec.mappings.embedding
         chunk = layout.chunks - 1
-        yield Entry(words, last, chunk, "output_layer.weight", words.hf, None), dense
+        yield Entry(words, last, chunk, OUTPUT, words.hf, None), dense
 
 
 def _units(forward: Iterable[Entry]) -> Iterator[tuple[Entry, ...]]:

@@ -12,7 +12,7 @@ from itertools import product
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from slipstream.bridge.model.layout import Coordinates, Layout, Shard
-from slipstream.bridge.model.mapping import Shape, Whole
+from slipstream.bridge.model.mapping import OUTPUT, Shape, Whole
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.plan import Entry, entries_of, pieces_of
 from slipstream.bridge.shards.regions import (
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 Table = Mapping[str, Sequence[Region]]
 """The regions of one engine rank by HF name."""
-
-OUTPUT = "output_layer.weight"
 
 
 @dataclass(frozen=True)

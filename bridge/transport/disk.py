@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from slipstream.bridge.hf.bucket import FlatBucket
 from slipstream.bridge.hf.files import write_hf
+from slipstream.bridge.hf.kept import NOTHING_KEPT, Kept
 from slipstream.bridge.publish.bucket_stream import BucketStream
 from slipstream.bridge.publish.publication import NoRoom, Publication
 
@@ -33,16 +34,16 @@ class DiskTransport:
         *,
         dtype: torch.dtype | None = None,
         quantization: Mapping[str, object] | None = None,
-        passed_through: tuple[str, ...] = (),
+        kept: Kept = NOTHING_KEPT,
     ) -> None:
         """``folder``: of the versions of this run alone. ``source``: the checkpoint whose config and
         tokenizer belong to the weights. ``written``: called in a thread with the directory of each version
-        that is complete, before any engine reads it. ``dtype``, ``quantization`` and ``passed_through``: as
+        that is complete, before any engine reads it. ``dtype``, ``quantization`` and ``kept``: as
         in ``write_hf``.
         """
         self._folder = folder
         self._source = source
-        self._passed_through = passed_through
+        self._kept = kept
         self._written = written
         self._dtype = dtype
         self._quantization = quantization
@@ -74,7 +75,7 @@ class DiskTransport:
                 self._folder_of(version),
                 dtype=self._dtype,
                 quantization=self._quantization,
-                passed_through=self._passed_through,
+                kept=self._kept,
             )
         except (OSError, SafetensorError) as error:
             if not _is_full(error):

@@ -24,6 +24,9 @@ UNSERVED_ON_CPUS = {
 UNSERVED_BY_EXPERT_RANKS = {"gpt_oss": "its loader of their biases takes each rank for one with all experts"}
 """Why SGLang 0.5.21 cannot load a model whose experts are divided among ranks, by ``model_type``."""
 
+READ_STACKED_EXPERTS = frozenset({"gpt_oss", "qwen3_5_moe", "qwen3_5_moe_text"})
+"""The types whose loaders in SGLang 0.5.21 read tensors that stack the experts of a layer."""
+
 
 def vocabulary_of(folder: Path) -> int:
     """Return the number of token ids. Raises ValueError and OSError."""

@@ -18,6 +18,7 @@ from slipstream.bridge.families import FAMILIES, model_spec, spec_of
 from slipstream.bridge.hf.bucket import FlatBucket
 from slipstream.bridge.hf.files import write_hf
 from slipstream.bridge.hf.index import HfCheckpointError
+from slipstream.bridge.hf.kept import Kept
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.publish.publication import NoRoom
 from slipstream.bridge.shards.export import export
@@ -25,7 +26,7 @@ from slipstream.bridge.shards.load_hf import load_hf
 from slipstream.bridge.shards.plan import make_plan
 from slipstream.bridge.transport.disk import DiskTransport
 from tests.bridge_cases import LAYOUTS, empty_parameters, hf_configs, random_tensors, same_bits
-from tests.models import make_checkpoint
+from tests.models import make_checkpoint, stack_experts
 from tests.ranks import run_ranks
 
 
@@ -98,15 +99,9 @@ def test_every_tensor_that_does_not_fit_is_named_in_one_error(tmp_path):
     assert len(message.splitlines()) == 7
 
 
-def test_buffers_and_the_head_of_a_tied_checkpoint_are_ignored(tmp_path):
+def test_buffers_are_ignored(tmp_path):
     folder = make_checkpoint(tmp_path, tied=True)
-    change(
-        folder,
-        **{
-            "lm_head.weight": torch.zeros(101, 64),
-            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(12),
-        },
-    )
+    change(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(12)})
     parameters = load(folder)
     assert torch.equal(
         parameters["embedding.word_embeddings.weight"], tensors_of(folder)["model.embed_tokens.weight"]
@@ -215,7 +210,7 @@ def export_and_write(rank, jobs: list[Job]) -> int:
         buckets = export(make_plan(spec, layout, bucket_bytes, dtype.itemsize), parameters, rank.rank)
         seen = []
         noted = (seen.append(bucket and bucket.last) or bucket for bucket in buckets)
-        write_hf(noted, source, target, passed_through=spec.mappings.passed_through)
+        write_hf(noted, source, target, kept=spec.kept)
         count += sum(last is not None for last in seen)
         if seen[-1] is not None:
             assert seen == [False] * (len(seen) - 1) + [True]
@@ -250,6 +245,8 @@ def check_round_trips(folder: Path, cases: list[Case], data: st.DataObject) -> N
     for number, (family, layout, dtype) in enumerate(cases):
         hf, size = data.draw(hf_configs(family)), data.draw(st.integers(100, 20_000))
         source = write_source(folder / f"source-{number}", hf, dtype, seed=number)
+        if number % 2:
+            stack_experts(source)
         jobs.append((source, folder / f"target-{number}", LAYOUTS[layout], size, dtype))
     counts = run_ranks(4, export_and_write, jobs)
     assert counts[0] > len(jobs)
@@ -337,7 +334,7 @@ def test_a_published_version_has_the_tensors_that_are_passed_through_and_the_dty
     source, written = source_folder(tmp_path, text_config={"dtype": "float32"}), []
     tower = {"visual.a": torch.arange(4).half(), "visual.b": torch.tensor(1.5)}
     save_file(tower | {"b": torch.zeros(4)}, source / "model.safetensors")
-    transport = DiskTransport(tmp_path / "versions", source, written.append, passed_through=("visual.",))
+    transport = DiskTransport(tmp_path / "versions", source, written.append, kept=Kept(("visual.",)))
     transport._write(iter([small_bucket(torch.bfloat16)]), version=3)
     [folder] = (tmp_path / "versions").iterdir()
     tensors = tensors_of(folder)
@@ -410,6 +407,30 @@ def test_an_export_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     write_hf(iter([small_bucket()]), source, folder)
     assert synced == {tmp_path.name}
     assert (folder / "config.json").exists()
+
+
+def test_an_export_has_all_files_of_its_source_but_its_weights(tmp_path):
+    source, folder = source_folder(tmp_path), tmp_path / "out"
+    kept = ("tekken.json", "README.md", "tokenizer/tokenizer.json", "assets/more/template.jinja")
+    left = (
+        "pytorch_model.bin",
+        "original/consolidated.00.pth",
+        "onnx/model.onnx",
+        "adapter_config.json",
+        ".git/HEAD",
+    )
+    for name in (*kept, *left):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name)
+    (source / "missing").symlink_to(source / "nowhere")
+    (source / "loop").symlink_to(source)
+    write_hf(iter([small_bucket()]), source, folder)
+    written = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    assert written == {
+        *kept,
+        *("config.json", "model-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"),
+    }
+    assert all((folder / name).read_text() == name for name in kept)
 
 
 def test_a_rank_that_is_not_the_sender_writes_nothing(tmp_path):

@@ -126,6 +126,8 @@ async def _run(
         config = in_steps(config, len(examples))
         progress.lasts(config.run.total_steps)
         progress.note(length_note(epochs, len(examples), config.run.total_steps, "examples"))
+    for note in examples.notes:
+        progress.note(note)
     with permissions(config), ExitStack() as stack:
         lease, checkpoint = await open_folder(config, progress, resume, accept_changes, overwrite)
         stack.enter_context(lease.held(stop.fail))
@@ -283,7 +285,11 @@ TokenPair = tuple[list[int], list[int]]
 class EncodedExamples:
     """Examples as token ids, in a seeded endless order."""
 
-    def __init__(self, config: RunConfig, examples: Sequence[Example], tokenizer: HfTokenizer) -> None:
+    def __init__(
+        self, config: RunConfig, examples: Sequence[Example], tokenizer: HfTokenizer, notes: Sequence[str]
+    ) -> None:
+        """``notes``: what the user is told of the model."""
+        self.notes = notes
         self._pairs = [
             [_encoded(example.prompt, target, tokenizer) for target in example.targets]
             for example in examples
@@ -328,7 +334,7 @@ def read_encoded_examples(supervised: Supervised) -> EncodedExamples:
     context = spec and spec.geometry.max_positions
     examples = attempt("data.path", lambda: list(checked_examples(supervised, tokenizer, context)))
     if not problems and spec is not None and tokenizer is not None and examples is not None:
-        encoded = EncodedExamples(config, examples, tokenizer)
+        encoded = EncodedExamples(config, examples, tokenizer, [f"model.path: {note}" for note in spec.notes])
         if encoded.longest <= spec.geometry.max_positions:
             return encoded
         problems.append(

@@ -20,7 +20,7 @@ from slipstream.bridge.hf.index import HfCheckpointError
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.fp8 import engine_fp8, fp8_problems
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.engine.model_limits import UNSERVED_BY_EXPERT_RANKS
+from slipstream.rollout.engine.model_limits import READ_STACKED_EXPERTS, UNSERVED_BY_EXPERT_RANKS
 
 
 def engine_problems(config: RunConfig, spec: ModelSpec) -> list[str]:
@@ -32,6 +32,12 @@ def engine_problems(config: RunConfig, spec: ModelSpec) -> list[str]:
             f"rollout.engine.expert_parallel: {engine.expert_parallel}: SGLang cannot divide the experts of "
             f"{family} among ranks: {UNSERVED_BY_EXPERT_RANKS[family]}; set it to 1 and use "
             "rollout.engine.tensor_parallel"
+        )
+    stacked = any(mapping.stacked for layer in spec.mappings.layers for mapping in layer)
+    if stacked and family not in READ_STACKED_EXPERTS:
+        problems.append(
+            f"model.path: it stacks the experts of a layer, and SGLang reads those of {family} one by one; "
+            "load it with transformers and write it with save_pretrained, which writes them so"
         )
     try:
         fp8 = engine_fp8(engine.quantization, spec)
@@ -48,9 +54,12 @@ def engine_problems(config: RunConfig, spec: ModelSpec) -> list[str]:
     )
 
 
-def quantization_notes(config: RunConfig, spec: ModelSpec, *, has_engines: bool) -> list[str]:
-    """Return what the user is told of quantized weights, in the policy's checkpoint and in the engines."""
-    notes, dtype, quantization = list[str](), config.model.dtype, config.rollout.engine.quantization
+def checkpoint_notes(config: RunConfig, spec: ModelSpec, *, has_engines: bool) -> list[str]:
+    """Return what the user is told of the policy's checkpoint: what contradicts itself in it, and what the
+    engines make of quantized weights.
+    """
+    notes = [f"model.path: {note}" for note in spec.notes]
+    dtype, quantization = config.model.dtype, config.rollout.engine.quantization
     if spec.quantization is not None:
         stored = f"model.path: its weights are stored in {spec.quantization}"
         notes.append(f"{stored}; the trainer loads them as {dtype}")
@@ -59,7 +68,7 @@ def quantization_notes(config: RunConfig, spec: ModelSpec, *, has_engines: bool)
     with suppress(UnsupportedModel, HfCheckpointError, OSError):  # which are told as problems
         model = engine_model_of(config.model, quantization, config.run.folder, spec)
         if has_engines and model.is_copy:
-            notes[-1] += f", and start from a copy of model.path that a run writes: {model.path}"
+            notes.append(f"engines start from a copy of model.path that a run writes: {model.path}")
     return notes
 
 
@@ -103,6 +112,7 @@ def main() -> None:
         Path(request["folder"]),
         dtype=getattr(torch, request["dtype"]),
         fp8=engine_fp8(request["quantization"], spec),
+        kept=spec.kept,
     )
 
 

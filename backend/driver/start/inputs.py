@@ -143,7 +143,10 @@ def read_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
         workflow=cast(Workflow, workflow),
         reward=reward,
         group_filter=cast(GroupFilter | None, group_filter),
-        notes=[source.note for sources in sets.values() for source in sources if source.note],
+        notes=[
+            *(f"model.path: {note}" for note in spec.notes),
+            *(source.note for sources in sets.values() for source in sources if source.note),
+        ],
         left_out=sum(source.left_out for sources in sets.values() for source in sources),
     )
 
