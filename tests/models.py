@@ -288,9 +288,9 @@ def reference_model(folder: Path, **options: Any) -> torch.nn.Module:
 _NAMES = {
     "minimax_m2": {
         ".mlp.": ".block_sparse_moe.",
-        "gate_proj": "w1",
-        "up_proj": "w3",
-        "down_proj": "w2",
+        ".gate_proj.weight": ".w1.weight",
+        ".up_proj.weight": ".w3.weight",
+        ".down_proj.weight": ".w2.weight",
     },
     "mistral3": {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
 }

@@ -1,6 +1,7 @@
 """Megatron's log-probs and gradients against transformers, at every layout that two processes can run."""
 
-from dataclasses import replace
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,20 @@ import torch
 
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.bridge.families import FAMILIES as ALL_FAMILIES
+from slipstream.bridge.hf.index import stored_tensors
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
-from tests.models import make_checkpoint, name_in_checkpoints, reference_logprobs, reference_model
-from tests.ranks import Job, run_jobs
+from tests.bridge_cases import MIXTURES
+from tests.models import (
+    make_checkpoint,
+    name_in_checkpoints,
+    reference_logprobs,
+    reference_model,
+    stack_experts,
+)
+from tests.ports import held_port
+from tests.ranks import Job, run_jobs, run_ranks
 from tests.selection import chosen, shortened
 
 LAYOUTS = {
@@ -115,7 +126,7 @@ def reference_gradients(folder: Path, batch: TrainBatch, temperature: float):
     logps, loss = reference_loss(model, batch, temperature)
     loss.backward()
     gradients = [(name, p.grad.numpy()) for name, p in model.named_parameters() if p.grad is not None]
-    if model.config.model_type != "gpt_oss":  # whose checkpoints have them stacked too
+    if not any(name.endswith(".experts.gate_up_proj") for name in stored_tensors(folder)):
         gradients = unfused(gradients)
     return logps, {name_in_checkpoints(model, name): gradient for name, gradient in gradients}
 
@@ -139,7 +150,7 @@ def reference_loss(model, batch: TrainBatch, temperature: float):
 
 
 def unfused(gradients):
-    """transformers keeps the experts of a layer in two tensors; in a checkpoint each has its own three."""
+    """transformers keeps the experts of a layer in two tensors; in many checkpoints each has its own three."""
     for name, value in gradients:
         layer, _, which = name.partition(".experts.")
         if which == "gate_up_proj":
@@ -253,6 +264,58 @@ def results(references, request):
 def test_logprobs_and_gradients_equal_those_of_transformers(references, results, layout: str, name: str):
     _, expected_logps, expected_gradients = references[name]
     check(name, make_batch(vocab=101), results[layout, name], expected_logps, expected_gradients)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form in which a model may be stored."""
+
+    family: str
+    tied: bool
+    """If it is not, its config says that it is."""
+    stacked: bool
+
+    def write(self, folder: Path) -> Path:
+        make_checkpoint(folder, self.family, tied=self.tied)
+        config = folder / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+        if self.stacked:
+            stack_experts(folder)
+        return folder
+
+
+FORMS = {
+    f"{family}, {'tied' if tied else 'untied'}{', stacked' * stacked}": Form(family, tied, stacked)
+    for family in sorted(ALL_FAMILIES)
+    if family != "kimi_k25"  # transformers has no model of it
+    for tied in (True, False)
+    for stacked in ((False, True) if family in MIXTURES and family != "gpt_oss" else (False,))
+}
+KEPT_FORMS = (
+    "gemma3_text, untied",
+    "llama, untied",
+    "minimax_m2, tied, stacked",
+    "mistral3, untied",
+    "qwen3_5_moe, tied",
+    "qwen3_5_moe, untied, stacked",
+)
+
+
+@pytest.fixture(scope="module")
+def formed(tmp_path_factory, request):
+    """By form: what one rank and what transformers say of the batch."""
+    batch, names = make_batch(vocab=101), chosen(request, "form")
+    folders = [FORMS[name].write(tmp_path_factory.mktemp("form")) for name in names]
+    work = [(held_port(), config_for(folder, {})) for folder in folders]
+    [results] = run_ranks(1, one_after_the_other, work, batch, timeout_s=600)
+    references = [reference_gradients(folder, batch, temperature=0.8) for folder in folders]
+    return dict(zip(names, zip(results, references, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("form", shortened(FORMS, KEPT_FORMS))
+def test_a_model_is_what_its_files_hold_in_whatever_form(formed, form: str):
+    result, (logps, gradients) = formed[form]
+    check(form, make_batch(vocab=101), [result], logps, gradients)
 
 
 def check(
