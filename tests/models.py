@@ -2,15 +2,16 @@
 
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
-from tests.bridge_cases import CONFIG, LINEAR_ATTENTION
+from tests.bridge_cases import CONFIG, LINEAR_ATTENTION, TEXT_PARTS
 
 _SIZES = {
     **CONFIG,
@@ -218,17 +219,12 @@ def make_checkpoint(
     if family in _WRAPPED:
         return _make_wrapped(folder, family, tied=tied, seed=seed, rope=rope, **sizes)
     torch.manual_seed(seed)
-    settings = {**_SIZES, "tie_word_embeddings": tied, **_FAMILIES[family], **sizes}
+    settings = {"tie_word_embeddings": tied, **sizes}
     if rope:
-        settings["rope_parameters"] = {**ROPES[rope], "rope_theta": settings.pop("rope_theta")}
+        settings["rope_parameters"] = {**ROPES[rope], "rope_theta": _SIZES["rope_theta"]}
     known = _UNKNOWN_TO_TRANSFORMERS.get(family, family)
-    if family in _VISION:
-        settings = {
-            "tie_word_embeddings": settings.pop("tie_word_embeddings"),
-            "text_config": settings,
-            "vision_config": dict(_VISION[family]),
-        }
-    model = _auto(family).from_config(AutoConfig.for_model(known, **settings), dtype=torch.float32)
+    config = config_of(family, settings_of(family, **settings))
+    model = _auto(family).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -245,6 +241,24 @@ def make_checkpoint(
         config = folder / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": family}))
     return folder
+
+
+def settings_of(family: str, **changed: Any) -> dict[str, Any]:
+    """Return the settings of a small model, with those of its language model in ``text_config`` if it reads
+    more than text.
+    """
+    settings = {**_SIZES, **_FAMILIES[family], **changed}
+    if family not in _VISION:
+        return settings
+    tied = {name: settings.pop(name) for name in ("tie_word_embeddings",) if name in settings}
+    text = {"model_type": TEXT_PARTS[family][1], **settings}
+    return {**tied, "text_config": text, "vision_config": dict(_VISION[family])}
+
+
+def config_of(family: str, settings: dict[str, Any]) -> PreTrainedConfig:
+    """Return what transformers makes of the settings in a config.json."""
+    stated = {name: value for name, value in deepcopy(settings).items() if name != "model_type"}
+    return AutoConfig.for_model(_UNKNOWN_TO_TRANSFORMERS.get(family, family), **stated)
 
 
 def _make_wrapped(folder: Path, family: str, **settings: Any) -> Path:

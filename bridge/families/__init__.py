@@ -27,6 +27,7 @@ from slipstream.bridge.families import (
     qwen3_next,
     seed_oss,
 )
+from slipstream.bridge.families.defaults import with_defaults
 from slipstream.bridge.families.missing import missing_parts
 from slipstream.bridge.families.stored import as_stored
 from slipstream.bridge.families.text_part import TextPart
@@ -135,7 +136,7 @@ def _spec_and_family(hf: HfConfig, path: Path, own: Mapping[str, Family] | None)
     if family is None:
         raise UnsupportedModel(_not_mapped(kind, missing_parts(hf), families))
     try:
-        geometry = family.geometry(hf)
+        geometry = family.geometry(with_defaults(hf))
     except UnsupportedModel as error:
         # A family names the first. What a family of the user's covers is not known here.
         if family is FAMILIES.get(str(kind)) and len(parts := missing_parts(hf)) > 1:

@@ -57,7 +57,7 @@ def geometry(hf: HfConfig) -> Geometry:
     )
     query_rank = integer(hf, "q_lora_rank")
     attention = LatentAttention(heads, query_rank, kv_rank, plain_dim, rotated_dim, value_dim)
-    rope = rope_of(hf)
+    rope = rope_of(hf, fraction=1.0)
     if rope.fraction != 1 or not rope.truncate:
         raise UnsupportedModel(
             f"{hf['model_type']}: rotary embeddings of a part of the rotated dimensions, or yarn with "

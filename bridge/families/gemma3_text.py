@@ -52,8 +52,13 @@ def _ropes(hf: HfConfig) -> tuple[Rope, Rope]:
     stated = hf.get("rope_parameters")
     by_kind: HfConfig = cast("HfConfig", stated) if isinstance(stated, dict) else {}
     full, local = (by_kind.get(kind) for kind in ("full_attention", "sliding_attention"))
-    if full is None and local is None:
-        full = by_kind or hf.get("rope_scaling")
+    scaling = hf.get("rope_scaling") or None
+    if by_kind and (scaling or (full is None and local is None)):
+        raise UnsupportedModel(
+            f"gemma3_text: config.json has rope_parameters={stated!r} and rope_scaling={scaling!r}; expected "
+            "one of them, and in rope_parameters the parameters of full_attention and of sliding_attention"
+        )
+    full = full or scaling
 
     def rope(parameters: object, theta: float) -> Rope:
         return rope_of({**plain, "rope_theta": theta, "rope_parameters": parameters})

@@ -33,7 +33,7 @@ def geometry(hf: HfConfig) -> Geometry:
     attention = replace(shared.grouped_attention(hf, qkv_bias=True), sinks=True)
     experts = Experts(count, per_token, ffn_hidden, dense_layers=())
     return replace(
-        geometry_of(hf, attention, rope_of({"rope_theta": 150000.0, **hf}), experts=experts),
+        geometry_of(hf, attention, rope_of(hf, theta=150000.0), experts=experts),
         window=window_of(hf, every=2),
         activation="clamped_swiglu",
         linear_biases=True,

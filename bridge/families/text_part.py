@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from slipstream.bridge.families.defaults import with_defaults
 from slipstream.bridge.hf.config import HfConfig, UnsupportedModel, section
 from slipstream.bridge.hf.kept import TIED
 from slipstream.bridge.model.geometry import Geometry
@@ -41,7 +42,7 @@ class TextPart:
             )
         stated = hf.get(TIED)
         tied = text.get(TIED) if stated is None else stated
-        return replace(self.text.geometry({**text, TIED: tied}), family=str(kind))
+        return replace(self.text.geometry({**with_defaults(text), TIED: tied}), family=str(kind))
 
     def mappings(self, geometry: Geometry) -> Mappings:
         mappings = self.text.mappings(geometry).renamed(self._name)

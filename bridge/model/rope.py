@@ -88,7 +88,9 @@ _PARAMETERS: dict[str, set[str]] = {
 SEVERAL_POSITIONS = {"mrope_section", "mrope_interleaved"}
 """Parameters of ``mrope``: which of three positions rotates which dimensions of a token of an image. Those of
 a token of text are equal, so it is rotated as by ``default``."""
-_COMMON_PARAMETERS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_BESIDE = ("rope_theta", "partial_rotary_factor")
+"""Parameters that a config may have beside the others instead of among them."""
+_COMMON_PARAMETERS = {"rope_type", "type", *_BESIDE}
 
 
 def read_parameters(kind: object) -> set[str] | None:
@@ -97,14 +99,15 @@ def read_parameters(kind: object) -> set[str] | None:
     return None if parameters is None else parameters | _COMMON_PARAMETERS
 
 
-def rope_of(hf: HfConfig, *, fraction: float = 1.0) -> Rope:
+def rope_of(hf: HfConfig, *, fraction: float | None = None, theta: float = 10000.0) -> Rope:
     """Read ``rope_theta`` and ``rope_scaling``, or ``rope_parameters`` as transformers 5 writes it.
 
-    ``fraction``: the family's default for ``partial_rotary_factor``. Raises UnsupportedModel for a kind or a
-    parameter that is not read here, so that none is ignored.
+    ``fraction`` and ``theta``: the family's defaults for ``partial_rotary_factor`` and ``rope_theta``;
+    ``fraction`` None: the family rotates whole heads, and its class ignores the setting. Raises
+    UnsupportedModel for a kind or a parameter that is not read here, so that none is ignored.
     """
-    parameters = _parameters(hf)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    parameters = _parameters(hf, theta)
+    kind = parameters.get("rope_type", "default")
     if (known := read_parameters(kind)) is None:
         raise UnsupportedModel(f"rope type {kind!r} is not mapped; supported: {', '.join(_PARAMETERS)}")
     if unknown := parameters.keys() - known:
@@ -112,11 +115,17 @@ def rope_of(hf: HfConfig, *, fraction: float = 1.0) -> Rope:
     if kind != "default" and "factor" not in parameters:
         raise UnsupportedModel(f"rope type {kind!r} without a factor")
     positions = integer(hf, "max_position_embeddings") or 0
-    share = number(parameters, "partial_rotary_factor", number(hf, "partial_rotary_factor", fraction))
+    share = optional_number(parameters, "partial_rotary_factor")
+    share = optional_number(hf, "partial_rotary_factor") if share is None else share
+    if fraction is None and share not in (None, 1.0):
+        raise UnsupportedModel(
+            f"{hf.get('model_type')}: partial_rotary_factor is {share} in config.json, and models of this "
+            "type rotate whole heads whatever it says; remove it, or name the type that the model has"
+        )
     return Rope(
         kind=cast("Kind", kind),
-        theta=number(parameters, "rope_theta", number(hf, "rope_theta", 10000.0)),
-        fraction=share or fraction,
+        theta=number(parameters, "rope_theta", number(hf, "rope_theta", theta)),
+        fraction=share or fraction or 1.0,
         factor=number(parameters, "factor", 1.0),
         original_positions=int(number(parameters, "original_max_position_embeddings", positions)),
         low_frequency=number(parameters, "low_freq_factor", 1.0),
@@ -129,16 +138,31 @@ def rope_of(hf: HfConfig, *, fraction: float = 1.0) -> Rope:
     )
 
 
-def _parameters(hf: HfConfig) -> HfConfig:
-    stated: object = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+def _parameters(hf: HfConfig, theta: float) -> HfConfig:
+    new, old = _object(hf, "rope_parameters"), _object(hf, "rope_scaling")
+    beside = {"rope_theta": theta} | {name: hf[name] for name in _BESIDE if hf.get(name) is not None}
+    if new and old and {**beside, **new} != {**beside, **old}:
+        raise UnsupportedModel(
+            f"{hf.get('model_type')}: config.json has rope_parameters={hf['rope_parameters']!r} and "
+            f"rope_scaling={hf['rope_scaling']!r}, two names of one setting with other values: transformers "
+            "takes rope_scaling, with the rope_theta beside it; keep one of them, with all parameters in it"
+        )
+    return new or old
+
+
+def _object(hf: HfConfig, name: str) -> HfConfig:
+    """Return the parameters in a setting that are not null, with one spelling of the kind."""
+    stated: object = hf.get(name) or {}
     if not isinstance(stated, dict):
-        raise UnsupportedModel(f"rope parameters are {stated!r}, expected a JSON object")
+        raise UnsupportedModel(f"{name} is {stated!r} in config.json, expected a JSON object")
     parameters = {
         key: value
         for key, value in cast("HfConfig", stated).items()
         if value is not None and key not in SEVERAL_POSITIONS
     }
-    for spelling in ("rope_type", "type"):
-        if parameters.get(spelling) == "mrope":
-            parameters[spelling] = "default"
+    kind = parameters.pop("type", None)
+    if kind is not None:
+        parameters.setdefault("rope_type", kind)
+    if parameters.get("rope_type") == "mrope":
+        parameters["rope_type"] = "default"
     return parameters

@@ -150,7 +150,7 @@ def reference_loss(model, batch: TrainBatch, temperature: float):
 
 
 def unfused(gradients):
-    """transformers keeps the experts of a layer in two tensors; in many checkpoints each has its own three."""
+    """transformers keeps the experts of a layer in two tensors; in a checkpoint each may have three."""
     for name, value in gradients:
         layer, _, which = name.partition(".experts.")
         if which == "gate_up_proj":

@@ -448,7 +448,13 @@ def export_with_a_silent_rank(rank) -> str:
         timeout=timedelta(seconds=2),
     )
     hf = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 8}
-    hf |= {"num_attention_heads": 2, "vocab_size": 9, "max_position_embeddings": 8}
+    hf |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "vocab_size": 9,
+        "max_position_embeddings": 8,
+    }
     spec, layout = spec_of(hf, Path()), Layout(pipeline=2)
     parameters = empty_parameters(spec, layout, rank.rank)
     if rank.rank == 1:

@@ -1,21 +1,24 @@
 """Families: they map the tensors of transformers' checkpoints, and refuse configs that they cannot map."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from safetensors import safe_open
+from transformers import AutoModel
 
 from slipstream.backend.driver.modes.sft import reward_model_problems
-from slipstream.bridge.families import FAMILIES, model_spec
+from slipstream.bridge.families import FAMILIES, model_spec, spec_of
 from slipstream.bridge.hf.config import UnsupportedModel
-from slipstream.bridge.model.geometry import Experts, GroupedAttention, Window
+from slipstream.bridge.model.geometry import Experts, Geometry, GroupedAttention, Window
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.rope import Rope
 from slipstream.bridge.shards.plan import entries
 from tests.bridge_cases import CONFIG, DEEPSEEK, LINEAR_ATTENTION
-from tests.models import ROPES, make_checkpoint
+from tests.models import ROPES, config_of, make_checkpoint, settings_of
 
 MINIMAX = {"num_local_experts": 8, "num_experts_per_tok": 2}
 QWEN3_NEXT = {
@@ -25,6 +28,7 @@ QWEN3_NEXT = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
+KIMI = {**DEEPSEEK, "routed_scaling_factor": 2.8, "n_group": 1, "topk_group": 1}
 GEMMA = {"sliding_window": 8}
 GPT_OSS = {"sliding_window": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 SPARSE = {**DEEPSEEK, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
@@ -289,6 +293,100 @@ def test_the_rotary_embedding_of_qwen3_5_is_that_of_text():
         FAMILIES["qwen3_5_text"].geometry(hf)
 
 
+# ---- what is left out, and what is there twice
+
+OF_TRANSFORMERS = sorted(FAMILIES.keys() - {"kimi_k25"})
+"""The families of which transformers has a model, or one with another name."""
+
+
+def meaning(family: str, settings: dict[str, Any]) -> Geometry | None:
+    """Return what we read; None if it is refused."""
+    try:
+        return spec_of({**settings, "model_type": family}, Path()).geometry
+    except UnsupportedModel:
+        return None
+
+
+def meaning_to_transformers(family: str, settings: dict[str, Any]) -> Geometry | None:
+    """Return what we read from a config with every default of its class filled in."""
+    return meaning(family, json.loads(json.dumps(config_of(family, settings).to_dict(), default=str)))
+
+
+def language(settings: dict[str, Any]) -> dict[str, Any]:
+    return settings.get("text_config", settings)
+
+
+@pytest.mark.parametrize("family", OF_TRANSFORMERS)
+def test_a_setting_that_is_left_out_means_what_its_class_in_transformers_says_or_is_refused(family):
+    whole = json.loads(json.dumps(config_of(family, settings_of(family)).to_dict(), default=str))
+    assert meaning(family, whole) is not None
+    read = 0
+    for name in language(whole).keys() - {"model_type"}:
+        settings = deepcopy(whole)
+        del language(settings)[name]
+        if name == "first_k_dense_replace" and "mlp_layer_types" in language(settings):
+            continue  # transformers fills in a number that contradicts the list, which it reads
+        if (found := meaning(family, settings)) is not None:
+            assert found == meaning_to_transformers(family, settings), name
+            read += 1
+    assert read > 10
+
+
+@pytest.mark.parametrize("family", OF_TRANSFORMERS)
+def test_a_base_that_is_left_out_among_the_rotary_parameters_is_that_of_the_class(family):
+    settings = settings_of(family, tie_word_embeddings=False)
+    inner = language(settings)
+    inner["rope_parameters"] = {"rope_type": "linear", "factor": 4.0}
+    inner.pop("rope_theta")
+    assert meaning(family, settings) in (None, meaning_to_transformers(family, settings))
+    inner["rope_scaling"] = inner.pop("rope_parameters")
+    assert (found := meaning(family, settings)) is not None
+    assert found == meaning_to_transformers(family, settings)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("family", OF_TRANSFORMERS)
+@pytest.mark.parametrize(
+    "pasted", [YARN, {"type": "linear", "factor": 4.0}, {"rope_type": "default"}, {"rope_theta": 500.0}, {}]
+)
+def test_two_rotary_settings_mean_what_they_mean_to_transformers_or_are_refused(family, pasted):
+    settings = json.loads(json.dumps(config_of(family, settings_of(family)).to_dict(), default=str))
+    language(settings)["rope_scaling"] = pasted
+    found = meaning(family, settings)
+    assert found is not None or pasted
+    if found is None:
+        with pytest.raises(UnsupportedModel, match=r"rope_parameters=\{.*rope_scaling=\{"):
+            spec_of({**settings, "model_type": family}, Path())
+    else:
+        assert found == meaning_to_transformers(family, settings)
+
+
+@pytest.mark.parametrize("family", OF_TRANSFORMERS)
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_share_of_rotated_dimensions_is_that_of_transformers_or_refused(tmp_path, family, nested):
+    settings = settings_of(family)
+    inner, share = language(settings), {"partial_rotary_factor": 0.5}
+    inner.pop("rotary_dim", None)
+    inner.pop("partial_rotary_factor", None)
+    if nested:
+        inner["rope_parameters"] = {"rope_type": "default", "rope_theta": inner.pop("rope_theta"), **share}
+    else:
+        inner |= share
+    if (found := meaning(family, settings)) is None:
+        with pytest.raises(UnsupportedModel, match=r"partial_rotary_factor|a part of|rope_parameters"):
+            spec_of({**settings, "model_type": family}, Path())
+        return
+    model = AutoModel.from_config(config_of(family, settings))
+    [rotated] = {
+        2 * len(module.inv_freq)
+        for name, module in model.named_modules()
+        if hasattr(module, "inv_freq") and "vis" not in name
+    }
+    assert found.rotated_dim == rotated
+
+
 # ---- what is refused
 
 
@@ -329,8 +427,9 @@ def test_the_rotary_embedding_of_qwen3_5_is_that_of_text():
             "truncate=false",
         ),
         ("glm4_moe", {**DEEPSEEK, "num_experts_per_tok": 1}, "not normalized"),
-        ("kimi_k2", {**DEEPSEEK, "moe_layer_freq": 2}, "kimi_k2: not mapped: moe_layer_freq=2"),
-        ("kimi_k2", {**DEEPSEEK, "partial_rotary_factor": 0.5}, "kimi_k2: .* a part of the rotated"),
+        ("kimi_k2", DEEPSEEK, "lacks routed_scaling_factor, n_group, topk_group: transformers has no class"),
+        ("kimi_k2", {**KIMI, "moe_layer_freq": 2}, "kimi_k2: not mapped: moe_layer_freq=2"),
+        ("kimi_k2", {**KIMI, "partial_rotary_factor": 0.5}, "kimi_k2: .* a part of the rotated"),
         (
             "glm4_moe_lite",
             {**DEEPSEEK, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
