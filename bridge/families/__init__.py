@@ -28,7 +28,7 @@ from slipstream.bridge.families import (
     seed_oss,
 )
 from slipstream.bridge.families.defaults import with_defaults
-from slipstream.bridge.families.missing import missing_parts
+from slipstream.bridge.families.missing import EXAMINED, missing_parts
 from slipstream.bridge.families.stored import as_stored
 from slipstream.bridge.families.text_part import TextPart
 from slipstream.bridge.hf.config import HfConfig, UnsupportedModel, read_config
@@ -151,6 +151,13 @@ def _spec_and_family(hf: HfConfig, path: Path, own: Mapping[str, Family] | None)
 def _not_mapped(kind: object, parts: Sequence[str], families: Iterable[str]) -> str:
     """Return what is missing for a model, if anything is: a module of the user's would need it too."""
     supported = ", ".join(sorted(families))
+    if kind not in EXAMINED:
+        shown = f" (its settings show {'; '.join(parts)})" if parts else ""
+        return (
+            f"model_type {kind!r} is not mapped, and was not examined: it is not known what the bridge and "
+            f"Megatron lack here{shown}; supported: {supported}; compare its code with "
+            "docs/adding_a_model.md part by part, then name a module of yours in model.families"
+        )
     if parts:
         return (
             f"model_type {kind!r} is not mapped; the bridge and Megatron lack here: {'; '.join(parts)}; "

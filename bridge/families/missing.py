@@ -87,6 +87,14 @@ STRUCTURE: dict[str, tuple[str, ...]] = {
 }
 """Parts that the models of a ``model_type`` always have, whatever their settings."""
 
+EXAMINED = frozenset(STRUCTURE) | {
+    *("deepseek_v2", "dots1", "falcon_h1", "gemma", "gemma2", "gemma3", "glm4v_moe", "granite"),
+    *("granitemoehybrid", "internlm3", "jamba", "kimi_linear", "lfm2", "mamba2", "mimo", "minicpm"),
+    *("minimax_text_01", "mixtral", "mllama", "qwen2_5_vl", "qwen2_moe", "qwen3_vl_moe", "smollm3"),
+}
+"""The ``model_type`` of models without a family whose code was read. Any other may have parts that no setting
+shows."""
+
 _NEUTRAL: dict[str, tuple[str, tuple[object, ...]]] = {
     "attn_logit_softcapping": ("softcapping of attention scores", (None,)),
     "final_logit_softcapping": ("softcapping of logits", (None,)),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slipstream.bridge.families import FAMILIES, spec_of
-from slipstream.bridge.families.missing import STRUCTURE, missing_parts
+from slipstream.bridge.families.missing import EXAMINED, STRUCTURE, missing_parts
 from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.shards.plan import entries
@@ -59,6 +59,20 @@ def test_every_family_is_among_the_models():
 
 def test_no_structure_is_listed_for_a_mapped_family():
     assert not STRUCTURE.keys() & FAMILIES.keys()
+
+
+def test_of_a_type_that_was_not_examined_nothing_is_said_to_be_there():
+    llama = next(model["config"] for model in MAPPED if model["model"] == "Llama-2-7B")
+    for text in (llama | {"model_type": "unheard_of"}, {"model_type": "unheard_of", "text_config": llama}):
+        with pytest.raises(UnsupportedModel, match="'unheard_of' is not mapped, and was not examined: it is"):
+            spec_of(text, Path())
+    with pytest.raises(UnsupportedModel, match=r"not examined: .*\(its settings show a bias of the att"):
+        spec_of(llama | {"model_type": "unheard_of", "attention_bias": True}, Path())
+
+
+def test_the_examined_types_are_those_of_the_page_and_of_the_list():
+    of_page = {model["config"]["model_type"] for model in REFUSED} - FAMILIES.keys()
+    assert of_page | STRUCTURE.keys() == EXAMINED
 
 
 def test_a_model_is_not_taken_for_another_one_with_the_same_tensors():
