@@ -35,6 +35,9 @@ DEEPSEEK = {
     "n_shared_experts": 1,
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
 }
 """Further settings of DeepSeek-V3 and of families with its attention and experts."""
 
@@ -169,6 +172,9 @@ def hf_configs(draw, family: str | None = None) -> dict[str, Any]:
             "qk_nope_head_dim": draw(some),
             "qk_rope_head_dim": draw(even),
             "v_head_dim": draw(some),
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
         }
     return hf
 

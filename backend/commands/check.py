@@ -99,7 +99,8 @@ def check(config: RunConfig, *, weights: bool = True, supervised: Supervised | N
         try:
             plan = planned(config, supervised=supervised is not None)
             notes += checkpoint_notes(config, plan.export.spec, has_engines=supervised is None)
-            problems += engine_problems(config, plan.export.spec)
+            if supervised is None:
+                problems += engine_problems(config, plan.export.spec)
             problems += adapter_problems(config, plan.export.spec)
             problems += misfits(plan.stages, plan.engine, config.rollout.engine.ranks, plan.gpu_memory)
             problems += judge_misfits(config.judge, plan.gpu_memory)

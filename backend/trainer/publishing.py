@@ -7,7 +7,7 @@ contribute their shards.
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -232,7 +232,7 @@ def _disk_transport(
         written,
         dtype=getattr(torch, dtype),
         quantization=None if fp8 is None else fp8.config(names),
-        kept=plan.spec.kept,
+        kept=replace(plan.spec.kept, passed_through=plan.spec.mappings.passed_through),
     )
 
 

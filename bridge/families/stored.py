@@ -25,7 +25,8 @@ def as_stored(spec: ModelSpec, hf: HfConfig, family: "Family", found: Listing) -
     is tied.
     """
     tensors, _ = join_parts(found.tensors, spec.quantization)
-    spec = replace(spec, notes=found.notes)
+    extra = any(name.startswith(spec.extra_prefixes) for name in tensors)
+    spec = replace(spec, notes=found.notes, stores_extra_layers=extra)
     untied = family.mappings(replace(spec.geometry, tied_embeddings=False))
     heads = [mapping.hf[0] for mapping in untied.head if mapping.megatron == OUTPUT]
     if heads:

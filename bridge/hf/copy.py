@@ -7,14 +7,11 @@ import torch
 from torch import Tensor
 
 from slipstream.bridge.hf.bucket import FlatBucket
-from slipstream.bridge.hf.files import HFCheckpoint, write_hf
+from slipstream.bridge.hf.files import FILE_BYTES, HFCheckpoint, write_hf
 from slipstream.bridge.hf.index import HfCheckpointError, StoredTensor, stored_tensors
-from slipstream.bridge.hf.kept import NOTHING_KEPT, Kept
+from slipstream.bridge.hf.kept import Kept
 from slipstream.bridge.hf.quantization import EngineFp8, Quantization, QuantizedTensor, join_parts
 from slipstream.bridge.hf.quantized import engine_parts
-
-FILE_BYTES = 1 << 30
-"""A file is written when its tensors have this many bytes."""
 
 
 def write_copy(
@@ -24,13 +21,13 @@ def write_copy(
     *,
     dtype: torch.dtype,
     fp8: EngineFp8 | None,
-    kept: Kept = NOTHING_KEPT,
+    tied: bool | None = None,
 ) -> int:
     """Write the checkpoint at ``source``, whose weights have this ``quantization``, into ``folder``.
 
     ``dtype``: of the weights that are stored quantized. ``fp8``: how they are quantized again; None: not at
-    all. One weight is in memory at a time, and the tensors of one file. Returns the bytes of the tensors.
-    Raises HfCheckpointError.
+    all. ``tied``: as of ``Kept``. One weight is in memory at a time, and the tensors of one file. Returns the
+    bytes of the tensors. Raises HfCheckpointError.
     """
     stored, problems = join_parts(stored_tensors(source), quantization)
     if problems:
@@ -44,7 +41,7 @@ def write_copy(
             folder,
             dtype=dtype,
             quantization=None if fp8 is None else fp8.config(stored),
-            kept=kept,
+            kept=Kept(tied=tied),
         )
 
 

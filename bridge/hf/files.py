@@ -14,6 +14,7 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from torch import Tensor
 
 from slipstream.bridge.hf.bucket import FlatBucket
+from slipstream.bridge.hf.config import read_config
 from slipstream.bridge.hf.index import INDEX, HfCheckpointError, StoredTensor, stored_tensors
 from slipstream.bridge.hf.kept import NOTHING_KEPT, Kept
 from slipstream.bridge.hf.quantization import (
@@ -22,6 +23,8 @@ from slipstream.bridge.hf.quantization import (
     BlockFp8,
     QuantizedTensor,
     StackedMxfp4,
+    join_parts,
+    quantization_of,
 )
 from slipstream.bridge.hf.quantized import dequantized_fp8, dequantized_int4, dequantized_mxfp4
 
@@ -87,8 +90,8 @@ _WEIGHTS = (
 )
 """Endings of the names of weights, and of configs that describe weights which an export does not have."""
 
-PASSED_THROUGH = "model-passed-through.safetensors"
-"""File of the tensors that are not trained."""
+FILE_BYTES = 1 << 30
+"""A file of tensors that are copied is written when they have this many bytes."""
 
 
 def write_hf(
@@ -131,7 +134,7 @@ def write_hf(
     if not weight_map or dtype is None:
         return 0
     if kept.passed_through:
-        total += _pass_through(source, kept.passed_through, partial / PASSED_THROUGH, weight_map)
+        total += _pass_through(source, kept.passed_through, dtype, partial, weight_map)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (partial / INDEX).write_text(json.dumps(index, indent=2))
     _copy_side_files(source, partial)
@@ -159,16 +162,32 @@ def _copy_side_files(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)  # with the permissions of new files, not its own
 
 
-def _pass_through(source: Path, prefixes: tuple[str, ...], file: Path, weight_map: dict[str, str]) -> int:
-    """Copy tensors of ``source`` into ``file``, and enter them into ``weight_map``. Returns their bytes."""
-    stored = {name: tensor for name, tensor in stored_tensors(source).items() if name.startswith(prefixes)}
-    if not stored:
-        return 0
+def _pass_through(
+    source: Path, prefixes: tuple[str, ...], dtype: torch.dtype, folder: Path, weight_map: dict[str, str]
+) -> int:
+    """Copy tensors of ``source`` into files of ``folder``, and enter them into ``weight_map``.
+
+    Quantized ones become unquantized ones of ``dtype``, as the trained ones are. Returns their bytes.
+    """
+    stored, _ = join_parts(stored_tensors(source), quantization_of(read_config(source)))
+    stored = {name: tensor for name, tensor in stored.items() if name.startswith(prefixes)}
+    total, waiting = 0, dict[str, Tensor]()
+
+    def write() -> int:
+        file = f"model-passed-through-{len(set(weight_map.values())):05d}.safetensors"
+        save_file(waiting, folder / file, {"format": "pt"})
+        weight_map.update(dict.fromkeys(waiting, file))
+        size = sum(tensor.nbytes for tensor in waiting.values())
+        waiting.clear()
+        return size
+
     with HFCheckpoint(stored) as checkpoint:
-        tensors = {name: checkpoint.tensor(name) for name in stored}
-        save_file(tensors, file, {"format": "pt"})
-        weight_map.update(dict.fromkeys(stored, file.name))
-        return sum(tensor.nbytes for tensor in tensors.values())
+        for name, described in stored.items():
+            tensor = checkpoint.tensor(name)
+            waiting[name] = tensor.to(dtype) if isinstance(described, QuantizedTensor) else tensor
+            if sum(tensor.nbytes for tensor in waiting.values()) >= FILE_BYTES:
+                total += write()
+        return total + write() if waiting else total
 
 
 def sync(path: Path) -> None:

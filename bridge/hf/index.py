@@ -78,6 +78,8 @@ def listing(path: Path) -> Listing:
                 both = f"{name} is in {other.file.name} and in {file}"
                 if same_values(other, name, tensor, name):
                     notes.append(f"{both}, with the same values")
+                    if placed is not None and placed.get(name) == file:
+                        tensors[name] = tensor
                 else:
                     problems.append(f"{both}, with other values; remove the file that is out of date")
     if placed is not None:

@@ -47,6 +47,7 @@ def check_tensors(spec: ModelSpec) -> dict[str, StoredTensor]:
         if name in present and name not in unreadable and stored[name].shape != shape
     ]
     if problems:
+        problems += spec.notes
         raise HfCheckpointError(f"{spec.path} does not fit its config.json:\n  " + "\n  ".join(problems))
     return stored
 
@@ -62,10 +63,6 @@ def _is_unused(name: str, spec: ModelSpec) -> bool:
     """True for the head of tied embeddings or under a value head, for multi-token prediction layers, and for
     the parts that are not of the language model.
     """
-    geometry, mappings = spec.geometry, spec.mappings
-    layers, _, _ = mappings.layers[0][0].hf[0].partition("{layer}")
-    extra = range(geometry.n_layers, geometry.n_layers + geometry.extra_layers)
-    no_head = geometry.tied_embeddings or spec.gives_values
-    apart = (geometry.extra_prefix,) if geometry.extra_prefix else ()
-    unused = (*mappings.passed_through, *apart, *(f"{layers}{layer}." for layer in extra))
+    no_head = spec.geometry.tied_embeddings or spec.gives_values
+    unused = (*spec.mappings.passed_through, *spec.extra_prefixes)
     return (no_head and name.split(".")[-2:] == ["lm_head", "weight"]) or name.startswith(unused)

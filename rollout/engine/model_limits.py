@@ -27,6 +27,10 @@ UNSERVED_BY_EXPERT_RANKS = {"gpt_oss": "its loader of their biases takes each ra
 READ_STACKED_EXPERTS = frozenset({"gpt_oss", "qwen3_5_moe", "qwen3_5_moe_text"})
 """The types whose loaders in SGLang 0.5.21 read tensors that stack the experts of a layer."""
 
+TIED_ONLY = frozenset({"gemma3_text"})
+UNTIED_ONLY = frozenset({"glm4_moe", "glm4_moe_lite", "gpt_oss", "minimax_m2", "qwen3_moe", "qwen3_next"})
+"""The types of which SGLang 0.5.21 loads no head of its own, and those whose head it never ties."""
+
 
 def vocabulary_of(folder: Path) -> int:
     """Return the number of token ids. Raises ValueError and OSError."""

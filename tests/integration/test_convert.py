@@ -29,7 +29,7 @@ from slipstream.rollout.system import plugins
 from tests.bridge_cases import CONFIG, DEEPSEEK, LINEAR_ATTENTION, random_tensors, same_bits
 from tests.environment import environment
 from tests.integration.test_trainer_checkpoint import Case, train, trainer_of
-from tests.models import make_checkpoint
+from tests.models import make_checkpoint, stack_experts
 from tests.ports import held_port
 from tests.ranks import run_ranks
 
@@ -61,6 +61,13 @@ MODELS = {
     "deepseek_v3": {"model_type": "deepseek_v3", **DEEPSEEK, "num_key_value_heads": 4},
     "qwen3_next": {
         "model_type": "qwen3_next",
+        **LINEAR_ATTENTION,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 24,
+        **EXPERTS,
+    },
+    "qwen3_5_moe_text": {
+        "model_type": "qwen3_5_moe_text",
         **LINEAR_ATTENTION,
         "num_experts": 4,
         "shared_expert_intermediate_size": 24,
@@ -129,6 +136,14 @@ TRIPS = {
     "norms around blocks, tensor 2 -> pipeline 2": Trip("gemma3_text", BF16, TENSOR_2, PIPELINE_2),
     "stacked experts, expert 2 -> pipeline 2": Trip("gpt_oss", BF16, EXPERT_2, PIPELINE_2),
     "stacked experts, tensor 2 and expert 2 -> one rank": Trip("gpt_oss", F32, SEQUENCE_EXPERT_2, {}),
+    "experts stacked as published, expert 2 -> tensor 2 and expert 2": Trip(
+        "qwen3_5_moe_text", BF16, EXPERT_2, SEQUENCE_EXPERT_2
+    ),
+    "experts stacked, tensor 2 -> expert 2": Trip("qwen3_moe, stacked", BF16, SEQUENCE, EXPERT_2),
+    "a head that the config calls tied, tensor 2 -> pipeline 2": Trip(
+        "llama, untied", BF16, TENSOR_2, PIPELINE_2
+    ),
+    "a tied head that is stored, pipeline 2 -> tensor 2": Trip("llama, stored", BF16, PIPELINE_2, TENSOR_2),
     "indexer, expert 2 -> tensor 2 and expert 2": Trip("deepseek_v32", BF16, EXPERT_2, SEQUENCE_EXPERT_2),
 }
 
@@ -140,6 +155,17 @@ def write_model(folder: Path, hf: dict[str, Any], dtype: torch.dtype) -> Path:
     spec = spec_of(hf, folder, plugins.resolved(FAMILIES))
     save_file(random_tensors(spec, dtype, seed=len(folder.name)), folder / "model.safetensors")
     return folder
+
+
+def in_form(folder: Path, form: str) -> None:
+    """Store a model of random bits in another form."""
+    if form == "stacked":
+        stack_experts(folder)
+    elif form:
+        tensors = load_file(folder / "model.safetensors")
+        words = tensors["model.embed_tokens.weight"]
+        head = words.clone() if form == "stored" else words.flip(0).contiguous()
+        save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -226,7 +252,9 @@ def done(tmp_path_factory) -> Done:
     for name, trip in TRIPS.items():
         model = folder / "models" / f"{trip.model}-{trip.dtype}".replace("torch.", "")
         if not model.exists():
-            write_model(model, CONFIG | MODELS[trip.model], trip.dtype)
+            family, _, form = trip.model.partition(", ")
+            write_model(model, CONFIG | MODELS[family], trip.dtype)
+            in_form(model, form)
         at = folder / name.replace(" ", "-")
         (at / "megatron").mkdir(parents=True)
         (at / "model").symlink_to(model)

@@ -1,6 +1,7 @@
 """Wrong models: config.json, weights, tokenizer and chat template."""
 
 import json
+from collections.abc import Callable
 
 from slipstream.backend.quickstart.tokenizer import CHAT_TEMPLATE
 from tests.wrong_inputs.case import WrongInput
@@ -9,12 +10,47 @@ from tests.wrong_inputs.world import ROWS, lines
 CONFIG = {"model_type": "qwen3", "hidden_size": 128, "vocab_size": 48, "max_position_embeddings": 512}
 RAISES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
 SYSTEM = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1=?"}]
+NO_TENSORS = b"\x02\x00\x00\x00\x00\x00\x00\x00{}"
+"""A sound file of safetensors."""
+
+
+def _with(**settings: object) -> Callable[[str], str]:
+    return lambda text: json.dumps(json.loads(text) | settings)
+
 
 CASES = (
     WrongInput(
         "a model of another family",
         ("model.path", "model_type 'bert' is not mapped", "supported: ", "qwen3"),
         files={"model/config.json": '{"model_type": "bert"}'},
+    ),
+    WrongInput(
+        "a model that nobody has looked at",
+        ("model.path", "model_type 'unheard_of' is not mapped", "was not examined", "model.families"),
+        files={"model/config.json": lambda text: text.replace('"qwen3"', '"unheard_of"')},
+    ),
+    WrongInput(
+        "two rotary settings",
+        ("model.path", "rope_parameters={", "rope_scaling={'rope_type': 'yarn'", "keep one of them"),
+        files={"model/config.json": _with(rope_scaling={"rope_type": "yarn", "factor": 4.0})},
+    ),
+    WrongInput(
+        "a share of rotated dimensions that the model ignores",
+        ("model.path", "partial_rotary_factor is 0.5", "rotate whole heads", "remove it"),
+        files={"model/config.json": _with(partial_rotary_factor=0.5)},
+    ),
+    WrongInput(
+        "a head that is nowhere",
+        ("model.path", "missing: lm_head.weight", "tie_word_embeddings: true"),
+        files={"model/config.json": _with(tie_word_embeddings=False)},
+    ),
+    WrongInput(
+        "a single file beside an index of others",
+        ("model.path", "model.safetensors is beside model.safetensors.index.json", "remove the one"),
+        files={
+            "model/part.safetensors": NO_TENSORS,
+            "model/model.safetensors.index.json": json.dumps({"weight_map": {"a": "part.safetensors"}}),
+        },
     ),
     WrongInput(
         "a config.json that is no JSON",

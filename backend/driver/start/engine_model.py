@@ -20,7 +20,12 @@ from slipstream.bridge.hf.index import HfCheckpointError
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.fp8 import engine_fp8, fp8_problems
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.engine.model_limits import READ_STACKED_EXPERTS, UNSERVED_BY_EXPERT_RANKS
+from slipstream.rollout.engine.model_limits import (
+    READ_STACKED_EXPERTS,
+    TIED_ONLY,
+    UNSERVED_BY_EXPERT_RANKS,
+    UNTIED_ONLY,
+)
 
 
 def engine_problems(config: RunConfig, spec: ModelSpec) -> list[str]:
@@ -32,6 +37,13 @@ def engine_problems(config: RunConfig, spec: ModelSpec) -> list[str]:
             f"rollout.engine.expert_parallel: {engine.expert_parallel}: SGLang cannot divide the experts of "
             f"{family} among ranks: {UNSERVED_BY_EXPERT_RANKS[family]}; set it to 1 and use "
             "rollout.engine.tensor_parallel"
+        )
+    tied = spec.geometry.tied_embeddings
+    if family in (UNTIED_ONLY if tied else TIED_ONLY):
+        problems.append(
+            f"model.path: its head is {'tied' if tied else 'not tied'} to the embedding, and SGLang has "
+            f"{family} only {'with a head of its own' if tied else 'with a tied head'}: engines would have "
+            "another head; name a checkpoint whose head is as in the published models"
         )
     stacked = any(mapping.stacked for layer in spec.mappings.layers for mapping in layer)
     if stacked and family not in READ_STACKED_EXPERTS:
@@ -112,7 +124,7 @@ def main() -> None:
         Path(request["folder"]),
         dtype=getattr(torch, request["dtype"]),
         fp8=engine_fp8(request["quantization"], spec),
-        kept=spec.kept,
+        tied=spec.kept.tied,
     )
 
 
