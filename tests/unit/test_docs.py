@@ -44,7 +44,11 @@ def test_every_path_that_a_page_names_exists(page: Path):
 OTHERS = ("migration.md",)
 """Pages that name settings of other systems."""
 
-NO_SETTINGS = {"actor.recompute_logprob": "AReaL's name", "checkpoint.json": "a file"}
+NO_SETTINGS = {
+    "actor.recompute_logprob": "AReaL's name",
+    "checkpoint.json": "a file",
+    "model.safetensors": "a file",
+}
 
 
 SETTINGS = {
