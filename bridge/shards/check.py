@@ -60,9 +60,10 @@ def _why_needed(name: str, spec: ModelSpec) -> str:
 
 
 def _is_unused(name: str, spec: ModelSpec) -> bool:
-    """True for the head of tied embeddings or under a value head, for multi-token prediction layers, and for
-    the parts that are not of the language model.
+    """True for a head that is stored although it is tied, for any head under a value head, for multi-token
+    prediction layers, and for the parts that are not of the language model.
     """
-    no_head = spec.geometry.tied_embeddings or spec.gives_values
-    unused = (*spec.mappings.passed_through, *spec.extra_prefixes)
-    return (no_head and name.split(".")[-2:] == ["lm_head", "weight"]) or name.startswith(unused)
+    if spec.gives_values and name.split(".")[-2:] == ["lm_head", "weight"]:
+        return True
+    tied_head = spec.tied_head is not None and name == spec.tied_head[0]
+    return tied_head or name.startswith((*spec.mappings.passed_through, *spec.extra_prefixes))

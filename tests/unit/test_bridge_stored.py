@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.backend.driver.start.engine_model import engine_problems
+from slipstream.backend.driver.start.engine_model import checkpoint_notes, engine_problems
 from slipstream.bridge.families import FAMILIES, model_spec, spec_of
 from slipstream.bridge.hf.bucket import FlatBucket
 from slipstream.bridge.hf.copy import write_copy
@@ -22,7 +22,7 @@ from slipstream.bridge.shards.adapter import NoAdapter, adapter_spec
 from slipstream.bridge.shards.check import check_tensors
 from slipstream.bridge.shards.fp8 import is_stored_for_engines
 from slipstream.bridge.shards.plan import entries
-from slipstream.configs.schema import EngineConfig
+from slipstream.configs.schema import EngineConfig, ModelConfig
 from tests.bridge_cases import MIXTURES, TEXT_PARTS
 from tests.models import make_checkpoint, stack_experts
 
@@ -156,6 +156,13 @@ def test_an_export_stores_a_tied_head_if_its_source_does(tmp_path, family):
     target = export(folder, tmp_path / "out")
     assert stored_tensors(target).keys() == stored_tensors(folder).keys()
     assert model_spec(target).tied_head == (head, words)
+
+
+def test_a_head_by_a_name_that_the_family_does_not_know_is_not_dropped(tmp_path):
+    folder = make_checkpoint(tmp_path, "mistral3", tied=True)
+    change(folder, **{HEAD: torch.zeros(101, 64)})
+    with pytest.raises(HfCheckpointError, match=r"not mapped: lm_head\.weight"):
+        check_tensors(model_spec(folder))
 
 
 # ---- layers for multi-token prediction
@@ -346,6 +353,23 @@ def test_engines_start_from_a_copy_whose_config_is_right_about_the_head(tmp_path
     write_copy(folder, None, tmp_path / "copy", dtype=torch.float32, fp8=None, tied=spec.kept.tied)
     assert is_stored_for_engines(model_spec(tmp_path / "copy"), None)
     assert stored_tensors(tmp_path / "copy").keys() == stored_tensors(folder).keys()
+
+
+def test_a_user_is_told_of_the_contradiction_and_of_the_copy(tmp_path):
+    folder = make_checkpoint(tmp_path, tied=False)
+    state(folder, whole=True)
+    config = SimpleNamespace(
+        model=ModelConfig(path=folder),
+        rollout=SimpleNamespace(engine=EngineConfig()),
+        run=SimpleNamespace(folder=tmp_path / "run"),
+    )
+    contradiction, copy = checkpoint_notes(config, model_spec(folder), has_engines=True)
+    assert contradiction.startswith(
+        "model.path: config.json says tie_word_embeddings: true, and in the files"
+    )
+    assert copy.endswith(f"a copy of model.path that a run writes: {tmp_path / 'run' / 'engine-model'}")
+    [alone] = checkpoint_notes(config, model_spec(folder), has_engines=False)
+    assert alone == contradiction
 
 
 def test_stacked_experts_are_for_engines_that_read_them(tmp_path):
