@@ -14,7 +14,7 @@ from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.bridge.families import FAMILIES, spec_of
 from slipstream.bridge.hf.config import UnsupportedModel, read_config
 from slipstream.bridge.model.layout import Layout
-from slipstream.rollout.engine.model_limits import UNSERVED_ON_CPUS
+from slipstream.rollout.engine.model_limits import TIED_ONLY, UNSERVED_ON_CPUS
 from tests.bridge_cases import MIXTURES
 from tests.models import make_checkpoint
 from tests.quantized_models import FP8, write_quantized
@@ -217,7 +217,7 @@ def test_a_checkpoint_that_is_cut_off_or_no_checkpoint_is_exit_code_2(recipe, tm
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_plan_and_check_take_a_checkpoint_of_every_family(tmp_path, family):
-    folder = make_checkpoint(tmp_path / "model", family, tied=False)
+    folder = make_checkpoint(tmp_path / "model", family, tied=family in TIED_ONLY)
     build_tokenizer().save_pretrained(folder)
     file = written_recipe(tmp_path)
     experts = family in MIXTURES

@@ -75,12 +75,14 @@ def checkpoint_notes(config: RunConfig, spec: ModelSpec, *, has_engines: bool) -
     if spec.quantization is not None:
         stored = f"model.path: its weights are stored in {spec.quantization}"
         notes.append(f"{stored}; the trainer loads them as {dtype}")
-    if has_engines and (spec.quantization is not None or quantization is not None):
+    held = has_engines and (spec.quantization is not None or quantization is not None)
+    if held:
         notes.append(f"rollout.engine.quantization: engines hold the weights in {quantization or dtype}")
     with suppress(UnsupportedModel, HfCheckpointError, OSError):  # which are told as problems
         model = engine_model_of(config.model, quantization, config.run.folder, spec)
         if has_engines and model.is_copy:
-            notes.append(f"engines start from a copy of model.path that a run writes: {model.path}")
+            copy = f"start from a copy of model.path that a run writes: {model.path}"
+            notes = [*notes[:-1], f"{notes[-1]}, and {copy}"] if held else [*notes, f"engines {copy}"]
     return notes
 
 
