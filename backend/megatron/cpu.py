@@ -10,11 +10,12 @@ import contextlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _CPU = torch.device("cpu")
@@ -34,6 +35,7 @@ def install() -> None:
     _cuda_literals_mean_the_cpu()
     _random_states_of_the_cpu()
     _mixture_of_experts()
+    _parts_of_different_sizes()
     _latent_attention()
     _tensor_type_names()
 
@@ -173,6 +175,36 @@ def _mixture_of_experts() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+
+
+def _parts_of_different_sizes() -> None:
+    """Ranks that share an expert have different numbers of tokens; gloo exchanges parts of one size alone."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gathered(
+        part: Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None = None, use_buffer: bool = False
+    ) -> Tensor:
+        if sizes is None or group.size() == 1:
+            return gather(part, group, sizes, use_buffer)
+        padded = part.new_zeros(max(1, *sizes), *part.shape[1:])
+        padded[: len(part)] = part
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group)
+        return torch.cat([each[:size] for each, size in zip(parts, sizes, strict=True)])
+
+    def scattered(
+        whole: Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None = None, use_buffer: bool = False
+    ) -> Tensor:
+        if sizes is None or group.size() == 1:
+            return scatter(whole, group, sizes, use_buffer)
+        total = whole.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total.split(list(sizes))[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gathered
+    mappings._reduce_scatter_along_first_dim = scattered
 
 
 def _latent_attention() -> None:
