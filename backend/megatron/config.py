@@ -201,8 +201,10 @@ def _experts(experts: Experts, layout: Layout, n_layers: int) -> Settings:
         "moe_ffn_hidden_size": experts.ffn_hidden,
         "moe_layer_freq": [int(layer not in experts.dense_layers) for layer in range(n_layers)],
         "moe_router_score_function": experts.score,
-        # A normalized softmax over all experts is the softmax over the chosen ones.
-        "moe_router_pre_softmax": experts.score == "softmax" and not experts.normalized,
+        # A normalized softmax over all experts is the softmax over the chosen ones. Megatron refuses to take
+        # it over a single one (see ``router``).
+        "moe_router_pre_softmax": experts.score == "softmax"
+        and (not experts.normalized or experts.per_token == 1),
         "moe_router_enable_expert_bias": experts.bias,
         "moe_router_bias_update_rate": 0.0,  # reinforcement learning does not change the balance
         "moe_router_topk_scaling_factor": experts.scaling if experts.scaling != 1.0 else None,

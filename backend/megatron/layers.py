@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import cast
 
 import torch
@@ -13,14 +13,23 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from slipstream.backend.megatron.delta_net import DeltaNetSubmodules, PackedDeltaNet
 from slipstream.backend.megatron.local_layers import JointHeadsNorm, PackedAttention, RMSNorm
+from slipstream.backend.megatron.router import Router
 from slipstream.backend.megatron.sparse_attention import SparseAttention, SparseLatentAttention
-from slipstream.bridge.model.geometry import DeltaNet, Geometry, GroupedAttention, LatentAttention, Window
+from slipstream.bridge.model.geometry import (
+    DeltaNet,
+    Experts,
+    Geometry,
+    GroupedAttention,
+    LatentAttention,
+    Window,
+)
 from slipstream.bridge.model.layout import LayerSpec
 
 WithBias = tuple[Tensor, Tensor | None]
@@ -85,13 +94,13 @@ def layer_specs(geometry: Geometry, kind: LayerSpec) -> list[ModuleSpec]:
     make = _transformer_engine if kind == "transformer_engine" else _local
 
     @cache
-    def spec_of(experts: int | None, delta: DeltaNet | None, window: Window | None) -> ModuleSpec:
-        return _varied(make(geometry, experts, delta), geometry, window)
+    def spec_of(experts: Experts | None, delta: DeltaNet | None, window: Window | None) -> ModuleSpec:
+        count = experts.count if experts is not None else None
+        return _varied(make(geometry, count, delta), geometry, window, experts)
 
-    count = geometry.experts.count if geometry.experts else None
     return [
         spec_of(
-            count if geometry.has_experts(layer) else None,
+            geometry.experts if geometry.has_experts(layer) else None,
             geometry.delta_of(layer),
             geometry.window_of(layer),
         )
@@ -99,11 +108,24 @@ def layer_specs(geometry: Geometry, kind: LayerSpec) -> list[ModuleSpec]:
     ]
 
 
-def _varied(spec: ModuleSpec, geometry: Geometry, window: Window | None) -> ModuleSpec:
+def _expert_submodules(mlp: object) -> MoESubmodules:
+    """Return the submodules of a layer of experts, of which Megatron makes a partial from 0.19 on."""
+    if isinstance(mlp, partial):
+        return cast("MoESubmodules", mlp.keywords["submodules"])
+    return cast("MoESubmodules", cast("ModuleSpec", mlp).submodules)
+
+
+def _varied(
+    spec: ModuleSpec, geometry: Geometry, window: Window | None, experts: Experts | None
+) -> ModuleSpec:
     """Put the classes into a layer's spec that Megatron's own functions do not know of."""
     if geometry.post_norms:
         spec.module = PostNormLayer
-    attention = cast("ModuleSpec", cast("TransformerLayerSubmodules", spec.submodules).self_attention)
+    submodules = cast("TransformerLayerSubmodules", spec.submodules)
+    if experts is not None:
+        router = partial(Router, normalizes=experts.normalized)
+        _expert_submodules(submodules.mlp).router = router  # pyright: ignore[reportAttributeAccessIssue]
+    attention = cast("ModuleSpec", submodules.self_attention)
     if window is not None and window.rope is not None:
         attention.module = WindowRopeAttention
         attention.params["frequencies"] = tuple(window.rope.frequencies(geometry.rotated_dim))

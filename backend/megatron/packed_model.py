@@ -17,6 +17,7 @@ from slipstream.backend.megatron.delta_net import PackedDeltaNet
 from slipstream.backend.megatron.device_batch import DeviceBatch, copied, moved_together, on_device
 from slipstream.backend.megatron.groups import groups
 from slipstream.backend.megatron.local_layers import PackedAttention
+from slipstream.backend.megatron.router import Router
 from slipstream.backend.objective.distillation import divergence_from_top_tokens
 from slipstream.backend.objective.logprob import (
     Implementation,
@@ -42,8 +43,9 @@ class PackedModel:
     def __init__(self, parts: Sequence[torch.nn.Module], device: torch.device) -> None:
         self.parts = list(parts)
         self._device = device
-        modules = (module for part in parts for module in part.modules())
+        modules = [module for part in parts for module in part.modules()]
         self._unpacks = any(isinstance(module, PackedAttention | PackedDeltaNet) for module in modules)
+        self._routers = [module for module in modules if isinstance(module, Router)]
         self._on_device: dict[int, DeviceBatch] = {}
         self._in_pass = False
 
@@ -52,6 +54,10 @@ class PackedModel:
 
         There is one head for each micro-batch. The list is empty except on the last pipeline stage.
         """
+        tokens = sum(len(micro.tokens_T) for micro in microbatches)
+        with_loss = sum(len(micro.index_M) for micro in microbatches)
+        for router in self._routers:
+            router.loss_share = with_loss / tokens
         results = cast("list[R]", self._run(microbatches, heads, forward_only=False))
         return results if groups.is_pipeline_last_stage() else []
 

@@ -37,6 +37,8 @@ LAYOUTS = {
     "expert 2": {"data": 2, "expert": 2},
     "expert 2, tensor 2": {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
     "tensor 2, whole experts": {"tensor": 2, "sequence": True, "expert_tensor": 1},
+    "tensor 2, shared experts": {"tensor": 2, "sequence": True},
+    "data 2, shared experts": {"data": 2, "expert_tensor": 2},
     "pipeline 2, recomputation": {"pipeline": 2},
 }
 ACTOR = {"pipeline 2, recomputation": {"recompute": "selective"}}
@@ -98,8 +100,6 @@ def logprobs_and_gradients(rank: RankSpec, config: RunConfig, batch: TrainBatch)
 
 def computed(trainer: Any, rank: RankSpec, batch: TrainBatch):
     """``logprobs_and_gradients`` of a trainer that is there."""
-    from slipstream.bridge.shards.export import export
-
     [microbatches], _ = trainer.microbatches(batch)
     values = trainer._policy.log_probs(microbatches, trainer._config.rollout.sampling.temperature)
     logps = {
@@ -107,6 +107,13 @@ def computed(trainer: Any, rank: RankSpec, batch: TrainBatch):
         for micro, logp in zip(microbatches, values, strict=True)
         if logp is not None
     }
+    return logps, gradients_of(trainer, rank, batch)
+
+
+def gradients_of(trainer: Any, rank: RankSpec, batch: TrainBatch):
+    """On rank 0 the gradient of a step's one update, in HF names."""
+    from slipstream.bridge.shards.export import export
+
     trainer._trained.optimizer.step = lambda: (True, 0.0, 0)  # leaves the gradient where it can be read
     trainer.train(batch)
     gradients = [
@@ -117,7 +124,7 @@ def computed(trainer: Any, rank: RankSpec, batch: TrainBatch):
     for bucket in export(trainer._plan, gradients, rank.rank):
         if bucket is not None:
             exported.update({name: tensor.cpu().clone().numpy() for name, tensor in bucket.tensors()})
-    return logps, exported
+    return exported
 
 
 def reference_gradients(folder: Path, batch: TrainBatch, temperature: float):
@@ -226,6 +233,8 @@ FAMILIES = {
         "deepseek_v32",
     ),
     "tensor 2, whole experts": ("qwen3_moe", "minimax_m2", "gpt_oss"),
+    "tensor 2, shared experts": ("qwen3_moe", "deepseek_v3", "qwen3_next"),
+    "data 2, shared experts": ("qwen3_moe", "deepseek_v3", "minimax_m2"),
     "pipeline 2, recomputation": ("gemma3_text", "gpt_oss", "glm_moe_dsa"),
 }
 CASES = [(layout, name) for layout, names in FAMILIES.items() for name in names]
@@ -235,6 +244,7 @@ KEPT = {
     *(("virtual pipeline 2", name) for name in ("qwen3, tied", "glm4_moe_lite", "gemma3_text, tied")),
     *(("expert 2", name) for name in ("qwen3_moe", "deepseek_v3", "gpt_oss")),
     ("tensor 2, whole experts", "minimax_m2"),
+    ("data 2, shared experts", "deepseek_v3"),
     ("pipeline 2, recomputation", "gpt_oss"),
 }
 
@@ -328,3 +338,15 @@ def check(
     for tensor, expected in expected_gradients.items():
         scale, told = np.abs(expected).max(), f"{name}: {tensor}"
         np.testing.assert_allclose(gradients[tensor] / scale, expected / scale, atol=tolerance, err_msg=told)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_a_single_expert_for_a_token_has_the_weight_that_it_has_in_transformers(family: str, tmp_path):
+    folder = make_checkpoint(tmp_path, family, tied=False, num_experts_per_tok=1, norm_topk_prob=True)
+    batch = make_batch(vocab=101)
+    logps, gradients = reference_gradients(folder, batch, 0.8)
+    [(found, ours)] = run_jobs({0: Job(1, logprobs_and_gradients, (config_for(folder, {}), batch))})[0]
+    # The weight is the constant 1, so that the gradient of a router is 0, up to rounding in transformers.
+    for name in [name for name in gradients if name.endswith("mlp.gate.weight")]:
+        assert not ours.pop(name).any() and np.abs(gradients.pop(name)).max() < 1e-6
+    check(family, batch, [(found, ours)], logps, gradients)
