@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.activations import quick_gelu
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
@@ -46,7 +47,11 @@ RECOMPUTE: Mapping[str, Settings] = {
 def fields_of(config_class: type, settings: Settings) -> Settings:
     """Return the part of a recipe's ``actor.megatron`` that belongs to one of Megatron's configs."""
     names = {field.name for field in dataclasses.fields(config_class)}
-    return {name: value for name, value in settings.items() if name in names}
+    given = {name: value for name, value in settings.items() if name in names}
+    if "attention_backend" in given:
+        # Megatron takes no notice of the name of a member; its own command line translates it too.
+        given["attention_backend"] = AttnBackend[given["attention_backend"]]
+    return given
 
 
 def transformer_config(

@@ -20,8 +20,6 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 from torch.nn import Parameter
 
-from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
-
 
 class Rectangle(NamedTuple):
     """Rows ``row`` to ``row + rows`` and columns ``column`` to ``column + columns`` of a matrix."""
@@ -61,13 +59,7 @@ class _Adam(Protocol):
 def allocate(optimizer: MegatronOptimizer) -> None:
     """Make the state that Adam makes at its first step, so that it can be saved or loaded."""
     for part in _parts(optimizer):
-        config = part.config
-        if config.optimizer != "adam" or config.use_precision_aware_optimizer or config.optimizer_cpu_offload:
-            raise CheckpointError(
-                "checkpoints support plain Adam only; take optimizer, use_precision_aware_optimizer and "
-                "optimizer_cpu_offload out of actor.megatron, or set checkpoint.every: 0"
-            )
-        part.init_state_fn(part.optimizer, config)
+        part.init_state_fn(part.optimizer, part.config)
         if _is_torch_adam(part):
             for state in _adam(part).state.values():
                 state.setdefault("step", torch.tensor(0.0))

@@ -17,6 +17,7 @@ _WORDS = {
     "int": "a whole number",
     "float": "a number",
     "str": "text",
+    "dict": "a mapping",
     "null": "null",
 }
 
@@ -27,15 +28,25 @@ class Accepts:
 
     kinds: frozenset[str] = frozenset()
     choices: tuple[object, ...] = ()
+    items: tuple["Accepts", ...] = ()
+    """A list is accepted if one of these accepts all of its items."""
     open: bool = False
     """A part of the annotation is not understood here, so that any value may be right."""
 
     def __or__(self, other: "Accepts") -> "Accepts":
-        return Accepts(self.kinds | other.kinds, self.choices + other.choices, self.open or other.open)
+        return Accepts(
+            self.kinds | other.kinds,
+            self.choices + other.choices,
+            self.items + other.items,
+            self.open or other.open,
+        )
 
     def __contains__(self, value: object) -> bool:
         if self.open or any(type(value) is type(choice) and value == choice for choice in self.choices):
             return True
+        if isinstance(value, list):
+            inside = cast("list[object]", value)
+            return any(all(item in accepts for item in inside) for accepts in self.items)
         kind = "null" if value is None else type(value).__name__
         return kind in self.kinds or (kind == "int" and "float" in self.kinds)
 
@@ -46,6 +57,7 @@ class Accepts:
     def __str__(self) -> str:
         words = [_WORDS[kind] for kind in _WORDS if kind in self.kinds and kind != "null"]
         words += [shown(choice) for choice in self.choices if choice is not None]
+        words += ["a list" if each.open else f"a list of: {each}" for each in self.items]
         if not words:
             words.append("a Python object, which a recipe cannot write")
         if "null" in self.kinds or None in self.choices:
@@ -60,17 +72,20 @@ _UNWRITABLE = Accepts()
 
 
 def read_megatron(folder: Path) -> Fields:
-    """Read TransformerConfig with its base, and OptimizerConfig. The former's field wins if both have one.
+    """Read OptimizerConfig, and TransformerConfig with its base and the class for latent attention.
+
+    If several have a field, that of a class of models wins.
 
     Raises LookupError when a class is not where it is expected.
     """
     fields: dict[str, Accepts] = {}
     for file, name in (
+        ("transformer/transformer_config.py", "MLATransformerConfig"),
         ("optimizer/optimizer_config.py", "OptimizerConfig"),
         ("model_parallel_config.py", "ModelParallelConfig"),
         ("transformer/transformer_config.py", "TransformerConfig"),
     ):
-        module = _Module(folder / file, folder.parent.parent)
+        module = _module(folder / file, folder.parent.parent)
         fields.update(module.fields(module.classes[name]))
     return fields
 
@@ -127,6 +142,10 @@ class _Module:
                 return Accepts(frozenset({"null"}))
             case ast.Constant(value=str(text)):
                 return self.accepts(ast.parse(text, mode="eval").body)
+            case ast.Name(id="list" | "List" | "Sequence"):
+                return Accepts(items=(_ANYTHING,))
+            case ast.Name(id="dict" | "Dict" | "Mapping"):
+                return Accepts(frozenset({"dict"}))
             case ast.Name(id=("int" | "float" | "bool" | "str") as kind):
                 return Accepts(frozenset({kind}))
             case ast.Name(id="Callable") | ast.Attribute(value=ast.Name(id="torch"), attr="dtype"):
@@ -141,6 +160,10 @@ class _Module:
     def _generic(self, name: str, items: list[ast.expr]) -> Accepts:
         if name == "Callable":
             return _UNWRITABLE
+        if name in ("dict", "Dict", "Mapping"):
+            return Accepts(frozenset({"dict"}))
+        if name in ("list", "List", "Sequence"):
+            return Accepts(items=(self.accepts(items[0]),))
         if name == "Optional":
             return self.accepts(items[0]) | Accepts(frozenset({"null"}))
         if name == "Union":

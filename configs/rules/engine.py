@@ -96,6 +96,31 @@ def device_can(config: RunConfig) -> Iterator[Violation]:
         yield Violation(f"{ENGINE}.expert_parallel", groups, reason)
 
 
+LEAST = {
+    "max_running_requests": 1,
+    "max_total_tokens": 1,
+    "context_length": 1,
+    "max_prefill_tokens": 1,
+    "decode_log_interval": 1,
+}
+"""The least value of fields of SGLang's ServerArgs, which SGLang itself does not look at."""
+
+
+def args_are_in_range(config: RunConfig) -> Iterator[Violation]:
+    args = config.rollout.engine.args
+    for name, least in LEAST.items():
+        value = args.get(name)
+        if isinstance(value, int) and value < least:
+            yield Violation(f"{ENGINE}.args.{name}", value, f"expected {least} or more")
+    fraction, chunk = args.get("mem_fraction_static"), args.get("chunked_prefill_size")
+    if isinstance(fraction, int | float) and not 0 < fraction < 1:
+        reason = "expected a number between 0 and 1: the share of a GPU's memory for weights and KV cache"
+        yield Violation(f"{ENGINE}.args.mem_fraction_static", fraction, reason)
+    if isinstance(chunk, int) and chunk != -1 and chunk < 1:
+        reason = "expected 1 or more tokens, or -1 for prompts in one piece"
+        yield Violation(f"{ENGINE}.args.chunked_prefill_size", chunk, reason)
+
+
 def adapters_are_verified(config: RunConfig) -> Iterator[Violation]:
     engine = config.rollout.engine
     split = {name: getattr(engine, name) for name in NAMES if name != "tensor_parallel"}
@@ -140,5 +165,6 @@ RULES = (
         transport_reaches_every_rank,
         (f"{ENGINE}.nodes", f"{ENGINE}.pipeline_parallel", "weights.transport", "actor.lora"),
     ),
+    Rule(args_are_in_range, (f"{ENGINE}.args",)),
     Rule(adapters_are_verified, ("actor.lora", *SPLIT)),
 )

@@ -1,9 +1,11 @@
 """Rules about the optimizers and about Megatron's layers."""
 
 import importlib.util
+import math
 from collections.abc import Iterator
 from functools import partial
 
+from slipstream.configs.rules.models import MODELS, model_number, model_words
 from slipstream.configs.rules.rule import Rule
 from slipstream.configs.schema import OptimizerConfig, RunConfig
 from slipstream.configs.violations import Violation
@@ -69,6 +71,44 @@ def recompute_details_fit(config: RunConfig) -> Iterator[Violation]:
             yield Violation(f"actor.megatron.{name}", actor.megatron[name], reason)
 
 
+def recomputed_layers_divide(config: RunConfig, model: str) -> Iterator[Violation]:
+    """Megatron takes layers that do not exist if a part of the model is no multiple of the number."""
+    actor, path = config.actor, "actor.megatron.recompute_num_layers"
+    number = actor.megatron.get("recompute_num_layers")
+    if actor.recompute != "full" or not isinstance(number, int) or isinstance(number, bool):
+        return  # recompute_details_fit, installed
+    parts = actor.parallel.pipeline * actor.parallel.virtual_pipeline
+    layers = model_number(config, "num_hidden_layers", model)
+    sizes = actor.parallel.layers or ([layers // parts] if layers else [])
+    is_block = actor.megatron.get("recompute_method") == "block"
+    if number < 1:
+        yield Violation(path, number, "expected 1 or more layers")
+    elif not is_block and (wrong := [size for size in sizes if size % number]):
+        reason = (
+            f"expected a divisor of {wrong[0]}, the layers of a part of {model_words(model)}; or "
+            "recompute_method: block, which computes the first layers of each part again"
+        )
+        yield Violation(path, number, reason)
+    elif is_block and sizes and number > min(sizes):
+        reason = f"expected at most {min(sizes)}, the layers of a part of {model_words(model)}"
+        yield Violation(path, number, reason)
+
+
+def auxiliary_losses_have_an_effect(config: RunConfig) -> Iterator[Violation]:
+    fields = config.actor.megatron
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        value: object = fields.get(name)
+        if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
+            yield Violation(f"actor.megatron.{name}", value, "expected one number, 0 or more")
+    kind = fields.get("moe_router_load_balancing_type", "none")
+    if fields.get("moe_aux_loss_coeff") and kind == "none":
+        yield Violation(
+            "actor.megatron.moe_aux_loss_coeff",
+            fields["moe_aux_loss_coeff"],
+            "expected 0: it has an effect only with moe_router_load_balancing_type: aux_loss",
+        )
+
+
 def transformer_engine_can_be_used(config: RunConfig) -> Iterator[Violation]:
     if config.actor.layer_spec != "transformer_engine":
         return
@@ -105,6 +145,14 @@ RULES = (
         for path in OPTIMIZERS
     ),
     Rule(recompute_details_fit, ("actor.recompute", "actor.megatron")),
+    *(
+        Rule(
+            partial(recomputed_layers_divide, model=model),
+            (model, "actor.recompute", "actor.megatron", "actor.parallel"),
+        )
+        for model in MODELS
+    ),
+    Rule(auxiliary_losses_have_an_effect, ("actor.megatron",)),
     Rule(transformer_engine_can_be_used, ("actor.layer_spec", "actor.lora", "cluster.device")),
     Rule(context_needs_transformer_engine, ("actor.layer_spec", "actor.parallel.context")),
 )

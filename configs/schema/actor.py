@@ -228,7 +228,13 @@ class TrainedConfig(Section):
         "names. On GPUs the layers use fused kernels where they are legal: rotary embeddings "
         "(`apply_rope_fusion`), SwiGLU (`bias_activation_fusion`) and the permutation of tokens by expert "
         "(`moe_permute_fusion`). A kernel can be turned off here; turning on one that is not legal is an "
-        "error.",
+        "error. Fields that Slipstream sets itself, that change the model, or that cannot work are refused: "
+        "configs/installed/megatron_fields.py lists every field.",
+    )
+    untested: list[str] = Field(
+        default=[],
+        description="Names of fields in `megatron` that nobody has tried with Slipstream, and that are "
+        "passed on nevertheless. The start of the run, its report and its summary name them.",
     )
 
 

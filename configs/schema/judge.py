@@ -60,6 +60,11 @@ class OwnEngines(Section):
     args: dict[str, object] = Field(
         default={}, description="Further fields of SGLang's ServerArgs, under their own names."
     )
+    untested: list[str] = Field(
+        default=[],
+        description="Names of fields in `args` that nobody has tried with Slipstream, as in "
+        "`rollout.engine.untested`.",
+    )
 
 
 Endpoint = Annotated[UrlEndpoint | PolicyItself | OwnEngines, Field(discriminator="type")]

@@ -84,7 +84,14 @@ class EngineConfig(Section):
         default=3, ge=0, description="Number of restarts of one engine before the run fails."
     )
     args: dict[str, object] = Field(
-        default={}, description="Further fields of SGLang's ServerArgs, under their own names."
+        default={},
+        description="Further fields of SGLang's ServerArgs, under their own names. "
+        "configs/installed/sglang_fields.py lists every field, and why a recipe may or may not set it.",
+    )
+    untested: list[str] = Field(
+        default=[],
+        description="Names of fields in `args` that nobody has tried with Slipstream, and that are passed on "
+        "nevertheless. The start of the run, its report and its summary name them.",
     )
 
     @property

@@ -1,16 +1,30 @@
 """Megatron and SGLang fields are read from source, in every layout those packages have had."""
 
 import importlib.util
+import re
 import textwrap
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from slipstream.configs import installed
-from slipstream.configs.installed import MEGATRON, SGLANG, Library, check_passthrough
+from slipstream.configs.installed import (
+    EVAL_SAMPLING,
+    JUDGES_SGLANG,
+    MEGATRON,
+    SAMPLING,
+    SGLANG,
+    Library,
+    check_passthrough,
+    untested_fields,
+)
+from slipstream.configs.installed.environment import FOLDER as ENVIRONMENT
+from slipstream.configs.installed.fields import allowed, refused, table
 from slipstream.configs.installed.served import can
 from slipstream.configs.installed.source import read_megatron, read_sglang
 from slipstream.configs.schema import ActorConfig, EngineConfig, RunConfig
+from tests.environment import ROOT
 
 CONFIG = RunConfig.model_validate(
     {
@@ -27,9 +41,12 @@ CONFIG = RunConfig.model_validate(
 )
 
 
-def check(megatron: dict | None = None, sglang: dict | None = None) -> dict[str, str]:
+def check(
+    megatron: dict | None = None, sglang: dict | None = None, listed: list[str] | None = None
+) -> dict[str, str]:
     rollout = CONFIG.rollout.model_copy(update={"engine": EngineConfig(args=sglang or {})})
-    config = CONFIG.model_copy(update={"actor": ActorConfig(megatron=megatron or {}), "rollout": rollout})
+    actor = ActorConfig(megatron=megatron or {}, untested=listed or [])
+    config = CONFIG.model_copy(update={"actor": actor, "rollout": rollout})
     return {violation.path: violation.reason for violation in check_passthrough(config)}
 
 
@@ -67,7 +84,7 @@ def megatron(tmp_path):
                 shared: str = ""
                 def method(self): ...
             class MLATransformerConfig(TransformerConfig):
-                not_ours: int = 0
+                latent: int = 0
             """,
         optimizer__optimizer_config="""
             class ParamKey:
@@ -129,7 +146,7 @@ def sglang_dataclass(tmp_path):
     )
 
 
-def test_megatron_fields_come_from_all_three_classes(megatron):
+def test_megatron_fields_come_from_all_four_classes(megatron):
     fields = read_megatron(megatron)
     assert set(fields) == {
         *(
@@ -143,6 +160,7 @@ def test_megatron_fields_come_from_all_three_classes(megatron):
             "hook",
             "dtype",
             "optimizer_only",
+            "latent",
         ),
     }
     assert "text" in fields["shared"] and 3 not in fields["shared"]
@@ -156,7 +174,7 @@ def test_megatron_fields_come_from_all_three_classes(megatron):
         ("eps", [1e-5, 1], [True, "1", None]),
         ("layers", [3, None], [3.5, True, "3"]),
         ("either", [3, "3"], [3.5, None]),
-        ("many", [3, [1, 2], "anything"], []),
+        ("many", [3, [1, 2]], ["anything", [1, "x"], [[1]], None]),
         ("hook", [None], ["torch.relu", 1]),
         ("dtype", [], ["bfloat16", None]),
     ],
@@ -245,13 +263,134 @@ needs_megatron = pytest.mark.skipif(importlib.util.find_spec("megatron") is None
 needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="no sglang")
 
 
+ALL = (MEGATRON, SGLANG, JUDGES_SGLANG, SAMPLING, EVAL_SAMPLING)
+VERSION = {
+    library.distribution: metadata.version(library.distribution)
+    for library in (MEGATRON, SGLANG)
+    if importlib.util.find_spec(library.package.partition(".")[0])
+}
+
+
+@pytest.mark.parametrize("library", ALL, ids=lambda library: library.section)
+def test_every_field_of_the_installed_version_has_one_verdict(library: Library):
+    version = VERSION.get(library.distribution)
+    if version not in PINNED[library.distribution]:
+        pytest.skip(f"{library.distribution} {version} is not pinned")
+    fields = installed._fields(library)
+    listed = {name for name, verdict in library.table.items() if verdict.version in (None, version)}
+    assert fields is not None
+    assert sorted(fields.keys() - listed) == [], "fields that no table lists"
+    assert sorted(listed - fields.keys()) == [], "listed fields that the version lacks"
+    assert set(library.aliases.values()) <= listed and not library.aliases.keys() & listed
+
+
+PINNED = {"megatron-core": ("0.16.1", "0.19.2"), "sglang": ("0.5.21",)}
+
+
+def test_the_tables_are_of_the_versions_that_are_installed():
+    text = (ENVIRONMENT / "constraints.txt").read_text() + (ENVIRONMENT / "sglang-cpu.txt").read_text()
+    for name, versions in PINNED.items():
+        assert set(re.findall(rf"^{name}==([0-9.]+)", text, re.MULTILINE)) == set(versions)
+    assert {each.version for each in MEGATRON.table.values()} == {None, *PINNED["megatron-core"]}
+
+
+@pytest.mark.parametrize("library", [MEGATRON, SGLANG, SAMPLING], ids=lambda library: library.section)
+def test_every_verdict_says_why_and_every_test_that_it_names_sets_the_field(library: Library):
+    for name, verdict in library.table.items():
+        assert verdict.why and "\n" not in verdict.why, name
+        if verdict.why.startswith("tests/"):
+            assert re.search(rf"\b{name}\b", (ROOT / verdict.why).read_text()), (name, verdict.why)
+
+
+def test_a_table_has_no_field_twice():
+    with pytest.raises(ValueError, match="more than once: b"):
+        table(allowed("a b", "why"), refused("b c", "why"))
+    with pytest.raises(ValueError, match="more than once: a"):
+        refused("a b a", "why")
+
+
 @needs_megatron
 def test_installed_megatron_is_understood():
-    fields = installed._fields(MEGATRON)
-    assert {"recompute_method", "moe_grouped_gemm", "optimizer_cpu_offload"} <= set(fields)
-    assert set(MEGATRON.owned) <= set(fields), "a field that Slipstream sets has another name in this version"
     good = {"recompute_method": "uniform", "recompute_num_layers": 1, "deterministic_mode": True}
     assert check(megatron=good) == {}
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("moe_expert_capacity_factor", 0.5, "drops no tokens"),
+        ("moe_input_jitter_eps", 0.1, "changes what the model computes"),
+        ("activation_func_clamp_value", 0.05, "config.json"),
+        ("moe_router_load_balancing_type", "sinkhorn", "expected none or aux_loss"),
+        ("moe_router_load_balancing_type", ["aux_loss"], "expected none or aux_loss"),
+        ("moe_router_force_load_balancing", True, "changes what the model computes"),
+        ("mtp_num_layers", 1, "multi-token prediction"),
+        ("test_mode", True, "leave it out"),
+        ("use_precision_aware_optimizer", True, "float32"),
+        ("optimizer_cpu_offload", True, "checkpoints"),
+        ("fp8", "hybrid", "does not train in fp8"),
+        ("cpu_offloading", True, "host's memory"),
+        ("recompute_modules", ["layernorm"], "a list of: core_attn, mlp, moe or shared_experts"),
+        ("recompute_modules", "core_attn", "expects a list of: text"),
+        ("moe_token_dispatcher_type", "allgather", "expected alltoall"),
+        ("q_lora_rank", 8, "config.json"),
+        ("attention_backend", "local", "expected auto, flash, fused or unfused"),
+        ("init_method_std", 1.0, "config.json"),
+    ],
+)
+def test_megatron_fields_that_cannot_be_right_are_refused(field, value, says):
+    assert says in check(megatron={field: value})[f"actor.megatron.{field}"]
+
+
+@needs_sglang
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("speculative_algorithm", "EAGLE", "no speculative decoding"),
+        ("speculative_num_steps", 3, "no speculative decoding"),
+        ("disaggregation_mode", "prefill", "prefill, decode and encode servers"),
+        ("enable_return_routed_experts", True, "routing of experts"),
+        ("cpu_offload_gb", 8, "GPU memory"),
+        ("json_model_override_args", '{"num_hidden_layers": 1}', "another model"),
+        ("load_format", "dummy", "weights.transport"),
+        ("enable_eplb", True, "would not get the trainer's weights"),
+        ("enable_hierarchical_cache", True, "would outlive the weights"),
+        ("custom_weight_loader", ["a.b"], "use weights.transport instead"),
+        ("cuda_graph_bs_decode", ["a"], "a list of: a whole number"),
+        ("incremental_streaming_output", False, "token ids"),
+    ],
+)
+def test_sglang_fields_that_cannot_be_right_are_refused(field, value, says):
+    assert says in check(sglang={field: value})[f"rollout.engine.args.{field}"]
+
+
+@needs_megatron
+@needs_sglang
+def test_an_untested_field_passes_if_it_is_listed_and_a_refused_one_does_not():
+    untested = {"tp_comm_overlap": True}
+    assert (
+        "list it: actor.untested: [tp_comm_overlap]"
+        in check(megatron=untested)["actor.megatron.tp_comm_overlap"]
+    )
+    assert check(megatron=untested, listed=["tp_comm_overlap"]) == {}
+    for fields, name, says in (
+        ({"test_mode": True}, "test_mode", "cannot be set, tested or not"),
+        ({"lr": 1.0}, "lr", "cannot be set, tested or not"),
+        ({"recompute_num_layers": 1}, "recompute_num_layers", "is tested"),
+        ({}, "tp_comm_overlap", "expected a field that actor.megatron sets"),
+        ({}, "nothing", "expected a field that actor.megatron sets"),
+    ):
+        assert says in check(megatron=fields, listed=[name])["actor.untested"]
+    kernel = {"moe_runner_backend": "triton"}
+    assert "rollout.engine.untested: [moe_runner_backend]" in str(check(sglang=kernel))
+    rollout = CONFIG.rollout.model_copy(
+        update={"engine": EngineConfig(args=kernel, untested=["moe_runner_backend"])}
+    )
+    config = CONFIG.model_copy(update={"rollout": rollout})
+    assert list(check_passthrough(config)) == []
+    assert untested_fields(config) == ["rollout.engine.args.moe_runner_backend"]
+    assert untested_fields(CONFIG) == []
 
 
 @needs_megatron
@@ -272,19 +411,6 @@ def test_mistakes_in_megatron_fields_are_explained():
 
 @needs_sglang
 def test_installed_sglang_is_understood():
-    fields = installed._fields(SGLANG)
-    known = {
-        "tp",
-        "tensor_parallel_size",
-        "dp",
-        "data_parallel_size",
-        "ep",
-        "expert_parallel_size",
-        "pp",
-        "pipeline_parallel_size",
-        "model",
-    }
-    assert set(SGLANG.owned) - known <= set(fields)
     assert check(sglang={"mem_fraction_static": 0.5, "max_running_requests": 8, "log_level": "info"}) == {}
     assert check(sglang={"mem_fraction_static": "half", "attention_backend": None}).keys() == {
         "rollout.engine.args.mem_fraction_static"

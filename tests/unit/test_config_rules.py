@@ -48,6 +48,8 @@ def base(tmp_path):
 
 DISK = ("weights.transport={type: disk}",)
 TWO_NODES = ("cluster={type: slurm}", "rollout.engine.tensor_parallel=2", "rollout.engine.nodes=2")
+BALANCED = "moe_router_load_balancing_type: aux_loss"
+RECOMPUTED = "actor.megatron.recompute_num_layers"
 TOOLS = "{path: slipstream.rollout.workflow.ToolUse, args: {tools: [a.b], parser: %s}}"
 
 
@@ -338,6 +340,48 @@ def violations(file, *overrides: str) -> dict[str, str]:
             ["actor.megatron.recompute_num_layers=1"],
             "actor.megatron.recompute_num_layers",
             "only actor.recompute: full uses it",
+        ),
+        *(
+            (
+                ["actor.recompute=full", f"actor.megatron={{{fields}}}", *layout],
+                RECOMPUTED if part else None,
+                part,
+            )
+            for fields, layout, part in (
+                ("recompute_num_layers: 2", [], ""),
+                ("recompute_num_layers: 3", [], "expected a divisor of 4, the layers of a part of the model"),
+                ("recompute_num_layers: 4", ["actor.parallel.pipeline=2"], "expected a divisor of 2"),
+                (
+                    "recompute_num_layers: 2",
+                    ["actor.parallel.pipeline=2", "actor.parallel.layers=[1, 3]"],
+                    "expected a divisor of 1",
+                ),
+                ("recompute_num_layers: 0", [], "expected 1 or more layers"),
+                ("recompute_method: block, recompute_num_layers: 3", [], ""),
+                ("recompute_method: block, recompute_num_layers: 5", [], "expected at most 4"),
+            )
+        ),
+        *(
+            ([f"actor.megatron={{{fields}}}"], f"actor.megatron.{name}" if name else None, part)
+            for fields, name, part in (
+                ("moe_aux_loss_coeff: 0.1", "moe_aux_loss_coeff", "only with moe_router_load_balancing_type"),
+                ("moe_router_load_balancing_type: aux_loss, moe_aux_loss_coeff: 0.1", None, ""),
+                (
+                    "moe_router_load_balancing_type: aux_loss, moe_aux_loss_coeff: -1",
+                    "moe_aux_loss_coeff",
+                    "0 or",
+                ),
+                ("moe_z_loss_coeff: .nan", "moe_z_loss_coeff", "expected one number, 0 or more"),
+            )
+        ),
+        *(
+            ([f"rollout.engine.args={{{name}: {value}}}"], f"rollout.engine.args.{name}", part)
+            for name, value, part in (
+                ("max_running_requests", 0, "expected 1 or more"),
+                ("context_length", -1, "expected 1 or more"),
+                ("mem_fraction_static", 7.5, "between 0 and 1"),
+                ("chunked_prefill_size", -7, "or -1 for prompts in one piece"),
+            )
         ),
         (["actor.optimizer.overlap_grad_reduce=true"], None, ""),
         (

@@ -377,3 +377,17 @@ def test_a_teacher_of_whom_slime_would_know_nothing_is_refused(script):
     for flags in ("--opd-type megatron --opd-teacher-load /t", "--use-opd --opd-type sglang --opd-kl-coef 0"):
         refused, recipe = refusals_and_recipe(script, flags)
         assert not refused and len(recipe["actor"]["advantage"]) == 1
+
+
+def test_fields_of_megatron_and_sglang_that_a_recipe_may_not_set_are_refused_with_their_reason(script):
+    flags = "--sglang-speculative-algorithm EAGLE --sglang-deepep-mode auto --moe-token-dispatcher-type flex"
+    script.write_text(LEFT_OUT.replace("--num-rollout", f"{flags} --fp8-format hybrid --num-rollout"))
+    result, _ = imported(script, "--json")
+    outcomes = {each["flag"]: each for each in json.loads(result.stdout)["flags"]}
+    for flag, words in (
+        ("sglang-speculative-algorithm", "no speculative decoding"),
+        ("sglang-deepep-mode", "rollout.engine.untested: [deepep_mode]"),
+        ("moe-token-dispatcher-type", "expected alltoall"),
+        ("fp8-format", "not in fp8"),
+    ):
+        assert outcomes[flag]["outcome"] == "refused" and words in outcomes[flag]["reason"]

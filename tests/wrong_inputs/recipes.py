@@ -189,6 +189,41 @@ CASES = (
         overrides=("rollout.engine.args={max_runing_requests: 4}",),
     ),
     WrongInput(
+        "a field of SGLang for what Slipstream does not have",
+        ("rollout.engine.args.speculative_algorithm = 'EAGLE'", "no speculative decoding", "leave it out"),
+        overrides=("rollout.engine.args={speculative_algorithm: EAGLE}",),
+    ),
+    WrongInput(
+        "a value of a field of SGLang that is out of range",
+        ("rollout.engine.args.mem_fraction_static = 7.5", "expected a number between 0 and 1"),
+        overrides=("rollout.engine.args={mem_fraction_static: 7.5}",),
+    ),
+    WrongInput(
+        "a field of Megatron that changes the model",
+        ("actor.megatron.moe_expert_capacity_factor = 0.5", "drops no tokens", "leave it out"),
+        overrides=("actor.megatron={moe_expert_capacity_factor: 0.5}",),
+    ),
+    WrongInput(
+        "a value of a field of Megatron that changes the model",
+        ("actor.megatron.moe_router_load_balancing_type = 'sinkhorn'", "expected none or aux_loss"),
+        overrides=("actor.megatron={moe_router_load_balancing_type: sinkhorn}",),
+    ),
+    WrongInput(
+        "an untested field of Megatron",
+        ("actor.megatron.tp_comm_overlap = true", "untested", "actor.untested: [tp_comm_overlap]"),
+        overrides=("actor.megatron={tp_comm_overlap: true}",),
+    ),
+    WrongInput(
+        "a refused field that is listed as untested",
+        ("actor.untested = 'mtp_num_layers'", "cannot be set, tested or not", "multi-token prediction"),
+        overrides=("actor={megatron: {mtp_num_layers: 1}, untested: [mtp_num_layers]}",),
+    ),
+    WrongInput(
+        "recomputed layers that do not divide those of the model",
+        ("actor.megatron.recompute_num_layers = 7", "expected a divisor of"),
+        overrides=("actor={recompute: full, megatron: {recompute_num_layers: 7}}",),
+    ),
+    WrongInput(
         "a layout that does not fit the model",
         ("actor.parallel.tensor = 3", "4"),
         overrides=("actor.parallel.tensor=3",),

@@ -130,8 +130,6 @@ SETTINGS: dict[str, Setting] = {
         "actor.layer_spec",
         _one_of(transformer_engine="transformer_engine", local="local"),
     ),
-    "fp8-format": ("actor.megatron.fp8", _text),
-    "fp8-recipe": ("actor.megatron.fp8_recipe", _text),
     "no-rope-fusion": ("actor.megatron.apply_rope_fusion", lambda _: False),
 }
 """The setting of a flag, and how its value is read."""
@@ -321,11 +319,12 @@ REFUSED = {
     ),
     "allgather-cp": "Transformer Engine exchanges keys and values of context parallelism",
     "enable-experimental": "experimental parts of Megatron are off",
-    "megatron-config-path": "set actor.megatron, and for the critic critic.megatron",
+    "megatron-config-path": "set actor.megatron, which holds for the critic too",
     "eval-config": "name the files in eval.sets, and how they are sampled in eval.sampling",
     "partial-rollout": "unfinished episodes always go on, and on_stale decides about old tokens",
     "optimizer-cpu-offload": "the optimizer stays on the GPUs",
     "overlap-cpu-optimizer-d2h-h2d": "the optimizer stays on the GPUs",
+    **_each("the trainer computes in model.dtype, not in fp8", "fp8-format fp8-recipe"),
     "use-precision-aware-optimizer": "the optimizer's state is float32",
     "use-rollout-routing-replay": "routes of experts are not replayed",
     "use-routing-replay": "routes of experts are not replayed",

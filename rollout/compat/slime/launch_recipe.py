@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from slipstream.configs.installed import MEGATRON, SGLANG, Library
 from slipstream.rollout.compat.slime.launch_flags import (
     DATA,
     DEFAULT_HOOKS,
@@ -121,8 +122,13 @@ class _Import:
             return FlagOutcome(flag, MAPPED, self.recipe.set(path, convert(flag.text)))
         if flag.name.startswith("sglang-") and flag.name not in REFUSED:
             name = flag.name.removeprefix("sglang-").replace("-", "_")
-            return FlagOutcome(flag, MAPPED, self.recipe.set(f"rollout.engine.args.{name}", _plain(flag)))
+            return self._passed_on(flag, SGLANG, name, _plain(flag))
         return None
+
+    def _passed_on(self, flag: Flag, library: Library, name: str, value: object) -> FlagOutcome:
+        if (reason := library.refusal(name, value)) is not None:
+            return FlagOutcome(flag, REFUSES, reason)
+        return FlagOutcome(flag, MAPPED, self.recipe.set(f"{library.section}.{name}", value))
 
     def _other(self, flag: Flag) -> FlagOutcome:
         decide = {
@@ -159,7 +165,7 @@ class _Import:
         if _OF_MEGATRON.match(flag.name):
             name = flag.name.removeprefix("no-").replace("-", "_")
             value = False if flag.name.startswith("no-") else _plain(flag)
-            return FlagOutcome(flag, MAPPED, self.recipe.set(f"actor.megatron.{name}", value))
+            return self._passed_on(flag, MEGATRON, name, value)
         return FlagOutcome(flag, UNKNOWN, "Slipstream knows no such flag of slime")
 
     def _hook(self, flag: Flag) -> FlagOutcome:
