@@ -44,6 +44,7 @@ from slipstream.backend.monitor.side import SideMetrics
 from slipstream.backend.monitor.summary import SUMMARY_FILE, RunSummary, write_summary
 from slipstream.backend.monitor.trace_log import TraceLog
 from slipstream.backend.monitor.trackers.opened import open_trackers
+from slipstream.configs.installed import untested_fields
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.ledger.writing.writer import Ledger
 from slipstream.rollout.reward import is_accuracy
@@ -130,6 +131,7 @@ async def _run(
             is_accuracy=bool(inputs.prompts or inputs.held_out) and is_accuracy(inputs.reward),
             beside=side.latest,
             prompts_left_out=inputs.left_out,
+            untested=untested_fields(config),
         )
         parts = assemble(
             config,

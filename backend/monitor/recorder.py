@@ -103,11 +103,12 @@ class Recorder:
         is_accuracy: bool = False,
         beside: Callable[[], Mapping[str, Value]] = dict,
         prompts_left_out: int = 0,
+        untested: Sequence[str] = (),
     ) -> None:
         """``beside``: returns what others have to log with a step, by the tags of ``tags.py``. ``started``:
         when the run began, by ``clock`` in seconds (now, if not given). ``resumed``: earlier starts of the
         run. ``is_accuracy``: whether the mean of the run's rewards is one. ``prompts_left_out``: prompts that
-        are too long.
+        are too long. ``untested``: fields that the recipe sets although they are untested.
         """
         self._metrics = metrics
         self._progress = progress
@@ -118,6 +119,7 @@ class Recorder:
         self._is_accuracy = is_accuracy
         self._beside = beside
         self._prompts_left_out = prompts_left_out
+        self._untested = list(untested)
         self._held_out: dict[int, float] = {}
         """Mean reward of the evaluations, by version."""
         self._unshown: HeldOut | None = None
@@ -302,6 +304,7 @@ class Recorder:
             trainer_restarts=status.trainer_restarts,
             trainer_wait_fraction=min(1.0, totals.wait_s / training_s) if training_s else None,
             prompts_left_out=self._prompts_left_out,
+            untested=self._untested,
             groups=GroupTotals(**asdict(counts)),
             turns=None if status.live is None else turn_totals(status.live),
         )

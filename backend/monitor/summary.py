@@ -1,6 +1,7 @@
 """The result of a run: ``summary.json`` for programs, a small table for people."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TextIO
 
@@ -113,6 +114,10 @@ class RunSummary(_Strict):
         default=0,
         description="Prompts that were not used because they have more tokens than `max_prompt_tokens`.",
     )
+    untested: list[str] = Field(
+        default=[],
+        description="Fields of Megatron and SGLang that the recipe sets although they are untested.",
+    )
     groups: GroupTotals
     turns: TurnTotals | None = Field(description="Turns of the users of a gateway; null: there is none.")
 
@@ -201,7 +206,12 @@ def summary_rows(summary: RunSummary) -> dict[str, str]:
         rows["groups"] = _totals(summary.groups)
     if summary.turns is not None:
         rows["turns"] = _totals(summary.turns)
-    return rows
+    return rows | untested_row(summary.untested)
+
+
+def untested_row(fields: Sequence[str]) -> dict[str, str]:
+    """Return the row about fields that a recipe sets although they are untested; empty: there are none."""
+    return {"untested": ", ".join(fields)} if fields else {}
 
 
 def _totals(totals: GroupTotals | TurnTotals) -> str:

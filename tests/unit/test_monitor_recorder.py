@@ -48,6 +48,7 @@ class Fakes:
             ),
             clock=lambda: self.now,
             is_accuracy=is_accuracy,
+            untested=("actor.megatron.a",),
         )
 
     def set(self, **changes) -> None:
@@ -262,6 +263,7 @@ def test_the_summary_adds_the_run_up():
     fakes.set(counts=GroupCounts(admitted=5, trained=3, filtered=1, failed=1))
     fakes.set(engine_restarts=1, step=7)
     summary = fakes.recorder.summary("done", fakes.status).model_dump()
+    assert summary.pop("untested") == ["actor.megatron.a"]
     assert summary.pop("groups") == {"admitted": 5, "trained": 3, "filtered": 1, "expired": 0, "failed": 1}
     assert summary.pop("turns") is None
     assert summary == pytest.approx(

@@ -103,6 +103,15 @@ def test_a_running_run_is_read_up_to_its_last_whole_line(tmp_path):
     assert run["state"] == "running or killed" and run["steps"] == 1 and run["total"] == 12
 
 
+def test_a_run_without_a_summary_names_its_untested_fields(tmp_path):
+    folder = tmp_path / "live"
+    settings = recipe()
+    settings["actor"] = settings.get("actor", {}) | {"untested": ["tp_comm_overlap"]}
+    write_lines(folder / "metrics.jsonl", [start_line(settings), metrics_line(1, 1)])
+    [run] = island(report([folder], None, audit=True))["runs"]
+    assert run["summary"] == {"untested": 'actor.untested: ["tp_comm_overlap"]'}
+
+
 def test_a_run_that_failed_before_its_first_step_says_why(tmp_path):
     folder = tmp_path / "failed"
     write_lines(folder / "metrics.jsonl", [start_line(recipe())])

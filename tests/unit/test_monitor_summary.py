@@ -13,6 +13,7 @@ from slipstream.backend.monitor.summary import (
     print_summary,
     read_summary,
     summary_rows,
+    summary_text,
     write_summary,
 )
 
@@ -37,6 +38,7 @@ FIELDS = {
     "trainer_restarts": 0,
     "trainer_wait_fraction": 0.11,
     "prompts_left_out": 3,
+    "untested": [],
     "groups": {"admitted": 836, "trained": 800, "filtered": 12, "expired": 0, "failed": 1},
     "turns": None,
 }
@@ -71,6 +73,13 @@ def test_summary_reads_back_as_it_was_written(tmp_path):
     assert path == tmp_path / "summary.json"
     assert json.loads(path.read_text()) == FIELDS
     assert RunSummary.model_validate_json(path.read_text()) == summary
+
+
+def test_untested_fields_of_a_recipe_are_in_the_summary():
+    assert "untested" not in summary_rows(RunSummary(**FIELDS))
+    fields = ["actor.megatron.a", "rollout.engine.args.b"]
+    text = summary_text(RunSummary(**FIELDS | {"untested": fields}), "x")
+    assert "untested    actor.megatron.a, rollout.engine.args.b" in text
 
 
 def test_a_reader_never_finds_a_half_written_summary(tmp_path, monkeypatch):

@@ -51,6 +51,7 @@ from slipstream.backend.monitor.trackers.opened import open_trackers
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.model.spec import ModelSpec
+from slipstream.configs.installed import untested_notes
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.supervised import Supervised
 from slipstream.rollout.control.ends import GroupCounts
@@ -122,6 +123,8 @@ async def _run(
     await prepare_inputs(config, progress.phase)
     progress.phase("reading model and examples")
     examples = read_encoded_examples(supervised)
+    for note in untested_notes(config):
+        progress.note(note)
     if (epochs := config.run.epochs) is not None:
         config = in_steps(config, len(examples))
         progress.lasts(config.run.total_steps)

@@ -23,6 +23,7 @@ from slipstream.bridge.hf.peft_config import PeftError, PeftIndex
 from slipstream.bridge.model.spec import ModelSpec, value_spec
 from slipstream.bridge.shards.adapter import NoAdapter, adapter_spec, check_peft
 from slipstream.bridge.shards.check import check_tensors
+from slipstream.configs.installed import untested_notes
 from slipstream.configs.installed.environment import has_gpus
 from slipstream.configs.rules.models import CRITIC, JUDGE, OTHER_MODELS, model_folder
 from slipstream.configs.schema import ModelConfig, PluginConfig, PromptFile, RunConfig, path_text
@@ -145,6 +146,7 @@ def read_inputs(config: RunConfig, *, trains: bool = True) -> Inputs:
         group_filter=cast(GroupFilter | None, group_filter),
         notes=[
             *(f"model.path: {note}" for note in spec.notes),
+            *untested_notes(config),
             *(source.note for sources in sets.values() for source in sources if source.note),
         ],
         left_out=sum(source.left_out for sources in sets.values() for source in sources),

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from slipstream.backend.monitor.course import Course, read_course
 from slipstream.backend.monitor.report.episodes import choose_episodes
 from slipstream.backend.monitor.report.timeline import read_events, timeline
-from slipstream.backend.monitor.summary import SUMMARY_FILE, read_summary, summary_rows
+from slipstream.backend.monitor.summary import SUMMARY_FILE, read_summary, summary_rows, untested_row
 from slipstream.backend.monitor.tags import TAGS
 
 PARTS = Path(__file__).parent
@@ -89,7 +89,7 @@ def run_data(folder: Path, audit: AuditResult, *, episode_bytes: int) -> dict[st
         "total": course.total_steps,
         "starts": course.starts,
         "bound": course.bound,
-        "summary": {} if summary is None else summary_rows(summary),
+        "summary": _untested(course.recipe) if summary is None else summary_rows(summary),
         "series": {
             tag: _thinned(points)
             for _, tags in (*CHARTS, *named_charts(course))
@@ -106,6 +106,12 @@ def run_data(folder: Path, audit: AuditResult, *, episode_bytes: int) -> dict[st
         "recorded": chosen.recorded,
         **_end(course),
     }
+
+
+def _untested(recipe: Mapping[str, object]) -> dict[str, str]:
+    """Return the row of a run without a summary about untested fields that its recipe sets."""
+    listed = [(key, value) for key, value in _flat(recipe) if key.endswith(".untested") and value]
+    return untested_row([f"{key}: {_shown(value)}" for key, value in listed])
 
 
 def _state(folder: Path, audit: AuditResult) -> str:
