@@ -14,6 +14,7 @@ from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.model.layout import UnevenSplit
 from slipstream.bridge.shards.plan import ExportPlan
+from slipstream.configs.installed import untested_notes
 from slipstream.configs.installed.environment import has_gpus
 from slipstream.configs.load import load_recipe, load_supervised
 from slipstream.configs.rules.models import MODELS
@@ -84,6 +85,7 @@ def check(config: RunConfig, *, weights: bool = True, supervised: Supervised | N
     """
     from slipstream.backend.commands.check_data import input_problems
     from slipstream.backend.commands.machine import fp8_problems_of, host_facts, machine_problems
+    from slipstream.backend.commands.program_checks import program_problems
     from slipstream.backend.driver.start.engine_model import checkpoint_notes, engine_problems
     from slipstream.backend.driver.start.inputs import (
         adapter_problems,
@@ -93,7 +95,7 @@ def check(config: RunConfig, *, weights: bool = True, supervised: Supervised | N
     )
     from slipstream.backend.driver.start.plugin_process import imported_plugin_problems
 
-    notes: list[str] = []
+    notes = untested_notes(config)
     problems = [*imported_plugin_problems(config), *hook_problems(config), *judge_model_problems(config)]
     if (config.model.path / "config.json").exists():
         try:
@@ -104,6 +106,7 @@ def check(config: RunConfig, *, weights: bool = True, supervised: Supervised | N
             problems += adapter_problems(config, plan.export.spec)
             problems += misfits(plan.stages, plan.engine, config.rollout.engine.ranks, plan.gpu_memory)
             problems += judge_misfits(config.judge, plan.gpu_memory)
+            problems += program_problems(config, has_engines=supervised is None)
         except WrongInput as error:
             problems.append(str(error))
         if supervised is None:

@@ -162,6 +162,15 @@ def _announce_shared_memory(folder: Path) -> None:
     PortArgs.init_new = staticmethod(announced_ports)
 
 
+def check_arguments(arguments: Mapping[str, object]) -> None:
+    """Raise what SGLang raises at its start for arguments that it does not take. Starts nothing."""
+    from sglang.srt.server_args import ServerArgs
+
+    made = ServerArgs(**arguments)  # pyright: ignore[reportArgumentType]
+    made.resolve_once()
+    made.check_server_args()
+
+
 def main() -> None:
     settings = json.loads(sys.argv[1])
     replica, temporary = settings["replica"], Path(settings["temporary"])

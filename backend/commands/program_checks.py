@@ -1,0 +1,131 @@
+"""Asks Megatron and SGLang themselves what they say of a recipe's settings, without a GPU.
+
+recipe ──► process that imports the program and makes its config ──► what the program refuses, or nothing
+
+The import of either takes seconds. So a program is asked only if the recipe sets fields of it whose values
+depend on others: most recipes set none.
+"""
+
+import json
+import pickle
+from collections.abc import Iterator, Mapping
+
+from slipstream.backend.megatron.layer_spec import layer_spec, layer_spec_on_gpus
+from slipstream.bridge.families import model_spec
+from slipstream.bridge.model.layout import Layout
+from slipstream.configs.installed.environment import has_gpus
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.engine.server_process import (
+    LIVE_SERVER_ARGS,
+    ServerSpec,
+    let_import_sglang,
+    server_args,
+)
+from slipstream.rollout.system import plugins
+from slipstream.rollout.system.imports import ask
+
+ANSWER_TIMEOUT_S = 120.0
+"""Seconds for the import of a program and its answer."""
+
+ALONE = {
+    "chunked_prefill_size",
+    "decode_log_interval",
+    "log_level",
+    "max_running_requests",
+    "max_total_tokens",
+    "mem_fraction_static",
+}
+"""Fields of ServerArgs that SGLang compares with no others, and that rules/engine.py looks at."""
+
+REFUSALS = (AssertionError, KeyError, NotImplementedError, TypeError, ValueError)
+"""Errors with which the programs refuse a value. Others say that a program cannot be asked here."""
+
+
+def program_problems(config: RunConfig, *, has_engines: bool) -> list[str]:
+    """Return what Megatron and SGLang say against the recipe, by its settings.
+
+    ``has_engines``: False for supervised training. A program that cannot be asked here, because it is not
+    installed or its import fails, says nothing: the start of the run tells.
+    """
+    problems: list[str] = []
+    if config.actor.megatron:
+        problems += _asked("megatron_answer", config, "actor.megatron", config.actor.megatron)
+    args = config.rollout.engine.args
+    if has_engines and not args.keys() <= ALONE:
+        problems += _asked("sglang_answer", config, "rollout.engine.args", args)
+    return problems
+
+
+def _asked(question: str, config: RunConfig, section: str, given: Mapping[str, object]) -> list[str]:
+    answers, _ = ask(f"{__name__}.{question}", pickle.dumps(config), 1, ANSWER_TIMEOUT_S)
+    return [problem_of(section, given, message) for message in answers if message is not None]
+
+
+def problem_of(section: str, given: Mapping[str, object], message: str) -> str:
+    """Put a program's refusal into words, with the fields of the recipe that it names.
+
+    >>> problem_of("actor.megatron", {"a_b": 1, "c": 2}, "--a-b must be 2")
+    'actor.megatron.a_b = 1: --a-b must be 2'
+    """
+    if message.startswith(section):
+        return message
+    text = message.replace("-", "_")
+    named = [name for name in given if name in text] or list(given)
+    settings = ", ".join(f"{section}.{name} = {json.dumps(given[name], default=str)}" for name in named)
+    return f"{settings}: {' '.join(message.split())}"
+
+
+def megatron_answer(request: bytes) -> Iterator[str | None]:
+    """Yield what Megatron says of the model's config; None: it makes it."""
+    import torch
+
+    from slipstream.backend.megatron.parallel import prepare_imports
+
+    prepare_imports()
+    from slipstream.backend.megatron.config import transformer_config
+    from slipstream.backend.megatron.fusions import KernelSupport, chosen_fusions
+
+    config: RunConfig = pickle.loads(request)
+    actor, for_gpus = config.actor, config.cluster.device == "gpu"
+    geometry = model_spec(config.model.path, plugins.resolved(config.model.families)).geometry
+    layers = (layer_spec_on_gpus if for_gpus else layer_spec)(actor, config.model.dtype, geometry)
+    machine = KernelSupport(True, True, True) if for_gpus else KernelSupport.present()
+    try:
+        fused = chosen_fusions(geometry, layers, machine, actor.megatron)
+        # Megatron asks whether what a kernel needs is installed, which it may not be on this machine.
+        fields = {name: value for name, value in actor.megatron.items() if name not in fused}
+        actor = actor.model_copy(update={"megatron": fields | dict.fromkeys(fused, False)})
+        layout = Layout.of(actor.parallel, layers)
+        transformer_config(geometry, actor, layout, getattr(torch, config.model.dtype))
+    except REFUSALS as error:
+        yield str(error) or repr(error)
+    yield None
+
+
+def sglang_answer(request: bytes) -> Iterator[str | None]:
+    """Yield what SGLang says of an engine's arguments; None: it takes them."""
+    config: RunConfig = pickle.loads(request)
+    engine, device = config.rollout.engine, config.cluster.device
+    on_gpus = has_gpus() if device == "auto" else device == "gpu"
+    let_import_sglang()
+    from slipstream.rollout.engine.launch import check_arguments
+
+    spec = ServerSpec(
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        device="cuda" if on_gpus else "cpu",
+        tensor_parallel=engine.tensor_parallel,
+        host="127.0.0.1",
+        port=0,
+        version=0,
+        seed=config.run.seed,
+        data_parallel=engine.data_parallel,
+        expert_parallel=engine.expert_parallel,
+        pipeline_parallel=engine.pipeline_parallel,
+        args=({} if config.gateway is None else dict(LIVE_SERVER_ARGS)) | engine.args,
+    )
+    try:
+        check_arguments(server_args(spec))
+    except REFUSALS as error:
+        yield str(error) or repr(error)
+    yield None
