@@ -77,7 +77,8 @@ test-other-megatron: install
 	$(PIP) --no-deps --only-binary=:all: --ignore-requires-python --upgrade --target $(OTHER_MEGATRON) megatron-core==0.19.2
 	PYTHONPATH=$(CURDIR)/$(OTHER_MEGATRON) $(BIN)/python -m pytest tests/integration/test_bridge_logits.py \
 	  tests/integration/test_megatron_parity.py tests/integration/test_optimizer.py \
-	  tests/integration/test_transformer_engine.py
+	  tests/integration/test_transformer_engine.py tests/integration/test_megatron_fields.py \
+	  tests/unit/test_config_installed.py
 
 property-sweep: install
 	$(BIN)/python -m tests.control_sweep --seeds $(or $(SEEDS),20) --examples $(or $(N),2000)
