@@ -8,8 +8,8 @@ import pytest
 
 from tests.environment import ROOT, environment
 
-CONVERSATIONS = 24
-"""Four for each chat template."""
+CONVERSATIONS = 30
+"""Five for each chat template."""
 
 
 @pytest.fixture(scope="module")
@@ -54,4 +54,4 @@ def test_everything_has_happened(report):
     assert report["branches"].keys() >= {"history rewritten", "thinking removed", "template", "fork"}
     assert report["side"].keys() >= {"temperature"}
     assert report["outcomes"].keys() >= {"answered", "left"}
-    assert sum(report["restarts"].values()) > 3
+    assert sum(report["restarts"].values()) > 0
