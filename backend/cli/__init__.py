@@ -305,7 +305,7 @@ def plan(
 
         config = read_recipe(recipe, overrides or [], model_config=model_config, supervised=sft)
         plan = planned(config, supervised=sft)
-        advice = advise(config, plan.export.spec.geometry, plan.engine) if split and plan.engine else None
+        advice = advise(config, plan.export, plan.engine) if split and plan.engine else None
         if as_json:
             typer.echo(planning.as_json(plan, advice))
         else:
@@ -335,13 +335,14 @@ def simulate(
 ) -> None:
     """Run a recipe in virtual time: how fast it would be, and how other schedules would do."""
     with reported():
+        from slipstream.backend.commands.plan import with_costs
         from slipstream.backend.simulate import command
 
         options = command.Options(
             recipe, tuple(overrides or ()), lengths, tuple(nodes or ()), fit, seed, as_json, out
         )
         try:
-            command.run(options)
+            command.run(options, with_costs)
         except command.SimulationFailed as error:
             raise Failed(f"failed: {error}") from None
 

@@ -13,6 +13,7 @@ from typing import TypedDict
 from rich.console import Console
 
 from slipstream.backend.commands.check import Planned
+from slipstream.backend.commands.check import planned as planned_of
 from slipstream.backend.megatron.export_plan import bucket_mb
 from slipstream.backend.memory.engine_memory import EngineMemory
 from slipstream.backend.memory.trainer_memory import StageMemory, tokens_of
@@ -20,6 +21,8 @@ from slipstream.backend.memory.verdict import GIB, judge_weights
 from slipstream.backend.monitor.tables import rows_table
 from slipstream.backend.simulate.advice import SplitAdvice
 from slipstream.backend.simulate.compare import SimulatedRun
+from slipstream.backend.simulate.derived import derived_model
+from slipstream.backend.simulate.gpu_split import layout_of
 from slipstream.bridge.hf.index import ITEMSIZE
 from slipstream.bridge.shards.plan import SENDER
 from slipstream.configs.schema import RunConfig
@@ -220,6 +223,20 @@ def _environment(planned: Planned) -> list[SharedVariable]:
         for variable in gpu_environment.variables(engine, parallel)
         if sides.intersection(variable.who)
     ]
+
+
+def with_costs(config: RunConfig) -> RunConfig:
+    """Return a recipe for GPUs with the cost model of its own model and layout.
+
+    One for CPUs, or without the config.json of its model, keeps what it has. Raises WrongInput.
+    """
+    if config.cluster.device != "gpu" or not (config.model.path / "config.json").exists():
+        return config
+    plan = planned_of(config)
+    if plan.engine is None or plan.engine.tokens == 0:
+        return config
+    costs = derived_model(config, plan.export, plan.engine, layout_of(config))
+    return config.model_copy(update={"simulate": costs})
 
 
 def as_json(planned: Planned, advice: SplitAdvice | None) -> str:

@@ -8,11 +8,12 @@ from slipstream.backend.memory.engine_memory import EngineMemory
 from slipstream.backend.simulate.compare import SimulatedRun, Work
 from slipstream.backend.simulate.costs import cost_model
 from slipstream.backend.simulate.derived import derived_model
-from slipstream.backend.simulate.gpu_split import GpuSplit, layout_of, trainer_unit
+from slipstream.backend.simulate.gpu_split import GpuSplit, layout_of, model_of, trainer_unit
 from slipstream.backend.simulate.schedules import recipe_schedule
 from slipstream.backend.simulate.world import SimulationStalled, World
-from slipstream.bridge.model.geometry import Geometry
+from slipstream.bridge.shards.plan import ExportPlan
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.simulate import RecipeLayout, TransferModel
 
 STEPS_AFTER_WARMUP = 3
 """Simulated steps beyond the ones that fill the slots."""
@@ -29,6 +30,8 @@ class SplitAdvice:
     runs: tuple[SimulatedRun, ...]
     recipe: GpuSplit
     steps: int
+    transfer: TransferModel
+    """Publication on the recipe's split."""
     costs: tuple[str, ...]
     """The cost model in words: the figures mean nothing without it."""
 
@@ -37,7 +40,7 @@ class SplitAdvice:
         return max(self.runs, key=lambda run: run.tokens_per_s)
 
 
-def advise(config: RunConfig, geometry: Geometry, engine: EngineMemory) -> SplitAdvice | None:
+def advise(config: RunConfig, export: ExportPlan, engine: EngineMemory) -> SplitAdvice | None:
     """Simulate the recipe on its split, on the next smaller and on the next larger share for the trainer.
 
     Returns None unless ``cluster.device`` is gpu, since the cost model is a GPU's, and for engines that
@@ -45,26 +48,35 @@ def advise(config: RunConfig, geometry: Geometry, engine: EngineMemory) -> Split
     """
     if config.cluster.device != "gpu" or engine.tokens == 0:
         return None
-    config = _short(config, geometry, engine)
+    config = _short(config)
     layout, schedule = layout_of(config), recipe_schedule(config)
-    work = Work(config, config.run.seed)
+
+    def on(split: GpuSplit) -> Work:
+        model = derived_model(config, export, engine, split)
+        return Work(config.model_copy(update={"simulate": model}), config.run.seed)
+
     runs: list[SimulatedRun] = []
     for split in _neighbours(config, layout):
+        work = on(split)
         try:
-            runs.append(SimulatedRun(schedule, split, World(config, schedule, split, work.workload()).run()))
+            outcome = World(work.config, schedule, split, work.workload()).run()
+            runs.append(SimulatedRun(schedule, split, outcome))
         except SimulationStalled as stalled:
             runs.append(SimulatedRun(schedule, split, None, str(stalled)))
-    return SplitAdvice(tuple(runs), layout, config.run.total_steps, tuple(cost_model(work)))
+    work = on(layout)
+    transfer = model_of(work.config).transfer
+    return SplitAdvice(tuple(runs), layout, config.run.total_steps, transfer, tuple(cost_model(work)))
 
 
-def _short(config: RunConfig, geometry: Geometry, engine: EngineMemory) -> RunConfig:
+def _short(config: RunConfig) -> RunConfig:
+    """Return the recipe on its own GPUs, with few steps and much patience."""
     rollout = config.rollout
     batch = rollout.batch_size * rollout.n_samples_per_prompt
     steps = min(rollout.max_head_offpolicyness + 1 + STEPS_AFTER_WARMUP, max(TRAJECTORIES // batch, 4))
     patient = {"steps": steps, "batch_timeout_s": PATIENCE_S, "step_timeout_s": PATIENCE_S}
     return config.model_copy(
         update={
-            "simulate": derived_model(config, geometry, engine),
+            "simulate": model_of(config).model_copy(update={"layout": RecipeLayout(), "compare": False}),
             "run": config.run.model_copy(update=patient),
             "rollout": rollout.model_copy(update={"episode_timeout_s": PATIENCE_S}),
             "eval": None,

@@ -9,7 +9,7 @@ from slipstream.backend.monitor.tables import table_console
 from slipstream.backend.simulate.clock import Deadlock
 from slipstream.backend.simulate.compare import compare
 from slipstream.backend.simulate.gpu_split import model_of
-from slipstream.backend.simulate.inputs import Options, read
+from slipstream.backend.simulate.inputs import Derive, Options, read
 from slipstream.backend.simulate.report import Report, as_json, print_report
 from slipstream.backend.simulate.world import SimulationStalled
 
@@ -20,12 +20,13 @@ class SimulationFailed(RuntimeError):
     """The simulated run does not get through. The message says which coroutines wait for what."""
 
 
-def run(options: Options) -> None:
+def run(options: Options, derive: Derive) -> None:
     """Print tables or JSON to standard output, and write files into ``options.out``.
 
+    ``derive``: fills in the cost model of a recipe.
     Raises RecipeError with every problem of the input, and SimulationFailed.
     """
-    works, fitted = read(options)
+    works, fitted = read(options, derive)
     try:
         with Console(stderr=True, highlight=False).status("simulating") as status:
             comparisons = tuple(compare(work, lambda text: status.update(Text(text))) for work in works)

@@ -4,27 +4,33 @@
     decoding   a step reads the weights of a rank once, and the KV cache of each running request
     prefill    PREFILL * PEAK * GPUs of an engine / (operations of a token, forward)
 
-The shares of the peak are assumptions, which the printed cost model shows as speeds. Sections of ``simulate``
-that a recipe gives are kept; ``slipstream simulate --fit`` replaces all of them by measurements.
+    publishing ``publication``
+
+The shares of the peak are assumptions, which the printed cost model shows as speeds. Settings of ``simulate``
+that a recipe gives are kept, one by one; ``slipstream simulate --fit`` replaces all by measurements.
 """
 
 import math
+from typing import TypeVar
 
 import numpy as np
 
 from slipstream.backend.batch.flops import forward_flops
 from slipstream.backend.memory.engine_memory import EngineMemory
-from slipstream.backend.simulate.gpu_split import model_of
+from slipstream.backend.simulate.gpu_split import GpuSplit, model_of
+from slipstream.backend.simulate.publication import publication
 from slipstream.bridge.model.geometry import Geometry
+from slipstream.bridge.shards.plan import ExportPlan
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.simulate import (
     EngineModel,
-    RecipeLayout,
     ResponseModel,
     SimulateConfig,
     TrainerModel,
-    TransferModel,
 )
+
+S = TypeVar("S", bound=Section)
 
 PEAK, BANDWIDTH = 989e12, 3.35e12
 """Operations (bfloat16, dense) and bytes per second of an H100 SXM, from its data sheet."""
@@ -36,28 +42,28 @@ MOST_TOKENS = 4
 """A median completion is assumed to have one in so many of ``rollout.sampling.max_new_tokens``."""
 
 
-def derived_model(config: RunConfig, geometry: Geometry, engine: EngineMemory) -> SimulateConfig:
-    """Return the recipe's cost model with everything filled in that the recipe does not give."""
-    given, known = model_of(config), config.simulate.model_fields_set if config.simulate else set[str]()
-    responses = given.responses if "responses" in known else _responses(config)
+def derived_model(
+    config: RunConfig, export: ExportPlan, engine: EngineMemory, split: GpuSplit
+) -> SimulateConfig:
+    """Return the recipe's cost model with every setting filled in that the recipe does not give."""
+    given, geometry = model_of(config), export.spec.geometry
+    responses = _with(_responses(config), given.responses)
     longest = config.rollout.sampling.max_new_tokens
     mean = min(responses.median * math.exp(responses.sigma**2 / 2), responses.cap or longest)
     length = given.prompts.median + mean
     forward = float(forward_flops(geometry, np.array([length]))[0]) / length
     derived = {
-        "layout": RecipeLayout(),
         "responses": responses,
-        "engine": _engine(config, geometry, engine, forward, length - mean / 2),
-        "trainer": _trainer(config, geometry, forward),
-        "transfer": TransferModel(parameters=float(_parameters(engine, config))),
-        "compare": False,
+        "engine": _with(_engine(config, geometry, engine, forward, length - mean / 2), given.engine),
+        "trainer": _with(_trainer(config, geometry, forward), given.trainer),
+        "transfer": _with(publication(config, export, engine, split), given.transfer),
     }
-    kept = {name: getattr(given, name) for name in known & {"engine", "trainer", "transfer"}}
-    return given.model_copy(update=derived | kept)
+    return given.model_copy(update=derived)
 
 
-def _parameters(engine: EngineMemory, config: RunConfig) -> int:
-    return engine.parameters * config.rollout.engine.ranks
+def _with(derived: S, given: S) -> S:
+    """Return ``derived`` with the settings that the recipe gives."""
+    return derived.model_copy(update={name: getattr(given, name) for name in given.model_fields_set})
 
 
 def _responses(config: RunConfig) -> ResponseModel:

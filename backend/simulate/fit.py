@@ -92,7 +92,6 @@ def fit(config: RunConfig, trace: Trace) -> Fitted:
     whole = requests.chosen(~requests.interrupted_R & (requests.start_R >= trace.begin_s))
     stall_s, bytes_sent = float(trace.stall_S.mean()), float(trace.bytes_S.mean())
     transfer = TransferModel(
-        parameters=max(bytes_sent / 2, 1),
         bytes=round(bytes_sent),
         bytes_per_s=bytes_sent / stall_s,
         pause_s=0.0,

@@ -1,6 +1,7 @@
 """Splits the GPUs of the simulated cluster into GPUs that train and GPUs that generate."""
 
 from dataclasses import dataclass
+from math import lcm
 
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.simulate import ClusterLayout, SimulateConfig
@@ -34,8 +35,12 @@ def model_of(config: RunConfig) -> SimulateConfig:
 
 
 def trainer_unit(config: RunConfig) -> int:
-    """Return the GPUs of one data-parallel replica: the trainer's GPUs are a multiple of them."""
-    return config.actor.parallel.tensor * config.actor.parallel.pipeline
+    """Return the fewest GPUs that can hold the trainer's layout: its GPUs are a multiple of them."""
+    parallel = config.actor.parallel
+    replica = parallel.tensor * parallel.context
+    each_expert = parallel.tensor if parallel.expert_tensor is None else parallel.expert_tensor
+    experts = parallel.expert * each_expert if parallel.expert > 1 else 1
+    return parallel.pipeline * lcm(replica, experts)
 
 
 def layout_of(config: RunConfig) -> GpuSplit:
@@ -92,6 +97,6 @@ def layout_violations(config: RunConfig) -> list[Violation]:
         return []
     reason = (
         f"{gpus} GPUs cannot hold an engine (the ranks of rollout.engine) beside a replica of the "
-        f"trainer (actor.parallel.tensor * actor.parallel.pipeline): expected at least {needed}"
+        f"trainer (actor.parallel): expected at least {needed}"
     )
     return [Violation("simulate.layout.nodes", layout.nodes, reason)]

@@ -49,8 +49,20 @@ class Options:
     out: Path | None = None
 
 
-def read(options: Options) -> tuple[list[Work], Fitted | None]:
-    """Return one work for each size of the cluster, and the fit. Raises RecipeError with every problem."""
+Derive = Callable[[RunConfig], RunConfig]
+"""Returns a recipe with the cost model of its own model and layout, if these are known."""
+
+
+def as_given(config: RunConfig) -> RunConfig:
+    """Return the recipe: its cost model is the one of its section ``simulate``, and of the defaults."""
+    return config
+
+
+def read(options: Options, derive: Derive = as_given) -> tuple[list[Work], Fitted | None]:
+    """Return one work for each size of the cluster, and the fit. Raises RecipeError with every problem.
+
+    A fitted cost model is not derived.
+    """
     problems: list[Violation] = []
 
     def attempt(reader: Callable[[A], T], argument: A) -> T | None:
@@ -79,9 +91,13 @@ def read(options: Options) -> tuple[list[Work], Fitted | None]:
         seed = config.run.seed if options.seed is None else options.seed
         held_out = attempt(_held_out, config) or 0
         sizes = attempt(lambda nodes: _sizes(config, nodes), nodes) or [config]
+        unplaced = [violation for sized in sizes for violation in layout_violations(sized)]
+        problems += unplaced
+        if fitted is None and not unplaced:
+            sizes = [derive(sized) for sized in sizes]
         works = [Work(sized, seed, lengths, held_out) for sized in sizes]
         for work in works:
-            problems += [*layout_violations(work.config), *_memory_violations(work)]
+            problems += _memory_violations(work)
     if problems:
         raise RecipeError(dict.fromkeys(problems), f"the input of simulate {options.recipe}")
     return works, fitted

@@ -63,7 +63,7 @@ class SimulatedTrainer:
         if mode is not None:
             await stop(self._pool, receivers, mode)
             paused = loop.time()
-        await asyncio.sleep(model.pause_s + model.total_bytes / model.bytes_per_s)
+        await asyncio.sleep(model.pause_s + model.bytes / model.bytes_per_s)
         if mode is not None:
             go_on(receivers, version, mode)
             if len(self.pauses) < version:  # else a restarted engine is brought up to date
@@ -71,7 +71,7 @@ class SimulatedTrainer:
         return PublishReport(
             version,
             [engine.name for engine in receivers],
-            bytes_sent=model.total_bytes,
+            bytes_sent=model.bytes,
             stall_s=loop.time() - paused if mode is not None else 0.0,
             total_s=loop.time() - began,
         )

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.backend.simulate.publication import LINK_BYTES_PER_S
 from slipstream.backend.trainer.publishing import DIRECT_BYTES
 from slipstream.bridge.families import spec_of
 from slipstream.bridge.model.layout import Layout
@@ -28,8 +29,6 @@ from slipstream.bridge.shards.regions import Region
 from slipstream.bridge.shards.sends import EngineSeat, Sends, Table, indexed
 from slipstream.configs.schema import ShardsTransportConfig
 
-LINK_BYTES_PER_S = 45e9
-"""Rate that a network card of 400 Gb/s has been seen to carry."""
 BYTES = 2
 """Size of an element in bfloat16. The few in float32 (a router's bias) are counted so, too."""
 TIMEOUT_S = 900

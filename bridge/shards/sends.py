@@ -236,6 +236,15 @@ def _moves(serving: Iterable[OwnRegion], engine_rank: int, table: Table) -> Iter
                     yield move
 
 
+def most_sent(layout: Layout, engines: int, *, expert: bool) -> float:
+    """Return how often the busiest rank sends its shards in one version, on average over its parameters.
+
+    ``expert``: the shards of experts, whose copies are others. Copies take turns as ``_serves`` says.
+    """
+    copies = _copy_of(layout, 0, expert=expert)[1]
+    return -(-engines // copies) if engines >= copies else 1 / (copies // engines)
+
+
 def _copy_of(layout: Layout, rank: int, *, expert: bool) -> tuple[int, int]:
     """Return the number of the copy of its shards that a rank holds, and the number of copies."""
     in_stage = layout.tensor * layout.data

@@ -167,6 +167,13 @@ class _Machines(Section):
         "`slipstream plan` compares its estimate with this number, and `slipstream check` refuses a recipe "
         "that cannot fit. null: neither.",
     )
+    file_system_bytes_per_s: float = Field(
+        default=5e9,
+        gt=0,
+        description="Bytes per second that all nodes together write to the file system of `run.root`. Only "
+        "`slipstream plan`, `check` and `simulate` read it, to estimate how long checkpoints take, and "
+        "versions with `weights.transport.type: disk`.",
+    )
 
 
 class LocalCluster(_Machines):

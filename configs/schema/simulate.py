@@ -117,24 +117,14 @@ class TransferModel(Section):
     """Time to publish a version: it takes `prepare_s + pause_s + bytes / bytes_per_s` seconds to reach all
     engines. Engines generate during the first of these times and are paused during the others."""
 
-    parameters: float = Field(
-        default=1.54e9, gt=0, description="Number of parameters of the model, of 2 bytes each."
+    bytes: int = Field(
+        default=3_080_000_000, ge=0, description="Bytes over the link that carries most of a version."
     )
-    bytes: int | None = Field(
-        default=None, ge=0, description="Bytes that are transferred; null: 2 * parameters."
-    )
-    bytes_per_s: float = Field(
-        default=14e9, gt=0, description="Bytes per second, to all engines at the same time."
-    )
+    bytes_per_s: float = Field(default=14e9, gt=0, description="Bytes per second of this link.")
     pause_s: float = Field(default=0.5, ge=0, description="Seconds of the pause without the transfer.")
     prepare_s: float = Field(
         default=0.0, ge=0, description="Seconds between the end of the training step and the pause."
     )
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that are transferred."""
-        return int(2 * self.parameters) if self.bytes is None else self.bytes
 
 
 class RewardModel(Section):

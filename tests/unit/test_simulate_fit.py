@@ -107,7 +107,7 @@ def test_known_constants_are_recovered(monkeypatch, tmp_path):
     assert found.trainer.step_s == pytest.approx(1.0, rel=0.02)
     assert found.trainer.tokens_per_s == pytest.approx(1500, rel=0.02)
     assert found.transfer.prepare_s == pytest.approx(0.1)
-    assert found.transfer.total_bytes / found.transfer.bytes_per_s == pytest.approx(0.2)
+    assert found.transfer.bytes / found.transfer.bytes_per_s == pytest.approx(0.2)
     assert found.prompts.median == pytest.approx(30, rel=0.1)
     assert found.prompts.sigma == pytest.approx(0.4, rel=0.2)
 
