@@ -7,9 +7,10 @@ from pathlib import Path
 
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.memory.activations import Kernels
+from slipstream.backend.memory.checkpoint_size import CheckpointPlan, checkpoint_bytes
 from slipstream.backend.memory.engine_memory import EngineMemory, engine_memory
 from slipstream.backend.memory.trainer_memory import RUNTIME, StageMemory, tokens_of, trainer_memory
-from slipstream.backend.memory.verdict import GIB, judge_misfits, misfits
+from slipstream.backend.memory.verdict import GIB, judge_misfits, late_checkpoints, misfits
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.model.layout import UnevenSplit
@@ -36,6 +37,7 @@ class Planned:
     stages: list[StageMemory]
     engine: EngineMemory | None
     """None for supervised training, which has no engines."""
+    checkpoint: CheckpointPlan
 
     @property
     def gpu_memory(self) -> int | None:
@@ -100,6 +102,7 @@ def check(config: RunConfig, *, weights: bool = True, supervised: Supervised | N
     if (config.model.path / "config.json").exists():
         try:
             plan = planned(config, supervised=supervised is not None)
+            notes += late_checkpoints(plan.checkpoint)
             notes += checkpoint_notes(config, plan.export.spec, has_engines=supervised is None)
             if supervised is None:
                 problems += engine_problems(config, plan.export.spec)
@@ -152,7 +155,10 @@ def planned(config: RunConfig, *, supervised: bool = False) -> Planned:
             runtime=RUNTIME if on_gpus else 0,
         )
         memory = None if supervised else engine_memory(engine, transport, dtype, spec, _gpu_memory(config))
-        return Planned(config, export, stages, memory)
+        size = checkpoint_bytes(actor, config.critic, dtype, spec)
+        written_per_s = config.cluster.file_system_bytes_per_s
+        checkpoint = CheckpointPlan(size, written_per_s, config.checkpoint)
+        return Planned(config, export, stages, memory, checkpoint)
     except (UnsupportedModel, plugins.PluginError) as error:
         raise WrongInput(f"model.path: {error}") from None
     except UnevenSplit as error:

@@ -15,6 +15,7 @@ from rich.console import Console
 from slipstream.backend.commands.check import Planned
 from slipstream.backend.commands.check import planned as planned_of
 from slipstream.backend.megatron.export_plan import bucket_mb
+from slipstream.backend.memory.checkpoint_size import CheckpointPlan
 from slipstream.backend.memory.engine_memory import EngineMemory
 from slipstream.backend.memory.trainer_memory import StageMemory, tokens_of
 from slipstream.backend.memory.verdict import GIB, judge_weights
@@ -23,10 +24,12 @@ from slipstream.backend.simulate.advice import SplitAdvice
 from slipstream.backend.simulate.compare import SimulatedRun
 from slipstream.backend.simulate.derived import derived_model
 from slipstream.backend.simulate.gpu_split import layout_of
+from slipstream.backend.simulate.publication import transport_of
 from slipstream.bridge.hf.index import ITEMSIZE
 from slipstream.bridge.shards.plan import SENDER
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.judge import own_engines
+from slipstream.configs.schema.simulate import TransferModel
 from slipstream.rollout.system import gpu_environment
 
 SHOWN = 20
@@ -96,6 +99,35 @@ class JudgeEngines(TypedDict):
     """Bytes on each rank, as the files of the model have them."""
 
 
+class PlannedCheckpoint(TypedDict):
+    """A checkpoint of the trainer, and the time that it takes."""
+
+    bytes: int
+    bytes_per_s: float
+    """Rate of the file system: ``cluster.file_system_bytes_per_s``."""
+    seconds: float
+    every: int
+    """Training steps from one to the next; 0: none is written."""
+    timeout_s: float
+    in_time: bool
+    """False if ``seconds`` are more than ``timeout_s``."""
+    kept_bytes: int
+    """Bytes of the checkpoints that are kept, without those of ``checkpoint.keep_every``."""
+
+
+class PlannedPublication(TypedDict):
+    """The time in which a version reaches the engines of the recipe's split."""
+
+    transport: str
+    prepare_s: float
+    """Seconds before the pause."""
+    pause_s: float
+    """Seconds of the pause, transfer included."""
+    bytes: int
+    """Bytes over the link that carries most, in the pause."""
+    bytes_per_s: float
+
+
 class PlanDocument(TypedDict):
     """A layout, the memory of its ranks and its export plan. Ranks are global ranks of the trainer."""
 
@@ -119,6 +151,9 @@ class PlanDocument(TypedDict):
     """Bytes on a rank of an engine; None: there are no engines."""
     judge: JudgeEngines | None
     """None: the judge has no engines of its own."""
+    checkpoint: PlannedCheckpoint
+    publication: PlannedPublication | None
+    """None: not simulated."""
     splits: list[SimulatedSplit] | None
     """None: not simulated."""
     environment: list[SharedVariable]
@@ -164,6 +199,8 @@ def describe(planned: Planned, advice: SplitAdvice | None) -> PlanDocument:
         "engines": None if planned.engine is None else _engines(planned.config),
         "engine_memory": None if planned.engine is None else asdict(planned.engine),
         "judge": _judge(planned.config),
+        "checkpoint": _checkpoint(planned.checkpoint),
+        "publication": None if advice is None else _publication(planned.config, advice.transfer),
         "splits": None if advice is None else _splits(advice),
         "environment": _environment(planned),
     }
@@ -180,6 +217,29 @@ def _engines(config: RunConfig) -> PlacedEngines:
         "pipeline": engine.pipeline_parallel,
         "nodes": engine.nodes,
         "ranks_per_node": engine.ranks_per_node,
+    }
+
+
+def _checkpoint(checkpoint: CheckpointPlan) -> PlannedCheckpoint:
+    settings = checkpoint.settings
+    return {
+        "bytes": checkpoint.bytes,
+        "bytes_per_s": checkpoint.bytes_per_s,
+        "seconds": checkpoint.seconds,
+        "every": settings.every,
+        "timeout_s": settings.timeout_s,
+        "in_time": checkpoint.in_time,
+        "kept_bytes": checkpoint.bytes * settings.keep_last if settings.every else 0,
+    }
+
+
+def _publication(config: RunConfig, transfer: TransferModel) -> PlannedPublication:
+    return {
+        "transport": transport_of(config),
+        "prepare_s": transfer.prepare_s,
+        "pause_s": transfer.stall_s,
+        "bytes": transfer.bytes,
+        "bytes_per_s": transfer.bytes_per_s,
     }
 
 
@@ -250,8 +310,10 @@ def print_plan(planned: Planned, advice: SplitAdvice | None, console: Console, *
     _print_layout(planned, document, console)
     _print_memory(planned, console)
     _print_judge(document, console)
+    _print_checkpoint(document["checkpoint"], console)
     if advice is not None:
         _print_split(advice, console)
+        _print_pace(planned, advice, console)
     _print_environment(document, console)
     if weights:
         _print_weights(planned, document, console)
@@ -335,6 +397,37 @@ def _print_judge(document: PlanDocument, console: Console) -> None:
             f"judge: {judge['engines']} engines of its own, tensor {ranks}, on {gpus} GPUs of their own, "
             f"{_gib(judge['weights'])} GiB of weights on each: {judge['model']}",
         )
+
+
+def _print_checkpoint(checkpoint: PlannedCheckpoint, console: Console) -> None:
+    size, seconds = _size(checkpoint["bytes"]), checkpoint["seconds"]
+    rate = f"{checkpoint['bytes_per_s'] / 1e9:g} GB/s (cluster.file_system_bytes_per_s)"
+    if not checkpoint["every"]:
+        _line(console, f"checkpoints: none is written (checkpoint.every: 0); one would have {size}")
+        return
+    timeout = f"{checkpoint['timeout_s']:,.0f} s (checkpoint.timeout_s)"
+    verdict = f"of {timeout}" if checkpoint["in_time"] else f"GIVEN UP after {timeout}"
+    _line(
+        console,
+        f"checkpoints: {size} every {checkpoint['every']} steps, {seconds:,.0f} s at {rate}, {verdict}; "
+        f"{_size(checkpoint['kept_bytes'])} are kept",
+    )
+
+
+def _print_pace(planned: Planned, advice: SplitAdvice, console: Console) -> None:
+    """Print how long a step takes on the recipe's split, and how many pass while a checkpoint is written."""
+    outcome = next((run.outcome for run in advice.runs if run.layout == advice.recipe), None)
+    every = planned.checkpoint.settings.every
+    if outcome is None or not outcome.steps:
+        return
+    step_s = outcome.makespan_s / outcome.steps
+    text = f"a step of the recipe's split takes {step_s:,.0f} s"
+    if every:
+        steps = planned.checkpoint.steps(step_s)
+        text += f"; a checkpoint is written during {steps} of the {every} steps until the next one"
+        if steps > every:
+            text += ", which is LATE"
+    _line(console, text)
 
 
 Sizes = dict[str, int | None]
@@ -489,6 +582,8 @@ def _gib(bytes_: int | None) -> str:
 
 
 def _size(bytes_: int) -> str:
+    if bytes_ >= 1e12:
+        return f"{bytes_ / 1e12:.2f} TB"
     return f"{bytes_ / 1e9:.2f} GB" if bytes_ >= 1e9 else f"{bytes_ / 1e6:.1f} MB"
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from slipstream.backend.memory.checkpoint_size import CheckpointPlan
 from slipstream.backend.memory.engine_memory import EngineMemory
 from slipstream.backend.memory.trainer_memory import StageMemory
 from slipstream.configs.schema import Judge
@@ -39,6 +40,18 @@ def misfits(
             "more ranks (tensor_parallel, pipeline_parallel), over several nodes if need be (nodes)"
         )
     return problems
+
+
+def late_checkpoints(checkpoint: CheckpointPlan) -> list[str]:
+    """Return a line if every checkpoint would be given up: it is a note, because the rate is an estimate."""
+    if checkpoint.in_time:
+        return []
+    size, rate = f"{checkpoint.bytes / 1e9:,.0f} GB", f"{checkpoint.bytes_per_s / 1e9:g} GB/s"
+    return [
+        f"checkpoint.timeout_s: {checkpoint.settings.timeout_s:g}: a checkpoint of {size} takes "
+        f"{checkpoint.seconds:,.0f} s at {rate} (cluster.file_system_bytes_per_s) and would be given up; "
+        "allow more seconds, or state the rate of your file system"
+    ]
 
 
 def judge_misfits(judge: Judge, gpu_memory: int | None) -> list[str]:

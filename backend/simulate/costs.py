@@ -2,6 +2,7 @@
 
 from slipstream.backend.simulate.compare import Work
 from slipstream.backend.simulate.gpu_split import model_of
+from slipstream.backend.simulate.publication import transport_of
 from slipstream.configs.schema.simulate import LengthModel
 
 
@@ -12,8 +13,6 @@ def cost_model(work: Work) -> list[str]:
     slow_engine = f", times {engine.slowdown:g} during training" if engine.slowdown > 1 else ""
     slow_trainer = f", times {trainer.slowdown:g} while engines decode" if trainer.slowdown > 1 else ""
     memory = f" and {engine.kv_tokens:,} tokens of KV" if engine.kv_tokens else ""
-    pause_s = transfer.pause_s + transfer.bytes / transfer.bytes_per_s
-    way = "adapter" if work.config.actor.serves_adapter else work.config.weights.transport.type
     engine_failures = (
         f"an engine fails every {failures.engine_mean_time_s:g} s, back after {failures.engine_restart_s:g} s"
         if failures.engine_mean_time_s
@@ -27,8 +26,9 @@ def cost_model(work: Work) -> list[str]:
         f"{slow_engine}; prefill {engine.prefill_tokens_per_s:,.0f} tokens/s; at most {engine.max_running} "
         f"requests{memory} on an engine",
         f"training step {trainer.step_s:.4g} s + {trainer.tokens_per_s:,.0f} tokens/s and GPU{slow_trainer}",
-        f"publication by {way}: {transfer.prepare_s:.3g} s, then a pause of {pause_s:.3g} s: {transfer.pause_s:g} s + "
-        f"{transfer.bytes / 1e9:.3g} GB at {transfer.bytes_per_s / 1e9:.3g} GB/s"
+        f"publication by {transport_of(work.config)}: {transfer.prepare_s:.3g} s, then a pause of "
+        f"{transfer.stall_s:.3g} s: {transfer.pause_s:g} s + {transfer.bytes / 1e9:.3g} GB at "
+        f"{transfer.bytes_per_s / 1e9:.3g} GB/s"
         f"; abort: {1e3 * engine.resend_s:g} ms more per running request",
         f"responses {_responses(work)}; prompts {_log_normal(model.prompts, None)}",
         f"rewards after {model.reward.median_s:g} s (median; sigma {model.reward.sigma:g}); "

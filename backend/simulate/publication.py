@@ -26,8 +26,8 @@ from slipstream.configs.schema.simulate import TransferModel
 LINK_BYTES_PER_S = 45e9
 """Rate that a network card of 400 Gb/s has been seen to carry. Every GPU is assumed to have one."""
 BUCKET_BYTES_PER_S = 14e9
-"""Rate of whole tensors that are gathered and sent in buckets: verl's checkpoint engine reports 61 GB in 4.4 s
-between 16 and 16 H20 GPUs."""
+"""Rate of whole tensors that are gathered and sent in buckets: verl's checkpoint engine reports 61 GB in
+4.4 s between 16 and 16 H20 GPUs."""
 REPLICA_BYTES_PER_S = 0.6 * 64e9
 """Rate at which a GPU reads host memory: PCIe 5.0 x16, of which 60 % are assumed."""
 SLOW_BYTES_PER_S = 1.25e9
@@ -43,10 +43,10 @@ def publication(
     stages = stage_parameters(export.spec, export.layout, config.actor.lora)
     itemsize = ITEMSIZE[config.model.dtype]
     whole = model_bytes(export, itemsize)
-    if config.actor.serves_adapter:
+    transport, written_per_s = transport_of(config), config.cluster.file_system_bytes_per_s
+    if transport == "adapter":
         adapter = sum(stage.adapters for stage in stages) * export.layout.tensor * itemsize
         return _model(0, LINK_BYTES_PER_S, prepare_s=adapter * split.engines / LINK_BYTES_PER_S)
-    transport, written_per_s = config.weights.transport.type, config.cluster.file_system_bytes_per_s
     # Engines in fp8 get fp8.
     sent = round(whole * engine.weights / (engine.parameters * itemsize)) if _quantizes(config) else whole
     if transport == "shards":
@@ -58,6 +58,11 @@ def publication(
         return _model(sent * nodes, written_per_s, prepare_s=sent / written_per_s)
     patches_s = CHANGED * whole * nodes / SLOW_BYTES_PER_S
     return _model(engine.weights, REPLICA_BYTES_PER_S, prepare_s=whole / BUCKET_BYTES_PER_S + patches_s)
+
+
+def transport_of(config: RunConfig) -> str:
+    """Return the name of the way that versions take."""
+    return "adapter" if config.actor.serves_adapter else config.weights.transport.type
 
 
 def model_bytes(export: ExportPlan, itemsize: int) -> int:

@@ -63,7 +63,7 @@ class SimulatedTrainer:
         if mode is not None:
             await stop(self._pool, receivers, mode)
             paused = loop.time()
-        await asyncio.sleep(model.pause_s + model.bytes / model.bytes_per_s)
+        await asyncio.sleep(model.stall_s)
         if mode is not None:
             go_on(receivers, version, mode)
             if len(self.pauses) < version:  # else a restarted engine is brought up to date

@@ -126,6 +126,11 @@ class TransferModel(Section):
         default=0.0, ge=0, description="Seconds between the end of the training step and the pause."
     )
 
+    @property
+    def stall_s(self) -> float:
+        """Seconds of the pause, transfer included."""
+        return self.pause_s + self.bytes / self.bytes_per_s
+
 
 class RewardModel(Section):
     """Time from the end of a response to its reward, log-normal."""

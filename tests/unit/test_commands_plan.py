@@ -135,6 +135,24 @@ def test_a_plan_shows_the_environment_that_processes_on_gpus_get(recipe):
     assert "environment" not in call("plan", recipe, "cluster={type: local, device: cpu}").stdout
 
 
+def test_plan_and_check_compare_the_time_of_a_checkpoint_with_its_time_out(recipe, tmp_path):
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    found = json.loads(call("plan", recipe, "--json").stdout)["checkpoint"]
+    assert found["seconds"] == found["bytes"] / found["bytes_per_s"]
+    assert (found["every"], found["timeout_s"], found["in_time"]) == (10, 1800, True)
+    assert found["kept_bytes"] == 2 * found["bytes"]
+    assert "at 5 GB/s (cluster.file_system_bytes_per_s), of 1,800 s" in call("plan", recipe).stdout
+    files = "cluster={type: local, file_system_bytes_per_s: 100}"
+    slow = (recipe, files, "checkpoint={every: 20, timeout_s: 900}")
+    assert "GIVEN UP after 900 s (checkpoint.timeout_s)" in call("plan", *slow).stdout
+    checked = call("check", *slow)
+    assert checked.exit_code == 0, "the rate is an estimate"
+    assert "checkpoint.timeout_s: 900: a checkpoint of" in " ".join(checked.output.split())
+    assert "checkpoint.timeout_s" not in call("check", recipe).output
+    none = call("plan", recipe, "checkpoint.every=0", files)
+    assert "checkpoints: none is written" in none.stdout
+
+
 def test_a_layout_that_does_not_fit_is_exit_code_2(recipe):
     ended = call("plan", recipe, "actor.parallel.expert=3")
     assert ended.exit_code == 2

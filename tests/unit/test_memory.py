@@ -7,6 +7,7 @@ import pytest
 
 from slipstream.backend.memory import trainer_memory
 from slipstream.backend.memory.activations import Sharing, layer_bytes
+from slipstream.backend.memory.checkpoint_size import CheckpointPlan, checkpoint_bytes
 from slipstream.backend.memory.engine_memory import EngineMemory, engine_memory, kv_bytes, stage_sizes
 from slipstream.backend.memory.parameters import buffer_of, stage_parameters
 from slipstream.backend.memory.trainer_memory import parts_in_flight
@@ -17,7 +18,15 @@ from slipstream.bridge.model.geometry import LatentAttention
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.plan import entries_of
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import (
+    ActorConfig,
+    AverageReference,
+    CheckpointConfig,
+    CriticConfig,
+    KLConfig,
+    RunConfig,
+)
+from slipstream.configs.schema.actor import LoraConfig
 from tests.environment import ROOT
 from tests.integration.test_megatron_parity import config_for
 from tests.models import make_checkpoint
@@ -169,3 +178,36 @@ def test_engines_hold_the_parts_that_are_not_of_the_language_model(tmp_path):
     tower = sum(prod(tensor.shape) for name, tensor in stored.items() if name.startswith("model.visual."))
     assert tower > 0
     assert memory(config, spec).weights - memory(config, alone).weights == 4 * tower
+
+
+@pytest.mark.parametrize(("dtype", "bytes_each"), [("bfloat16", 2 + 4 + 8), ("float32", 4 + 8)])
+def test_a_checkpoint_has_weights_main_weights_and_moments_of_every_parameter(dtype, bytes_each):
+    parameters = 671_026_404_352
+    found = checkpoint_bytes(ActorConfig(), None, dtype, model_spec(CONFIGS / "deepseek-v3"))
+    biases = 58 * 256 * 4
+    assert found == parameters * bytes_each + biases, "biases that choose experts are not trained by Adam"
+
+
+def test_a_checkpoint_has_the_critic_the_average_and_the_adapters_too():
+    spec = model_spec(CONFIGS / "qwen3-8b")
+    plain = checkpoint_bytes(ActorConfig(), None, "bfloat16", spec)
+    head = 4096 * (151936 - 1)
+    assert plain == 14 * 8_190_735_360
+    with_critic = checkpoint_bytes(ActorConfig(), CriticConfig(), "bfloat16", spec)
+    assert with_critic == 2 * plain - 14 * head, "the critic has one value in place of the vocabulary"
+    averaged = ActorConfig(kl=KLConfig(reference=AverageReference()))
+    assert checkpoint_bytes(averaged, None, "bfloat16", spec) == plain + 4 * 8_190_735_360
+    adapted = ActorConfig(lora=LoraConfig(rank=8, alpha=16, targets=["linear_proj"]))
+    adapters = 36 * 8 * (4096 + 4096)
+    found = checkpoint_bytes(adapted, None, "bfloat16", spec)
+    assert found == 2 * 8_190_735_360 + 14 * adapters, "frozen weights are in it, without moments"
+
+
+def test_a_checkpoint_is_late_by_its_bytes_and_the_rate_of_the_file_system():
+    plan = CheckpointPlan(9_400_000_000_000, 5e9, CheckpointConfig())
+    assert plan.seconds == 1880
+    assert not plan.in_time
+    assert plan.steps(100.0) == 19
+    assert replace(plan, settings=CheckpointConfig(timeout_s=3600)).in_time
+    assert replace(plan, bytes_per_s=20e9).in_time
+    assert replace(plan, settings=CheckpointConfig(every=0)).in_time, "none is written"
