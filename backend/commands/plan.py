@@ -522,7 +522,7 @@ def _print_split(advice: SplitAdvice, console: Console) -> None:
         "engines idle": share("engine_idle"),
         "": remark,
     }
-    title = f"split of {advice.recipe.gpus} GPUs, {advice.steps} simulated steps"
+    title = f"split of {advice.recipe.gpus} GPUs, {advice.steps} simulated steps after the first ones"
     console.print(rows_table(title, advice.runs, columns))
     for line in advice.costs:
         _line(console, f"  {line}")

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
 from slipstream.backend.driver.weights.served_weights import ServedWeights
@@ -62,6 +62,11 @@ class EngineSeconds:
     requests: float
     """Seconds of decoding, times the requests that ran meanwhile."""
 
+    def __sub__(self, earlier: "EngineSeconds") -> "EngineSeconds":
+        return EngineSeconds(
+            **{each.name: getattr(self, each.name) - getattr(earlier, each.name) for each in fields(self)}
+        )
+
     @property
     def total(self) -> float:
         return self.decode + self.prefill + self.paused + self.idle + self.down
@@ -100,6 +105,21 @@ class Outcome:
     engine_failures: int
     failures: tuple[str, ...]
     """The first of them, as messages."""
+
+    def since(self, earlier: "Outcome") -> "Outcome":
+        """Return the speeds and the shares of time after ``earlier``; what is counted is of the whole run."""
+        return replace(
+            self,
+            steps=self.steps - earlier.steps,
+            makespan_s=self.makespan_s - earlier.makespan_s,
+            step_s=self.step_s[earlier.steps :],
+            trajectories=self.trajectories - earlier.trajectories,
+            tokens_trained=self.tokens_trained - earlier.tokens_trained,
+            train_s=self.train_s - earlier.train_s,
+            publish_s=self.publish_s - earlier.publish_s,
+            wait_s=self.wait_s - earlier.wait_s,
+            engine_s=self.engine_s - earlier.engine_s,
+        )
 
     @property
     def trainer_idle(self) -> float:

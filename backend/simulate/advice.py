@@ -10,15 +10,16 @@ from slipstream.backend.simulate.costs import cost_model
 from slipstream.backend.simulate.derived import derived_model
 from slipstream.backend.simulate.gpu_split import GpuSplit, layout_of, model_of, trainer_unit
 from slipstream.backend.simulate.schedules import recipe_schedule
-from slipstream.backend.simulate.world import SimulationStalled, World
+from slipstream.backend.simulate.world import SimulationStalled, Window, World
 from slipstream.bridge.shards.plan import ExportPlan
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.simulate import RecipeLayout, TransferModel
 
-STEPS_AFTER_WARMUP = 3
-"""Simulated steps beyond the ones that fill the slots."""
+MEASURED_STEPS = range(3, 9)
+"""Fewest and most steps that are measured. The steps that fill the slots come before them, and the run would
+go on after them: over hundreds of steps neither its begin nor its end counts."""
 TRAJECTORIES = 4096
-"""Most trajectories that are simulated for one split; fewer steps are simulated for larger batches."""
+"""Trajectories that are measured for one split, if these are not too few or too many steps."""
 PATIENCE_S = 1e6
 """Virtual seconds that anything may take: the comparison is about speed."""
 
@@ -30,6 +31,7 @@ class SplitAdvice:
     runs: tuple[SimulatedRun, ...]
     recipe: GpuSplit
     steps: int
+    """Measured ones."""
     transfer: TransferModel
     """Publication on the recipe's split."""
     costs: tuple[str, ...]
@@ -48,7 +50,8 @@ def advise(config: RunConfig, export: ExportPlan, engine: EngineMemory) -> Split
     """
     if config.cluster.device != "gpu" or engine.tokens == 0:
         return None
-    config = _short(config)
+    window = _window(config)
+    config = _patient(config, window)
     layout, schedule = layout_of(config), recipe_schedule(config)
 
     def on(split: GpuSplit) -> Work:
@@ -59,20 +62,26 @@ def advise(config: RunConfig, export: ExportPlan, engine: EngineMemory) -> Split
     for split in _neighbours(config, layout):
         work = on(split)
         try:
-            outcome = World(work.config, schedule, split, work.workload()).run()
+            outcome = World(work.config, schedule, split, work.workload()).run(window=window)
             runs.append(SimulatedRun(schedule, split, outcome))
         except SimulationStalled as stalled:
             runs.append(SimulatedRun(schedule, split, None, str(stalled)))
     work = on(layout)
     transfer = model_of(work.config).transfer
-    return SplitAdvice(tuple(runs), layout, config.run.total_steps, transfer, tuple(cost_model(work)))
+    return SplitAdvice(tuple(runs), layout, window.measured, transfer, tuple(cost_model(work)))
 
 
-def _short(config: RunConfig) -> RunConfig:
-    """Return the recipe on its own GPUs, with few steps and much patience."""
+def _window(config: RunConfig) -> Window:
     rollout = config.rollout
-    batch = rollout.batch_size * rollout.n_samples_per_prompt
-    steps = min(rollout.max_head_offpolicyness + 1 + STEPS_AFTER_WARMUP, max(TRAJECTORIES // batch, 4))
+    wanted = TRAJECTORIES // (rollout.batch_size * rollout.n_samples_per_prompt)
+    measured = min(max(wanted, MEASURED_STEPS.start), MEASURED_STEPS.stop - 1)
+    return Window(rollout.max_head_offpolicyness + 1, measured)
+
+
+def _patient(config: RunConfig, window: Window) -> RunConfig:
+    """Return the recipe on its own GPUs, with much patience and more steps than are simulated."""
+    rollout = config.rollout
+    steps = 2 * window.skipped + window.measured
     patient = {"steps": steps, "batch_timeout_s": PATIENCE_S, "step_timeout_s": PATIENCE_S}
     return config.model_copy(
         update={

@@ -90,7 +90,8 @@ def _engine(
     limit = running if isinstance(running, int) else EngineModel().max_running
     return EngineModel(
         step_s=_rounded(engine.weights / reading + geometry.n_layers * LAYER_S),
-        request_s=_rounded(context * engine.token / reading),
+        # Each cache has its share of the requests: the groups of ranks read theirs at the same time.
+        request_s=_rounded(context * engine.token / reading / engine.caches),
         prefill_tokens_per_s=_rounded(PREFILL * PEAK * ranks / forward),
         max_running=limit,
         kv_tokens=engine.tokens,

@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
 from slipstream.backend.driver.loops.collection import collection_loop
 from slipstream.backend.driver.loops.evaluation import Evaluation
-from slipstream.backend.driver.loops.training import training_loop, training_steps
+from slipstream.backend.driver.loops.training import StepPublished, Steps, training_loop, training_steps
 from slipstream.backend.driver.ports import RunPosition
 from slipstream.backend.driver.processes.devices import Devices, Separate
 from slipstream.backend.driver.start.feedback import Feedback
@@ -56,6 +57,14 @@ class SimulationStalled(RuntimeError):
     """A real run would end here: no batch comes, or nothing but failures. Says who waits where."""
 
 
+@dataclass(frozen=True)
+class Window:
+    """Steps out of the middle of a run: ``measured`` ones after the first ``skipped``."""
+
+    skipped: int
+    measured: int
+
+
 class World:
     """A run of ``config.run.steps`` training steps; ``run`` it once."""
 
@@ -73,21 +82,21 @@ class World:
         self._held_out = held_out
         self._waiting = ""
 
-    def run(self, on_advance: Callable[[float], None] | None = None) -> Outcome:
-        """Simulate the run.
+    def run(self, on_advance: Callable[[float], None] | None = None, window: Window | None = None) -> Outcome:
+        """Simulate the run, or with a ``window`` its steps up to the end of the window, which are measured.
 
         ``on_advance`` is called with each new time, while ``pool`` and ``trainer`` are still as they were.
         Raises SimulationStalled when a real run would end with StalledRun, and Deadlock for a bug.
         """
         try:
-            return clock.run(self._run(), on_advance)
+            return clock.run(self._run(window), on_advance)
         except ExceptionGroup as errors:
             stalled, _ = errors.split(StalledRun)
             if stalled is None:
                 raise
             raise SimulationStalled(f"{_first(stalled)}; {self._waiting}") from None
 
-    async def _run(self) -> Outcome:
+    async def _run(self, window: Window | None) -> Outcome:
         config, model, workload = self._config, model_of(self._config), self._workload
         rollout, interrupt = config.rollout, self._schedule.interrupt
         account, outbox = Account(), Outbox(flush_s=0)
@@ -150,6 +159,11 @@ class World:
                 collector_restarts=0,
             )
 
+        def outcome() -> Outcome:
+            now = asyncio.get_running_loop().time()
+            return account.outcome(control, pool, trainer, failures, now)
+
+        before: list[Outcome] = []
         async with asyncio.TaskGroup() as tasks:
             beside = [
                 tasks.create_task(collection_loop(gate, assignments)),
@@ -161,14 +175,31 @@ class World:
                     config.run, batches, weights, _NoCheckpoints(), account, status, _read, Feedback()
                 )
                 async with aclosing(steps):
-                    await training_loop(steps, config.run, batches, evaluation)
+                    shown = steps
+                    if window is not None:
+                        shown = _up_to(window, steps, lambda: before.append(outcome()))
+                    await training_loop(shown, config.run, batches, evaluation)
             except* StalledRun:
                 self._waiting = clock.waiting(asyncio.get_running_loop())
                 raise
-            outcome = account.outcome(control, pool, trainer, failures, asyncio.get_running_loop().time())
+            after = outcome()
             for task in beside:
                 task.cancel()
-        return outcome
+        return after.since(before[0]) if before else after
+
+
+async def _up_to(window: Window, steps: Steps, at_begin: Callable[[], None]) -> Steps:
+    """Yield the steps up to the end of the window, and call ``at_begin`` before the first one in it."""
+    done = 0
+    async for event in steps:
+        yield event
+        if not isinstance(event, StepPublished):
+            continue
+        done += 1
+        if done == window.skipped:
+            at_begin()
+        if done == window.skipped + window.measured:
+            return
 
 
 async def _read(refs: list[bytes]) -> list[bytes]:
