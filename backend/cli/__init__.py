@@ -296,13 +296,17 @@ def plan(
     sft: Sft = False,
     as_json: Json = False,
 ) -> None:
-    """Show layout, memory and split of the GPUs of a recipe. Needs the model's config.json, no weights."""
+    """Show layout, memory and split of the GPUs of a recipe. Needs the model's config.json, no weights.
+
+    That of a bundled recipe's model ships.
+    """
     with reported():
         from slipstream.backend.commands import plan as planning
-        from slipstream.backend.commands.check import planned, read_recipe
+        from slipstream.backend.commands.check import planned, read_recipe, shipped_model
         from slipstream.backend.monitor.tables import table_console
         from slipstream.backend.simulate.advice import advise
 
+        model_config = model_config or shipped_model(recipe, overrides or [])
         config = read_recipe(recipe, overrides or [], model_config=model_config, supervised=sft)
         plan = planned(config, supervised=sft)
         advice = advise(config, plan.export, plan.engine) if split and plan.engine else None

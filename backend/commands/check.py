@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.memory.activations import Kernels
@@ -15,9 +16,11 @@ from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.model.layout import UnevenSplit
 from slipstream.bridge.shards.plan import ExportPlan
+from slipstream.configs.document import read_document
 from slipstream.configs.installed import untested_notes
 from slipstream.configs.installed.environment import has_gpus
 from slipstream.configs.load import load_recipe, load_supervised
+from slipstream.configs.published import shipped_config
 from slipstream.configs.rules.models import MODELS
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.supervised import Supervised
@@ -61,6 +64,15 @@ def read_recipe(
 def read_supervised(recipe: str, overrides: Sequence[str], *, model_config: Path | None = None) -> Supervised:
     """Load a recipe of ``slipstream sft``. Errors and ``model_config``: as of ``read_recipe``."""
     return load_supervised(Path(recipe), [*overrides, *_excused(model_config)])
+
+
+def shipped_model(recipe: str, overrides: Sequence[str]) -> Path | None:
+    """Return the config.json that ships for a recipe's model, if the model is not on this machine."""
+    model = (read_document(Path(recipe), overrides).data or {}).get("model")
+    path = cast("dict[str, object]", model).get("path") if isinstance(model, dict) else None
+    if not isinstance(path, str) or (Path(path) / "config.json").exists():
+        return None
+    return shipped_config(Path(path))
 
 
 def _excused(model_config: Path | None) -> list[str]:

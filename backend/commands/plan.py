@@ -27,6 +27,7 @@ from slipstream.backend.simulate.gpu_split import layout_of
 from slipstream.backend.simulate.publication import transport_of
 from slipstream.bridge.hf.index import ITEMSIZE
 from slipstream.bridge.shards.plan import SENDER
+from slipstream.configs.published import MODELS, repositories, shipped_config
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.judge import own_engines
 from slipstream.configs.schema.simulate import TransferModel
@@ -290,9 +291,11 @@ def with_costs(config: RunConfig) -> RunConfig:
 
     One for CPUs, or without the config.json of its model, keeps what it has. Raises WrongInput.
     """
-    if config.cluster.device != "gpu" or not (config.model.path / "config.json").exists():
+    path = config.model.path
+    folder = path if (path / "config.json").exists() else shipped_config(path)
+    if config.cluster.device != "gpu" or folder is None:
         return config
-    plan = planned_of(config)
+    plan = planned_of(config.model_copy(update={"model": config.model.model_copy(update={"path": folder})}))
     if plan.engine is None or plan.engine.tokens == 0:
         return config
     costs = derived_model(config, plan.export, plan.engine, layout_of(config))
@@ -327,6 +330,11 @@ def _print_layout(planned: Planned, document: PlanDocument, console: Console) ->
         f"{document['family']}, {geometry.n_layers} layers, {document['parameters']:,} parameters: "
         f"{plan.spec.path}",
     )
+    if plan.spec.path.parent == MODELS:
+        repository = repositories()[plan.spec.path.name]
+        _line(
+            console, f"the model is not on this machine: this is the config.json of {repository}, which ships"
+        )
     if document["quantization"] is not None:
         _line(
             console,

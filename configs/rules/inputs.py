@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from slipstream.configs.published import download_command
 from slipstream.configs.rules.models import (
     JUDGE,
     MODELS,
@@ -44,6 +45,11 @@ PLUGINS = (
     "prepare",
 )
 COMPLETION_LENGTHS = ("rollout.sampling.max_new_tokens", "eval.sampling.max_new_tokens")
+
+ELSEWHERE = (
+    "; name a data set of the hub (hf://datasets/OWNER/NAME/FOLDER), or download it: hf download OWNER/NAME "
+    "--repo-type dataset --local-dir FOLDER"
+)
 
 LONGEST_NAME = 255
 """Bytes in one path component, on every file system in use."""
@@ -207,9 +213,13 @@ def prompts_exist(config: RunConfig) -> Iterator[Violation]:
         if is_on_hub(path) or path.suffix not in PROMPT_SUFFIXES:
             continue
         if "*" in path.name and not any(path.parent.glob(path.name)):
-            yield Violation(file.setting, str(path), "no file has such a name, and no `prepare` creates one")
+            yield Violation(
+                file.setting, str(path), f"no file has such a name, and no `prepare` creates one{ELSEWHERE}"
+            )
         elif "*" not in path.name and not os.path.isfile(path):
-            yield Violation(file.setting, str(path), "there is no such file, and no `prepare` to create it")
+            yield Violation(
+                file.setting, str(path), f"there is no such file, and no `prepare` to create it{ELSEWHERE}"
+            )
 
 
 def model_exists(config: RunConfig, path: str) -> Iterator[Violation]:
@@ -217,8 +227,18 @@ def model_exists(config: RunConfig, path: str) -> Iterator[Violation]:
     made = config.prepare is not None and folder == config.model.path
     if folder is not None and not made and not os.path.isfile(folder / "config.json"):
         also = ", and no `prepare` to create it" if path == POLICY else ""
-        reason = f"it has no config.json{also}; expected a Hugging Face checkpoint directory on this machine"
+        reason = (
+            f"it has no config.json{also}; expected a Hugging Face checkpoint directory on this machine: "
+            f"{_origin(folder)}"
+        )
         yield Violation(path, str(folder), reason)
+
+
+def _origin(folder: Path) -> str:
+    """Return the command that makes a model's folder."""
+    if folder.name == "checkpoint-hf":
+        return f"the run {folder.parent.name} writes it when it ends"
+    return download_command(folder)
 
 
 def model_config_is_readable(config: RunConfig, path: str) -> Iterator[Violation]:

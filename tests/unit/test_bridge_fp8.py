@@ -30,10 +30,9 @@ from slipstream.bridge.transport import patches
 from slipstream.bridge.transport.delta import DeltaTransport
 from slipstream.bridge.transport.disk import DiskTransport
 from slipstream.bridge.transport.replica import Opening, Replica, StartingWeights
+from slipstream.configs.published import MODELS
 from tests.bridge_cases import CONFIG, DEEPSEEK, empty_parameters
 from tests.quantized_models import FP8, INT4, write_quantized
-
-CONFIGS = Path(__file__).with_name("model_configs")
 
 MOE = {
     "model_type": "deepseek_v3",
@@ -289,14 +288,14 @@ def test_scales_are_of_the_kind_that_the_checkpoint_has():
 
 
 def real(name: str) -> ModelSpec:
-    hf = json.loads((CONFIGS / name / "config.json").read_text())
+    hf = json.loads((MODELS / name / "config.json").read_text())
     hf.pop("quantization_config", None)
     return spec_of(hf, Path())
 
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("deepseek-v3", 16), ("qwen3-235b-a22b", 4), ("qwen3-8b", 4), ("qwen3-32b", 8)],
+    [("DeepSeek-V3", 16), ("Qwen3-235B-A22B", 4), ("Qwen3-8B", 4), ("Qwen3-32B", 8)],
 )
 def test_real_models_can_be_held_in_fp8(name, ranks):
     assert fp8_problems(real(name), FORMAT, ranks=ranks) == []
@@ -304,12 +303,12 @@ def test_real_models_can_be_held_in_fp8(name, ranks):
 
 def test_sizes_that_sglang_cannot_multiply_are_named():
     """SGLang refuses them when it builds the model; 1536 columns of an expert are 192 on each of 8 ranks."""
-    [problem] = fp8_problems(real("qwen3-235b-a22b"), FORMAT, ranks=8)
+    [problem] = fp8_problems(real("Qwen3-235B-A22B"), FORMAT, ranks=8)
     assert "mlp.experts.gate_proj has 192 rows on each of 8 ranks" in problem
     assert "mlp.experts.down_proj has 192 columns on each of 8 ranks" in problem
     assert "self_attn" not in problem
-    assert fp8_problems(real("qwen3-235b-a22b"), FORMAT, ranks=8, expert_ranks=8) == []
-    [problem] = fp8_problems(real("smollm2-135m"), FORMAT, ranks=1)
+    assert fp8_problems(real("Qwen3-235B-A22B"), FORMAT, ranks=8, expert_ranks=8) == []
+    [problem] = fp8_problems(real("SmolLM2-135M-Instruct"), FORMAT, ranks=1)
     assert "self_attn.q_proj has 576 rows and 576 columns on each of 1 ranks" in problem
 
 
@@ -317,18 +316,18 @@ def test_families_that_sglang_does_not_load_or_that_were_not_compared_are_refuse
     with pytest.raises(
         UnsupportedModel, match=r"not supported for .* 'llama': SGLang .* without their scales"
     ):
-        engine_fp8("fp8", real("llama-3.1-70b"))
+        engine_fp8("fp8", real("Llama-3.1-70B-Instruct"))
     monkeypatch.setattr("slipstream.bridge.shards.fp8.FP8_FAMILIES", frozenset({"qwen2"}))
     with pytest.raises(
         UnsupportedModel, match=r"not supported for .* 'qwen3': .*not verified. It is for qwen2"
     ):
-        engine_fp8("fp8", real("qwen3-8b"))
+        engine_fp8("fp8", real("Qwen3-8B"))
 
 
 def test_blocks_on_two_ranks_of_the_trainer_are_named():
-    assert straddling(real("deepseek-v3"), Layout(tensor=4, data=4, expert=16, expert_tensor=1), FORMAT) == []
+    assert straddling(real("DeepSeek-V3"), Layout(tensor=4, data=4, expert=16, expert_tensor=1), FORMAT) == []
     layout = Layout(tensor=4, data=8, expert=4, expert_tensor=8)
-    assert straddling(real("qwen3-235b-a22b"), layout, FORMAT) == [
+    assert straddling(real("Qwen3-235B-A22B"), layout, FORMAT) == [
         "mlp.experts.gate_proj at row 192",
         "mlp.experts.up_proj at row 192",
         "mlp.experts.down_proj at column 192",

@@ -21,6 +21,7 @@ from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.commands.reference import metric_chapters, selected, setting_chapters
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.load import load_recipe, load_supervised
+from slipstream.configs.published import MODELS
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.violations import RecipeError
 from tests.environment import ROOT
@@ -231,7 +232,7 @@ def is_run(command: Command) -> bool:
     return command.words[1] not in NOT_RUN or "--print" in command.words
 
 
-CONFIG = str(ROOT / "tests/unit/model_configs/qwen2.5-1.5b")
+CONFIG = str(MODELS / "Qwen2.5-1.5B-Instruct")
 
 
 def at_the_desk(command: Command) -> tuple[str, ...]:

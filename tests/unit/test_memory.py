@@ -18,6 +18,7 @@ from slipstream.bridge.model.geometry import LatentAttention
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.plan import entries_of
+from slipstream.configs.published import MODELS
 from slipstream.configs.schema import (
     ActorConfig,
     AverageReference,
@@ -27,23 +28,21 @@ from slipstream.configs.schema import (
     RunConfig,
 )
 from slipstream.configs.schema.actor import LoraConfig
-from tests.environment import ROOT
 from tests.integration.test_megatron_parity import config_for
 from tests.models import make_checkpoint
 from tests.unit.test_rollout_gpu_environment import VALID
 
-CONFIGS = ROOT / "tests/unit/model_configs"
 LAYOUTS = {
-    "qwen3-1.7b": Layout(pipeline=2, data=2),
-    "qwen3-30b-a3b": Layout(tensor=2, pipeline=4, data=4, expert=8, expert_tensor=1),
-    "deepseek-v3": Layout(tensor=4, pipeline=4, layers=(16, 15, 15, 15), data=4, expert=8, expert_tensor=2),
-    "llama-3.1-70b": Layout(tensor=8, pipeline=2, chunks=4, data=2),
+    "Qwen3-1.7B": Layout(pipeline=2, data=2),
+    "Qwen3-30B-A3B": Layout(tensor=2, pipeline=4, data=4, expert=8, expert_tensor=1),
+    "DeepSeek-V3": Layout(tensor=4, pipeline=4, layers=(16, 15, 15, 15), data=4, expert=8, expert_tensor=2),
+    "Llama-3.1-70B-Instruct": Layout(tensor=8, pipeline=2, chunks=4, data=2),
 }
 
 
 @pytest.mark.parametrize("model", LAYOUTS)
 def test_every_rank_holds_the_parameters_that_the_trainers_plan_gives_it(model):
-    layout, spec = LAYOUTS[model], model_spec(CONFIGS / model)
+    layout, spec = LAYOUTS[model], model_spec(MODELS / model)
     stages = stage_parameters(spec, layout)
     per_stage = layout.tensor * layout.data
     for rank in (*range(0, layout.world_size, per_stage), layout.world_size - 1):
@@ -71,10 +70,10 @@ def test_the_shares_of_a_buffer_add_up_and_padding_belongs_to_nobody():
     assert 1000 <= shared.largest_share <= shared.elements // 2
 
 
-@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-30b-a3b", "deepseek-v3"])
+@pytest.mark.parametrize("model", ["Qwen3-8B", "Qwen3-30B-A3B", "DeepSeek-V3"])
 def test_tensor_and_sequence_parallelism_divide_all_activations(model):
     """Expert tokens too: with one rank per expert, a rank has its share of them."""
-    geometry = model_spec(CONFIGS / model).geometry
+    geometry = model_spec(MODELS / model).geometry
     layer = geometry.n_layers - 1
     alone = layer_bytes(geometry, layer, Sharing())
     shared = layer_bytes(geometry, layer, Sharing(tensor=4, sequence=True, expert=4))
@@ -83,18 +82,18 @@ def test_tensor_and_sequence_parallelism_divide_all_activations(model):
 
 
 def test_without_sequence_parallelism_the_residual_stream_stays_whole():
-    geometry = model_spec(CONFIGS / "qwen3-8b").geometry
+    geometry = model_spec(MODELS / "Qwen3-8B").geometry
     split = layer_bytes(geometry, 0, Sharing(tensor=4))
     assert split.input == layer_bytes(geometry, 0, Sharing()).input
 
 
 def test_the_kv_cache_of_a_token_has_its_published_size():
     """Llama-3.1-70B: 80 layers * 2 * 8 heads * 128 * 2 bytes. DeepSeek-V3: 61 layers * 576 * 2 bytes."""
-    llama = model_spec(CONFIGS / "llama-3.1-70b").geometry
+    llama = model_spec(MODELS / "Llama-3.1-70B-Instruct").geometry
     assert kv_bytes(llama, 1, 2) == 327_680
     assert kv_bytes(llama, 16, 2) == 327_680 // 8, "heads are repeated, not split further"
     assert kv_bytes(llama, 1, 2, 4) == 327_680 // 4, "a stage holds the cache of its layers"
-    assert kv_bytes(model_spec(CONFIGS / "deepseek-v3").geometry, 8, 2) == 70_272
+    assert kv_bytes(model_spec(MODELS / "DeepSeek-V3").geometry, 8, 2) == 70_272
 
 
 def memory(config: RunConfig, spec: ModelSpec, gpu: int | None = None) -> EngineMemory:
@@ -103,7 +102,7 @@ def memory(config: RunConfig, spec: ModelSpec, gpu: int | None = None) -> Engine
 
 def engine_of(**split: int) -> EngineMemory:
     """DeepSeek-V3's engine on GPUs of 79 GiB."""
-    spec = model_spec(CONFIGS / "deepseek-v3")
+    spec = model_spec(MODELS / "DeepSeek-V3")
     config = RunConfig.model_validate(VALID | {"rollout": {**VALID["rollout"], "engine": split}})
     return memory(config, spec, 79 * 2**30)
 
@@ -118,7 +117,7 @@ def test_the_ranks_of_an_engine_over_nodes_hold_a_share_of_the_model_each():
 
 def test_groups_of_data_parallel_attention_repeat_its_weights_and_have_caches_of_their_own():
     alone, groups = engine_of(tensor_parallel=32), engine_of(tensor_parallel=32, data_parallel=4)
-    geometry = model_spec(CONFIGS / "deepseek-v3").geometry
+    geometry = model_spec(MODELS / "DeepSeek-V3").geometry
     attention = geometry.attention
     assert isinstance(attention, LatentAttention) and attention.query_rank is not None
     heads = attention.heads * (
@@ -141,7 +140,7 @@ def test_pipeline_stages_divide_the_layers_and_the_last_ones_have_one_more():
 
 
 def test_weights_of_engines_in_fp8_take_a_byte_and_their_scales():
-    spec = model_spec(CONFIGS / "deepseek-v3")
+    spec = model_spec(MODELS / "DeepSeek-V3")
 
     def weights(**engine: object) -> int:
         rollout = {"max_head_offpolicyness": 0, "batch_size": 1, "n_samples_per_prompt": 2, "reward": "a.B"}
@@ -183,13 +182,13 @@ def test_engines_hold_the_parts_that_are_not_of_the_language_model(tmp_path):
 @pytest.mark.parametrize(("dtype", "bytes_each"), [("bfloat16", 2 + 4 + 8), ("float32", 4 + 8)])
 def test_a_checkpoint_has_weights_main_weights_and_moments_of_every_parameter(dtype, bytes_each):
     parameters = 671_026_404_352
-    found = checkpoint_bytes(ActorConfig(), None, dtype, model_spec(CONFIGS / "deepseek-v3"))
+    found = checkpoint_bytes(ActorConfig(), None, dtype, model_spec(MODELS / "DeepSeek-V3"))
     biases = 58 * 256 * 4
     assert found == parameters * bytes_each + biases, "biases that choose experts are not trained by Adam"
 
 
 def test_a_checkpoint_has_the_critic_the_average_and_the_adapters_too():
-    spec = model_spec(CONFIGS / "qwen3-8b")
+    spec = model_spec(MODELS / "Qwen3-8B")
     plain = checkpoint_bytes(ActorConfig(), None, "bfloat16", spec)
     head = 4096 * (151936 - 1)
     assert plain == 14 * 8_190_735_360

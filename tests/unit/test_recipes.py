@@ -8,7 +8,6 @@ The plans are compared with files, which show what a change of a recipe or of th
 import os
 import re
 import time
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -16,14 +15,13 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.backend.cli import app
-from slipstream.backend.commands.check import planned, read_recipe
+from slipstream.backend.commands.check import planned, read_recipe, shipped_model
 from slipstream.backend.memory.verdict import GIB
 from slipstream.configs.schema import PromptFile
 from slipstream.rollout.prompts import read_prompts
 from tests.environment import ROOT
 
 RECIPES = ROOT / "configs/recipes"
-CONFIGS = Path("tests/unit/model_configs")
 PLANS = ROOT / "tests/unit/plans"
 
 NAME = re.compile(
@@ -58,13 +56,18 @@ def match_of(name: str) -> re.Match[str]:
 
 
 def options_of(name: str) -> list[str]:
-    options = ["--model-config", str(CONFIGS / match_of(name)["model"])]
-    return [*options, "--sft"] if name.startswith("sft-") else options
+    return ["--sft"] if name.startswith("sft-") else []
+
+
+def without_its_model(name: str) -> list[str]:
+    """The options with which ``check`` judges a recipe whose model is elsewhere."""
+    return ["--model-config", str(shipped_model(name, [])), *options_of(name)]
 
 
 def config_of(name: str, *overrides: str):
-    folder = ROOT / CONFIGS / match_of(name)["model"]
-    return read_recipe(name, overrides, model_config=folder, supervised=name.startswith("sft-"))
+    return read_recipe(
+        name, overrides, model_config=shipped_model(name, []), supervised=name.startswith("sft-")
+    )
 
 
 def call(*arguments: str):
@@ -101,7 +104,7 @@ def test_the_name_of_a_recipe_says_what_it_needs(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_is_checked_without_its_model_in_under_three_seconds_of_cpu(name):
     began = time.process_time()
-    ended = call("check", name, *options_of(name))
+    ended = call("check", name, *without_its_model(name))
     assert time.process_time() - began < 3
     assert ended.exit_code == 0, ended.output
 
@@ -110,7 +113,8 @@ def test_every_recipe_is_checked_without_its_model_in_under_three_seconds_of_cpu
 def test_the_plan_of_every_recipe_is_the_one_in_its_file(name):
     ended = call("plan", name, "--no-split", *options_of(name))
     assert ended.exit_code == 0, ended.output
-    text = "\n".join(line.rstrip() for line in ended.stdout.splitlines()) + "\n"
+    lines = [line.rstrip().replace(f"{ROOT}/", "") for line in ended.stdout.splitlines()]
+    text = "\n".join(lines) + "\n"
     file = PLANS / f"{name}.txt"
     if os.environ.get("UPDATE_PLANS"):
         file.write_text(text, encoding="utf-8")
@@ -151,7 +155,7 @@ def test_a_model_has_the_parameters_of_its_published_checkpoint(name):
 def test_a_trainer_that_cannot_hold_the_model_is_refused():
     name = "grpo-qwen3-32b-8n8g-tp8dp4-async4"
     layout = ("tensor=1", "data=32", "sequence=false")
-    ended = call("check", name, *options_of(name), *(f"actor.parallel.{each}" for each in layout))
+    ended = call("check", name, *without_its_model(name), *(f"actor.parallel.{each}" for each in layout))
     assert ended.exit_code == 2
     assert "weights, gradients and optimizer take" in ended.output
 

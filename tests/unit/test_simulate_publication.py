@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.backend.commands.check import planned, read_recipe
+from slipstream.backend.commands.check import planned, read_recipe, shipped_model
 from slipstream.backend.simulate.derived import derived_model
 from slipstream.backend.simulate.gpu_split import layout_of
 from slipstream.bridge.families import spec_of
@@ -15,8 +15,6 @@ from slipstream.bridge.shards.regions import Region, contiguous
 from slipstream.bridge.shards.sends import EngineSeat, Sends, Table, indexed, most_sent
 from slipstream.configs.schema.simulate import SimulateConfig
 from tests.environment import ROOT
-
-CONFIGS = ROOT / "tests/unit/model_configs"
 
 SMALL = {
     "model_type": "qwen3_moe",
@@ -38,7 +36,8 @@ SMALL = {
 def model_of_costs(size: str, *overrides: str) -> SimulateConfig:
     """The cost model that ``plan`` and ``simulate`` derive for the bundled recipe of a model."""
     [recipe] = (ROOT / "configs/recipes").glob(f"*-{size}-*async*.yaml")
-    plan = planned(read_recipe(recipe.stem, overrides, model_config=CONFIGS / size))
+    model = shipped_model(recipe.stem, overrides)
+    plan = planned(read_recipe(recipe.stem, overrides, model_config=model))
     assert plan.engine is not None
     return derived_model(plan.config, plan.export, plan.engine, layout_of(plan.config))
 
