@@ -30,7 +30,6 @@ from slipstream.bridge.shards.plan import SENDER
 from slipstream.configs.published import MODELS, repositories, shipped_config
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.judge import own_engines
-from slipstream.configs.schema.simulate import TransferModel
 from slipstream.rollout.system import gpu_environment
 
 SHOWN = 20
@@ -154,7 +153,7 @@ class PlanDocument(TypedDict):
     """None: the judge has no engines of its own."""
     checkpoint: PlannedCheckpoint
     publication: PlannedPublication | None
-    """None: not simulated."""
+    """None: there are no engines, or no GPUs, whose figures the times rest on."""
     splits: list[SimulatedSplit] | None
     """None: not simulated."""
     environment: list[SharedVariable]
@@ -201,7 +200,7 @@ def describe(planned: Planned, advice: SplitAdvice | None) -> PlanDocument:
         "engine_memory": None if planned.engine is None else asdict(planned.engine),
         "judge": _judge(planned.config),
         "checkpoint": _checkpoint(planned.checkpoint),
-        "publication": None if advice is None else _publication(planned.config, advice.transfer),
+        "publication": _publication(planned),
         "splits": None if advice is None else _splits(advice),
         "environment": _environment(planned),
     }
@@ -234,7 +233,11 @@ def _checkpoint(checkpoint: CheckpointPlan) -> PlannedCheckpoint:
     }
 
 
-def _publication(config: RunConfig, transfer: TransferModel) -> PlannedPublication:
+def _publication(planned: Planned) -> PlannedPublication | None:
+    config = planned.config
+    if planned.engine is None or planned.engine.tokens == 0 or config.cluster.device != "gpu":
+        return None
+    transfer = derived_model(config, planned.export, planned.engine, layout_of(config)).transfer
     return {
         "transport": transport_of(config),
         "prepare_s": transfer.prepare_s,
@@ -314,6 +317,7 @@ def print_plan(planned: Planned, advice: SplitAdvice | None, console: Console, *
     _print_memory(planned, console)
     _print_judge(document, console)
     _print_checkpoint(document["checkpoint"], console)
+    _print_publication(document["publication"], console)
     if advice is not None:
         _print_split(advice, console)
         _print_pace(planned, advice, console)
@@ -420,6 +424,15 @@ def _print_checkpoint(checkpoint: PlannedCheckpoint, console: Console) -> None:
         f"checkpoints: {size} every {checkpoint['every']} steps, {seconds:,.0f} s at {rate}, {verdict}; "
         f"{_size(checkpoint['kept_bytes'])} are kept",
     )
+
+
+def _print_publication(publication: PlannedPublication | None, console: Console) -> None:
+    if publication is None:
+        return
+    link = f"{_size(publication['bytes'])} on the fullest link at {publication['bytes_per_s'] / 1e9:g} GB/s"
+    before = f"{publication['prepare_s']:.3g} s, then " if publication["prepare_s"] else ""
+    pause = f"a pause of {publication['pause_s']:.3g} s"
+    _line(console, f"publication by {publication['transport']}: {before}{pause}, {link}")
 
 
 def _print_pace(planned: Planned, advice: SplitAdvice, console: Console) -> None:

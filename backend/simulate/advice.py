@@ -13,9 +13,9 @@ from slipstream.backend.simulate.schedules import recipe_schedule
 from slipstream.backend.simulate.world import SimulationStalled, Window, World
 from slipstream.bridge.shards.plan import ExportPlan
 from slipstream.configs.schema import RunConfig
-from slipstream.configs.schema.simulate import RecipeLayout, TransferModel
+from slipstream.configs.schema.simulate import RecipeLayout
 
-MEASURED_STEPS = range(3, 9)
+MEASURED_STEPS = range(3, 7)
 """Fewest and most steps that are measured. The steps that fill the slots come before them, and the run would
 go on after them: over hundreds of steps neither its begin nor its end counts."""
 TRAJECTORIES = 4096
@@ -32,8 +32,6 @@ class SplitAdvice:
     recipe: GpuSplit
     steps: int
     """Measured ones."""
-    transfer: TransferModel
-    """Publication on the recipe's split."""
     costs: tuple[str, ...]
     """The cost model in words: the figures mean nothing without it."""
 
@@ -42,8 +40,12 @@ class SplitAdvice:
         return max(self.runs, key=lambda run: run.tokens_per_s)
 
 
-def advise(config: RunConfig, export: ExportPlan, engine: EngineMemory) -> SplitAdvice | None:
+def advise(
+    config: RunConfig, export: ExportPlan, engine: EngineMemory, *, alone: bool = False
+) -> SplitAdvice | None:
     """Simulate the recipe on its split, on the next smaller and on the next larger share for the trainer.
+
+    ``alone``: on its own split only.
 
     Returns None unless ``cluster.device`` is gpu, since the cost model is a GPU's, and for engines that
     cannot hold the model.
@@ -59,16 +61,14 @@ def advise(config: RunConfig, export: ExportPlan, engine: EngineMemory) -> Split
         return Work(config.model_copy(update={"simulate": model}), config.run.seed)
 
     runs: list[SimulatedRun] = []
-    for split in _neighbours(config, layout):
+    for split in [layout] if alone else _neighbours(config, layout):
         work = on(split)
         try:
             outcome = World(work.config, schedule, split, work.workload()).run(window=window)
             runs.append(SimulatedRun(schedule, split, outcome))
         except SimulationStalled as stalled:
             runs.append(SimulatedRun(schedule, split, None, str(stalled)))
-    work = on(layout)
-    transfer = model_of(work.config).transfer
-    return SplitAdvice(tuple(runs), layout, window.measured, transfer, tuple(cost_model(work)))
+    return SplitAdvice(tuple(runs), layout, window.measured, tuple(cost_model(on(layout))))
 
 
 def _window(config: RunConfig) -> Window:
