@@ -336,9 +336,7 @@ def _print_layout(planned: Planned, document: PlanDocument, console: Console) ->
     )
     if plan.spec.path.parent == MODELS:
         repository = repositories()[plan.spec.path.name]
-        _line(
-            console, f"the model is not on this machine: this is the config.json of {repository}, which ships"
-        )
+        _line(console, f"the model is not on this machine: planned with the config.json of {repository}")
     if document["quantization"] is not None:
         _line(
             console,
