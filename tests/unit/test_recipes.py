@@ -158,7 +158,18 @@ TAKES_TURNS = {"grpo-qwen3-8b-1n8g-tp2dp4"}
 """Recipes whose trainer idles while the same GPUs generate, as their first lines say."""
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("sft-")])
+LARGE_BATCHES = re.compile("dapo-|gspo-deepseek-v3-|gspo-qwen3-235b-")
+"""Recipes whose steps train at least 2,048 trajectories, so that their simulation takes long."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if LARGE_BATCHES.match(name) else ())
+        for name in NAMES
+        if not name.startswith("sft-")
+    ],
+)
 def test_the_trainer_of_every_recipe_is_idle_for_at_most_15_percent_of_the_time(name):
     plan = planned(config_of(name))
     assert plan.engine is not None

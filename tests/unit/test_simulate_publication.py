@@ -3,16 +3,18 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
-from slipstream.backend.commands.check import planned, read_recipe, shipped_model
+from slipstream.backend.commands.check import NO_INPUTS, planned, read_recipe, shipped_model
 from slipstream.backend.simulate.derived import derived_model
-from slipstream.backend.simulate.gpu_split import layout_of
+from slipstream.backend.simulate.gpu_split import layout_of, trainer_unit
 from slipstream.bridge.families import spec_of
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.plan import entries
 from slipstream.bridge.shards.regions import Region, contiguous
 from slipstream.bridge.shards.sends import EngineSeat, Sends, Table, indexed, most_sent
+from slipstream.configs.schema import ParallelConfig
 from slipstream.configs.schema.simulate import SimulateConfig
 from tests.environment import ROOT
 
@@ -117,10 +119,10 @@ def test_each_transport_has_its_own_time():
         for kind in ("shards", "disk", "delta")
     }
     model = 61.1e9
-    assert by_type["shards"].bytes < model
+    assert by_type["shards"].bytes == pytest.approx(12 * model / 8, rel=0.01), "8 GPUs serve 12 engines"
     assert by_type["disk"].prepare_s == pytest.approx(model / 5e9, rel=0.01)
     assert by_type["disk"].bytes_per_s == 5e9
-    assert by_type["disk"].bytes / model == pytest.approx(2, rel=0.01), "the engines are on two nodes"
+    assert by_type["disk"].bytes / model == pytest.approx(3, rel=0.01), "the engines are on three nodes"
     assert by_type["delta"].bytes == pytest.approx(model / 2, rel=0.01), "a rank reads its part"
     slow = ("weights.transport={type: disk}", "cluster.file_system_bytes_per_s=1e9")
     assert model_of_costs("qwen3-30b-a3b", *slow).transfer.prepare_s == pytest.approx(61.1, rel=0.01)
@@ -155,3 +157,25 @@ def test_an_override_of_the_cost_model_changes_one_setting(section, name, value)
         assert changed == plain | {name: value}
     else:
         assert changed == plain | {section: plain[section] | {name: value}}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "unit"),
+    [
+        ("{tensor: 4, pipeline: 8, data: 2, expert: 8, expert_tensor: 1, sequence: true}", 64),
+        ("{tensor: 4, pipeline: 8, data: 4, expert: 16, expert_tensor: 1, sequence: true}", 128),
+        ("{tensor: 4, pipeline: 8, context: 2, data: 4, sequence: true}", 64),
+        ("{tensor: 4, pipeline: 8, data: 3, sequence: true}", 32),
+    ],
+)
+def test_splits_give_the_trainer_whole_replicas_and_whole_grids_of_experts(parallel, unit):
+    config = read_recipe("gspo-qwen3-235b-a22b-32n8g-tp4pp8dp2ep8-async4", [f"prepare={NO_INPUTS}"])
+    actor = config.actor.model_copy(update={"parallel": ParallelConfig(**yaml.safe_load(parallel))})
+    assert trainer_unit(config.model_copy(update={"actor": actor})) == unit
+
+
+def test_groups_of_data_parallel_attention_read_their_caches_at_the_same_time():
+    """A step of one group of ranks with all requests would read the KV of four times as many."""
+    apart = model_of_costs("deepseek-v3").engine
+    together = model_of_costs("deepseek-v3", "rollout.engine.data_parallel=1").engine
+    assert apart.request_s == pytest.approx(together.request_s / 4, rel=0.01)

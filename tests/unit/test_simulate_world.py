@@ -27,7 +27,7 @@ from slipstream.backend.simulate.schedules import (
     volume_gate,
 )
 from slipstream.backend.simulate.timeline import ROWS, SAMPLES, Timeline
-from slipstream.backend.simulate.world import SimulationStalled, World
+from slipstream.backend.simulate.world import SimulationStalled, Window, World
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.control.ends import Loss
 from tests.environment import environment
@@ -122,6 +122,27 @@ def test_every_schedule_keeps_the_bound_and_accounts_for_every_token(
     seconds = found.engine_s
     assert seconds.total == pytest.approx(2 * found.makespan_s)
     assert sum(found.step_s) == pytest.approx(found.makespan_s)
+
+
+def test_a_window_measures_the_middle_of_a_run_without_its_begin_and_end():
+    """With equal lengths and a slow trainer every step takes as long; only the first has to wait."""
+    recipe = config(
+        steps=12,
+        simulate={"responses": {"median": 60, "sigma": 0}, "trainer": {"step_s": 20, "tokens_per_s": 2000}},
+    )
+    schedule, layout = recipe_schedule(recipe), layout_of(recipe)
+
+    def run(window: Window | None) -> Outcome:
+        return World(recipe, schedule, layout, Work(recipe, 0).workload()).run(window=window)
+
+    whole, middle = run(None), run(Window(3, 4))
+    assert (middle.steps, len(middle.step_s)) == (4, 4)
+    assert middle.step_s == pytest.approx(whole.step_s[3:7])
+    assert middle.makespan_s == pytest.approx(sum(whole.step_s[3:7]))
+    assert middle.trajectories == 4 * 8
+    assert middle.trainer_idle < whole.trainer_idle
+    assert middle.wait_s == pytest.approx(0)
+    assert middle.engine_s.total == pytest.approx(2 * middle.makespan_s)
 
 
 def test_the_gate_exceeds_the_bound_and_admission_order_does_not():
