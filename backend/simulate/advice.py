@@ -10,7 +10,7 @@ from slipstream.backend.simulate.costs import cost_model
 from slipstream.backend.simulate.derived import derived_model
 from slipstream.backend.simulate.gpu_split import GpuSplit, layout_of, model_of, trainer_unit
 from slipstream.backend.simulate.schedules import recipe_schedule
-from slipstream.backend.simulate.world import SimulationStalled, Window, World
+from slipstream.backend.simulate.world import MeasuredSteps, SimulationStalled, World
 from slipstream.bridge.shards.plan import ExportPlan
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.simulate import RecipeLayout
@@ -71,14 +71,14 @@ def advise(
     return SplitAdvice(tuple(runs), layout, window.measured, tuple(cost_model(on(layout))))
 
 
-def _window(config: RunConfig) -> Window:
+def _window(config: RunConfig) -> MeasuredSteps:
     rollout = config.rollout
     wanted = TRAJECTORIES // (rollout.batch_size * rollout.n_samples_per_prompt)
     measured = min(max(wanted, MEASURED_STEPS.start), MEASURED_STEPS.stop - 1)
-    return Window(rollout.max_head_offpolicyness + 1, measured)
+    return MeasuredSteps(rollout.max_head_offpolicyness + 1, measured)
 
 
-def _patient(config: RunConfig, window: Window) -> RunConfig:
+def _patient(config: RunConfig, window: MeasuredSteps) -> RunConfig:
     """Return the recipe on its own GPUs, with much patience and more steps than are simulated."""
     rollout = config.rollout
     steps = 2 * window.skipped + window.measured

@@ -58,7 +58,7 @@ class SimulationStalled(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Window:
+class MeasuredSteps:
     """Steps out of the middle of a run: ``measured`` ones after the first ``skipped``."""
 
     skipped: int
@@ -82,7 +82,9 @@ class World:
         self._held_out = held_out
         self._waiting = ""
 
-    def run(self, on_advance: Callable[[float], None] | None = None, window: Window | None = None) -> Outcome:
+    def run(
+        self, on_advance: Callable[[float], None] | None = None, window: MeasuredSteps | None = None
+    ) -> Outcome:
         """Simulate the run, or with a ``window`` its steps up to the end of the window, which are measured.
 
         ``on_advance`` is called with each new time, while ``pool`` and ``trainer`` are still as they were.
@@ -96,7 +98,7 @@ class World:
                 raise
             raise SimulationStalled(f"{_first(stalled)}; {self._waiting}") from None
 
-    async def _run(self, window: Window | None) -> Outcome:
+    async def _run(self, window: MeasuredSteps | None) -> Outcome:
         config, model, workload = self._config, model_of(self._config), self._workload
         rollout, interrupt = config.rollout, self._schedule.interrupt
         account, outbox = Account(), Outbox(flush_s=0)
@@ -188,7 +190,7 @@ class World:
         return after.since(before[0]) if before else after
 
 
-async def _up_to(window: Window, steps: Steps, at_begin: Callable[[], None]) -> Steps:
+async def _up_to(window: MeasuredSteps, steps: Steps, at_begin: Callable[[], None]) -> Steps:
     """Yield the steps up to the end of the window, and call ``at_begin`` before the first one in it."""
     done = 0
     async for event in steps:

@@ -27,7 +27,7 @@ from slipstream.backend.simulate.schedules import (
     volume_gate,
 )
 from slipstream.backend.simulate.timeline import ROWS, SAMPLES, Timeline
-from slipstream.backend.simulate.world import SimulationStalled, Window, World
+from slipstream.backend.simulate.world import MeasuredSteps, SimulationStalled, World
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.control.ends import Loss
 from tests.environment import environment
@@ -132,10 +132,10 @@ def test_a_window_measures_the_middle_of_a_run_without_its_begin_and_end():
     )
     schedule, layout = recipe_schedule(recipe), layout_of(recipe)
 
-    def run(window: Window | None) -> Outcome:
+    def run(window: MeasuredSteps | None) -> Outcome:
         return World(recipe, schedule, layout, Work(recipe, 0).workload()).run(window=window)
 
-    whole, middle = run(None), run(Window(3, 4))
+    whole, middle = run(None), run(MeasuredSteps(3, 4))
     assert (middle.steps, len(middle.step_s)) == (4, 4)
     assert middle.step_s == pytest.approx(whole.step_s[3:7])
     assert middle.makespan_s == pytest.approx(sum(whole.step_s[3:7]))
