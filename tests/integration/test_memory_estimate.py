@@ -17,7 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.backend.memory.checkpoint_size import checkpoint_bytes
 from slipstream.backend.memory.trainer_memory import tokens_of, trainer_memory
+from slipstream.bridge.families import model_spec
 from slipstream.bridge.model.layout import Coordinates
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
@@ -238,3 +240,47 @@ def test_activations_are_within_a_tenth(measured, name):
     [(held, estimate)] = measured[name]
     assert estimate.activations == pytest.approx(held.kept, rel=0.1)
     assert estimate.activations + estimate.work == pytest.approx(held.peak, rel=0.1)
+
+
+SAVED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "bfloat16, expert 2": ("qwen3_moe", "bfloat16", {"data": 2, "expert": 2}, {}),
+    "float32, tied": ("llama", "float32", {"tensor": 2}, {}),
+    "adapters": ("qwen3", "bfloat16", {"data": 2}, {"lora": {"rank": 8, "alpha": 8.0}}),
+    "critic and average": (
+        "qwen3",
+        "bfloat16",
+        {"data": 2},
+        {
+            "advantage": [{"type": "reward", "estimator": "gae"}],
+            "kl": {"reference": {"type": "average"}},
+        },
+    ),
+}
+
+
+def saved(rank: RankSpec, config: RunConfig, folder: Path) -> None:
+    from slipstream.backend.megatron import optimizer_state
+
+    with trainer_of(rank, config) as trainer:
+        for trained in trainer._checkpoints._trained.values():
+            optimizer_state.allocate(trained.optimizer)
+        trainer.begin_checkpoint(folder)
+        trainer.finish_checkpoint()
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_checkpoint_has_the_bytes_that_the_plan_states(name, tmp_path):
+    """Descriptions of tensors and random states are not counted: a hundredth of so small a model."""
+    family, dtype, parallel, actor = SAVED[name]
+    sizes = {**SIZES, "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 128}
+    model = make_checkpoint(tmp_path / "model", family, tied=family == "llama", **sizes)
+    distributed = {"distributed": dtype == "bfloat16"}
+    config = config_for(model, parallel, dtype=dtype, optimizer=distributed, **actor)
+    if "advantage" in actor:
+        config = RunConfig.model_validate(config.model_dump() | {"critic": {"optimizer": distributed}})
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    run_jobs({name: Job(2, saved, (config, folder))})
+    written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    stated = checkpoint_bytes(config.actor, config.critic, dtype, model_spec(model))
+    assert written == pytest.approx(stated, rel=0.02)
