@@ -153,6 +153,31 @@ def test_plan_and_check_compare_the_time_of_a_checkpoint_with_its_time_out(recip
     assert "checkpoints: none is written" in none.stdout
 
 
+def test_a_plan_for_gpus_says_how_long_a_version_takes_to_reach_the_engines(recipe):
+    def publication(*overrides: str):
+        ended = call("plan", recipe, "cluster={type: local, device: gpu}", "--no-split", "--json", *overrides)
+        assert ended.exit_code == 0, ended.output
+        return json.loads(ended.stdout)
+
+    document = publication()
+    found = document["publication"]
+    assert found == {
+        "transport": "tensor",
+        "prepare_s": 0,
+        "pause_s": pytest.approx(0.5 + document["bytes"] / 14e9),
+        "bytes": document["bytes"],
+        "bytes_per_s": 14e9,
+    }
+    slower = publication("simulate.transfer.bytes_per_s=1e6")["publication"]
+    assert (slower["bytes"], slower["bytes_per_s"]) == (found["bytes"], 1e6)
+    shards = publication("weights.transport={type: shards}")["publication"]
+    assert (shards["transport"], shards["bytes_per_s"]) == ("shards", 45e9)
+    shown = call("plan", recipe, "cluster={type: local, device: gpu}", "--no-split").stdout
+    assert "publication by tensor: a pause of" in shown
+    on_cpus = call("plan", recipe, "cluster={type: local, device: cpu}", "--json")
+    assert json.loads(on_cpus.stdout)["publication"] is None
+
+
 def test_a_layout_that_does_not_fit_is_exit_code_2(recipe):
     ended = call("plan", recipe, "actor.parallel.expert=3")
     assert ended.exit_code == 2

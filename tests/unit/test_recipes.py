@@ -15,11 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.backend.cli import app
-from slipstream.backend.commands.check import planned, read_recipe, shipped_model
+from slipstream.backend.commands.check import planned, read_recipe, read_supervised, shipped_model
+from slipstream.backend.driver.modes.sft import checked_examples
 from slipstream.backend.memory.verdict import GIB
 from slipstream.backend.simulate.advice import advise
 from slipstream.configs.published import MODELS, repositories
-from slipstream.configs.schema import PromptFile
+from slipstream.configs.schema import PromptFile, is_on_hub
 from slipstream.rollout.prompts import read_prompts
 from tests.environment import ROOT
 
@@ -270,6 +271,79 @@ def test_the_simulator_compares_the_split_with_its_neighbours_among_whole_nodes(
     assert splits == [["16", "48"], ["24", "40"], ["32", "32"]]
     assert "the recipe's" in ended.stdout
     assert "decode step" in ended.stdout, "without its cost model a comparison means nothing"
+
+
+ON_THE_HUB: dict[str, tuple[str, dict[str, object]]] = {
+    "BytedTsinghua-SIA/DAPO-Math-17k": (
+        "data/dapo-math-17k.parquet",
+        {
+            "data_source": "math_dapo",
+            "prompt": [{"content": "Solve it. The last line is Answer: $Answer.", "role": "user"}],
+            "ability": "MATH",
+            "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
+            "extra_info": {"index": "9a9b6eb4"},
+        },
+    ),
+    "BytedTsinghua-SIA/AIME-2024": (
+        "data/aime-2024.parquet",
+        {
+            "data_source": "math_dapo",
+            "prompt": [{"content": "Solve it. The last line is Answer: $Answer.", "role": "user"}],
+            "ability": "MATH",
+            "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
+            "extra_info": {"index": 0, "raw_problem": "Solve it.", "split": None},
+        },
+    ),
+    "open-r1/OpenR1-Math-220k": (
+        "data/train-00000-of-00010.parquet",
+        {
+            "problem": "Solve it.",
+            "solution": "By 34.",
+            "answer": "34",
+            "messages": [
+                {"content": "Solve it.", "role": "user"},
+                {"content": "<think>\nEasy.\n</think>\n34", "role": "assistant"},
+            ],
+        },
+    ),
+}
+"""A file of each data set that recipes name, and a row as it is published there."""
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """Local copies of the data sets, each with one row and a file that no recipe means."""
+
+    def snapshot(repository: str, **_: object) -> str:
+        name, row = ON_THE_HUB[repository]
+        folder = tmp_path / repository
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), file)
+        (folder / "other.jsonl").write_text('{"other": 1}\n')
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("sft-")])
+def test_the_prompts_that_a_recipe_names_have_the_columns_that_it_reads(name, hub):
+    config = config_of(name)
+    for file in (*config.training_files, *config.held_out_files):
+        if is_on_hub(file.path):
+            [prompt] = read_prompts(file)
+            assert prompt.label == "34"
+            assert prompt.messages()[0]["role"] == "user"
+            assert config.rollout.reward is not None
+            assert config.rollout.reward.args["marker"] in prompt.messages()[0]["content"]
+
+
+def test_the_demonstrations_of_the_supervised_recipe_are_chats_that_end_with_an_answer(hub):
+    name = "sft-qwen3-4b-1n8g-dp8"
+    supervised = read_supervised(name, [], model_config=shipped_model(name, []))
+    [example] = checked_examples(supervised, None, None)
+    assert example.prompt.messages() == [{"content": "Solve it.", "role": "user"}]
+    assert example.targets == ("<think>\nEasy.\n</think>\n34",)
 
 
 def test_the_conversion_of_gsm8k_gives_prompts_that_the_reward_can_judge(tmp_path, monkeypatch):
