@@ -301,8 +301,9 @@ def plan(
     That of a bundled recipe's model ships.
     """
     with reported():
-        from slipstream.backend.commands import plan as planning
         from slipstream.backend.commands.check import planned, read_recipe, shipped_model
+        from slipstream.backend.commands.plan import print_plan
+        from slipstream.backend.commands.plan_document import plan_json
         from slipstream.backend.monitor.tables import table_console
         from slipstream.backend.simulate.advice import advise
 
@@ -311,9 +312,9 @@ def plan(
         plan = planned(config, supervised=sft)
         advice = advise(config, plan.export, plan.engine) if split and plan.engine else None
         if as_json:
-            typer.echo(planning.as_json(plan, advice))
+            typer.echo(plan_json(plan, advice))
         else:
-            planning.print_plan(plan, advice, table_console(), weights=weights)
+            print_plan(plan, advice, table_console(), weights=weights)
 
 
 @app.command(rich_help_panel=LOOK)
@@ -339,7 +340,7 @@ def simulate(
 ) -> None:
     """Run a recipe in virtual time: how fast it would be, and how other schedules would do."""
     with reported():
-        from slipstream.backend.commands.plan import with_costs
+        from slipstream.backend.commands.plan_document import with_costs
         from slipstream.backend.simulate import command
 
         options = command.Options(
