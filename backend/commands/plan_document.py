@@ -44,6 +44,8 @@ class SimulatedSplit(TypedDict):
     trainer_gpus: int
     engine_gpus: int
     tokens_per_s: float
+    step_s: float | None
+    """Seconds of a step, waiting and publication included."""
     trainer_idle: float | None
     engine_idle: float | None
 
@@ -249,6 +251,7 @@ def _splits(advice: SplitAdvice) -> list[SimulatedSplit]:
             "trainer_gpus": run.layout.trainer_gpus,
             "engine_gpus": run.layout.engine_gpus,
             "tokens_per_s": run.tokens_per_s,
+            "step_s": run.outcome.makespan_s / run.outcome.steps if run.outcome else None,
             "trainer_idle": run.outcome.trainer_idle if run.outcome else None,
             "engine_idle": run.outcome.engine_idle if run.outcome else None,
         }

@@ -170,9 +170,9 @@ class _Machines(Section):
     file_system_bytes_per_s: float = Field(
         default=5e9,
         gt=0,
-        description="Bytes per second that all nodes together write to the file system of `run.root`. Only "
-        "`slipstream plan`, `check` and `simulate` read it, to estimate how long checkpoints take, and "
-        "versions with `weights.transport.type: disk`.",
+        description="Bytes per second that all nodes together write to the file system of `run.root`. The "
+        "default is an assumption: give the rate of yours. Only `slipstream plan`, `check` and `simulate` "
+        "read it, to estimate the time of checkpoints, and of versions with `weights.transport.type: disk`.",
     )
 
 
