@@ -340,14 +340,14 @@ def simulate(
 ) -> None:
     """Run a recipe in virtual time: how fast it would be, and how other schedules would do."""
     with reported():
-        from slipstream.backend.commands.plan_document import with_costs
+        from slipstream.backend.commands.plan_document import costs_of
         from slipstream.backend.simulate import command
 
         options = command.Options(
             recipe, tuple(overrides or ()), lengths, tuple(nodes or ()), fit, seed, as_json, out
         )
         try:
-            command.run(options, with_costs)
+            command.run(options, costs_of)
         except command.SimulationFailed as error:
             raise Failed(f"failed: {error}") from None
 

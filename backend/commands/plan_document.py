@@ -10,6 +10,7 @@ from slipstream.backend.commands.check import planned as planned_of
 from slipstream.backend.memory.checkpoint_size import CheckpointPlan
 from slipstream.backend.memory.verdict import judge_weights
 from slipstream.backend.simulate.advice import SplitAdvice
+from slipstream.backend.simulate.compare import Costs
 from slipstream.backend.simulate.derived import derived_model
 from slipstream.backend.simulate.gpu_split import layout_of
 from slipstream.backend.simulate.publication import transport_of
@@ -276,20 +277,20 @@ def _environment(planned: Planned) -> list[SharedVariable]:
     ]
 
 
-def with_costs(config: RunConfig) -> RunConfig:
-    """Return a recipe for GPUs with the cost model of its own model and layout.
+def costs_of(config: RunConfig) -> Costs | None:
+    """Return the costs of a recipe for GPUs by the split, from its own model and layout. Raises WrongInput.
 
-    One for CPUs, or without the config.json of its model, keeps what it has. Raises WrongInput.
+    None for a recipe for CPUs, and without the config.json of its model.
     """
     path = config.model.path
     folder = path if (path / "config.json").exists() else shipped_config(path)
     if config.cluster.device != "gpu" or folder is None:
-        return config
+        return None
     plan = planned_of(config.model_copy(update={"model": config.model.model_copy(update={"path": folder})}))
     if plan.engine is None or plan.engine.tokens == 0:
-        return config
-    costs = derived_model(config, plan.export, plan.engine, layout_of(config))
-    return config.model_copy(update={"simulate": costs})
+        return None
+    export, engine = plan.export, plan.engine
+    return lambda split: config.model_copy(update={"simulate": derived_model(config, export, engine, split)})
 
 
 def plan_json(planned: Planned, advice: SplitAdvice | None) -> str:

@@ -23,7 +23,7 @@ class SimulationFailed(RuntimeError):
 def run(options: Options, derive: Derive) -> None:
     """Print tables or JSON to standard output, and write files into ``options.out``.
 
-    ``derive``: fills in the cost model of a recipe.
+    ``derive``: gives the costs of a recipe by the split of the GPUs.
     Raises RecipeError with every problem of the input, and SimulationFailed.
     """
     works, fitted = read(options, derive)

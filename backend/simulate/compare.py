@@ -13,17 +13,26 @@ from slipstream.backend.simulate.workload import Workload
 from slipstream.backend.simulate.world import SimulationStalled, World
 from slipstream.configs.schema import RunConfig
 
+Costs = Callable[[GpuSplit], RunConfig]
+"""Returns the recipe with the cost model of a split: publications take longer to more engines."""
+
 
 @dataclass(frozen=True)
 class Work:
     """Everything that a simulation depends on except schedule and layout."""
 
     config: RunConfig
+    """The recipe, with the cost model of its own split."""
     seed: int
     lengths: np.ndarray | None = None
     """Response lengths (see ``Workload``); None: they are drawn from the recipe's model."""
     held_out: int = 0
     """Number of prompts of each evaluation."""
+    costs: Costs | None = None
+    """None: all splits have the costs of ``config``."""
+
+    def on(self, split: GpuSplit) -> RunConfig:
+        return self.config if self.costs is None else self.costs(split)
 
     def workload(self) -> Workload:
         return Workload(
@@ -114,7 +123,7 @@ def compare(work: Work, say: Callable[[str], None] = lambda text: None) -> Compa
         for number, (schedule, layout) in enumerate(cases, start=1):
             say(f"{number}/{len(cases)} {schedule.title}, {layout}")
             try:
-                outcome = World(config, schedule, layout, workload, work.held_out).run()
+                outcome = World(work.on(layout), schedule, layout, workload, work.held_out).run()
                 yield SimulatedRun(schedule, layout, outcome)
             except SimulationStalled as stalled:
                 yield SimulatedRun(schedule, layout, None, str(stalled))

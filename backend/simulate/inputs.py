@@ -12,9 +12,9 @@ from typing import TypeVar
 import numpy as np
 
 from slipstream.backend.driver.start.run_length import in_steps
-from slipstream.backend.simulate.compare import Work
+from slipstream.backend.simulate.compare import Costs, Work
 from slipstream.backend.simulate.fit import Fitted, fit
-from slipstream.backend.simulate.gpu_split import layout_violations, model_of
+from slipstream.backend.simulate.gpu_split import layout_of, layout_violations, model_of
 from slipstream.backend.simulate.trace import read_trace
 from slipstream.configs.load import load_recipe
 from slipstream.configs.schema import RunConfig
@@ -49,13 +49,12 @@ class Options:
     out: Path | None = None
 
 
-Derive = Callable[[RunConfig], RunConfig]
-"""Returns a recipe with the cost model of its own model and layout, if these are known."""
+Derive = Callable[[RunConfig], Costs | None]
+"""Returns the costs of a recipe's own model by the split of the GPUs, if the model is known."""
 
 
-def as_given(config: RunConfig) -> RunConfig:
-    """Return the recipe: its cost model is the one of its section ``simulate``, and of the defaults."""
-    return config
+def as_given(config: RunConfig) -> None:
+    """Return no costs: they are those of the section ``simulate``, and of the defaults."""
 
 
 def read(options: Options, derive: Derive = as_given) -> tuple[list[Work], Fitted | None]:
@@ -93,9 +92,10 @@ def read(options: Options, derive: Derive = as_given) -> tuple[list[Work], Fitte
         sizes = attempt(lambda nodes: _sizes(config, nodes), nodes) or [config]
         unplaced = [violation for sized in sizes for violation in layout_violations(sized)]
         problems += unplaced
-        if fitted is None and not unplaced:
-            sizes = [derive(sized) for sized in sizes]
-        works = [Work(sized, seed, lengths, held_out) for sized in sizes]
+        for sized in sizes:
+            costs = derive(sized) if fitted is None and not unplaced else None
+            own = sized if costs is None else costs(layout_of(sized))
+            works.append(Work(own, seed, lengths, held_out, costs))
         for work in works:
             problems += _memory_violations(work)
     if problems:

@@ -6,8 +6,9 @@ import pytest
 import yaml
 
 from slipstream.backend.commands.check import NO_INPUTS, planned, read_recipe, shipped_model
+from slipstream.backend.commands.plan_document import costs_of
 from slipstream.backend.simulate.derived import derived_model
-from slipstream.backend.simulate.gpu_split import layout_of, trainer_unit
+from slipstream.backend.simulate.gpu_split import GpuSplit, layout_of, trainer_unit
 from slipstream.bridge.families import spec_of
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.spec import ModelSpec
@@ -179,3 +180,14 @@ def test_groups_of_data_parallel_attention_read_their_caches_at_the_same_time():
     apart = model_of_costs("deepseek-v3").engine
     together = model_of_costs("deepseek-v3", "rollout.engine.data_parallel=1").engine
     assert apart.request_s == pytest.approx(together.request_s / 4, rel=0.01)
+
+
+def test_simulate_compares_splits_with_the_publications_of_each():
+    """More engines and fewer trainer ranks make the fullest link fuller."""
+    costs = costs_of(read_recipe("gspo-qwen3-30b-a3b-4n8g-tp2dp4ep8-async4", [f"prepare={NO_INPUTS}"]))
+    assert costs is not None
+    few, many = (costs(GpuSplit(32, trains, (32 - trains) // 2, 2)).simulate for trains in (16, 8))
+    assert few is not None
+    assert many is not None
+    assert many.transfer.bytes == pytest.approx(3 * few.transfer.bytes, rel=0.05), "12 by 8, for 8 by 16"
+    assert many.engine == few.engine
