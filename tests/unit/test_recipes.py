@@ -159,14 +159,14 @@ TAKES_TURNS = {"grpo-qwen3-8b-1n8g-tp2dp4"}
 """Recipes whose trainer idles while the same GPUs generate, as their first lines say."""
 
 
-LARGE_BATCHES = re.compile("dapo-|gspo-deepseek-v3-|gspo-qwen3-235b-")
-"""Recipes whose steps train at least 2,048 trajectories, so that their simulation takes long."""
+SIMULATED_LONG = re.compile("dapo-|gspo-|grpo-qwen3-4b-")
+"""Recipes whose simulation takes more than two seconds."""
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if LARGE_BATCHES.match(name) else ())
+        pytest.param(name, marks=pytest.mark.slow if SIMULATED_LONG.match(name) else ())
         for name in NAMES
         if not name.startswith("sft-")
     ],
