@@ -268,10 +268,10 @@ def saved(rank: RankSpec, config: RunConfig, folder: Path) -> None:
         trainer.finish_checkpoint()
 
 
-@pytest.mark.parametrize("name", SAVED)
-def test_a_checkpoint_has_the_bytes_that_the_plan_states(name, tmp_path):
+@pytest.mark.parametrize("case", SAVED)
+def test_a_checkpoint_has_the_bytes_that_the_plan_states(case, tmp_path):
     """Descriptions of tensors and random states are not counted: a hundredth of so small a model."""
-    family, dtype, parallel, actor = SAVED[name]
+    family, dtype, parallel, actor = SAVED[case]
     sizes = {**SIZES, "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 128}
     model = make_checkpoint(tmp_path / "model", family, tied=family == "llama", **sizes)
     distributed = {"distributed": dtype == "bfloat16"}
@@ -280,7 +280,7 @@ def test_a_checkpoint_has_the_bytes_that_the_plan_states(name, tmp_path):
         config = RunConfig.model_validate(config.model_dump() | {"critic": {"optimizer": distributed}})
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    run_jobs({name: Job(2, saved, (config, folder))})
+    run_jobs({case: Job(2, saved, (config, folder))})
     written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     stated = checkpoint_bytes(config.actor, config.critic, dtype, model_spec(model))
     assert written == pytest.approx(stated, rel=0.02)
