@@ -1,6 +1,6 @@
 # make quickstart   sets everything up and trains a small policy on this machine
 # make test         sets everything up and runs the tests
-# make test-fast    the unit tests only: no engine, no Ray, no Slurm; under three minutes
+# make test-fast    the unit tests only: no engine, no Ray, no Slurm; a quarter of an hour
 # make property-sweep SEEDS=20 N=2000   random schedules of the control core, N for each seed (some minutes)
 # make crash-cases                every known harm to a run once: kills, stops, damage (more than an hour); ONLY="damage"
 # make exactness N=1000 SEED=1    random conversations: is what is trained what the engines have sampled? (some minutes)

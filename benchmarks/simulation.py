@@ -42,7 +42,7 @@ def measure(run: Path, console: Console) -> dict[str, float | None]:
     trace = read_trace(run)
     steps = len(trace.end_S)
     overrides = ["simulate.compare=false", f"run.steps={steps}"]
-    works, fitted = read(Options(str(run / "recipe.yaml"), overrides, fit=run))
+    works, fitted = read(Options(str(run / "recipe.yaml"), overrides, fit=run), lambda config: None)
     assert fitted is not None
     outcome = compare(works[0]).outcome
     step_s, lag = outcome.makespan_s / steps, real_lag(run, steps)

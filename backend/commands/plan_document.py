@@ -65,7 +65,7 @@ class PlacedEngines(TypedDict):
 
     engines: int
     ranks: int
-    """Number of nodes of an engine. The four next numbers say how the model is divided over its ranks."""
+    """Of each engine. The next four numbers say how the model is divided over them."""
     tensor: int
     data: int
     expert: int

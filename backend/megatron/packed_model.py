@@ -54,10 +54,11 @@ class PackedModel:
 
         There is one head for each micro-batch. The list is empty except on the last pipeline stage.
         """
-        tokens = sum(len(micro.tokens_T) for micro in microbatches)
-        with_loss = sum(len(micro.index_M) for micro in microbatches)
-        for router in self._routers:
-            router.loss_share = with_loss / tokens
+        if self._routers:
+            tokens = sum(len(micro.tokens_T) for micro in microbatches)
+            with_loss = sum(len(micro.index_M) for micro in microbatches)
+            for router in self._routers:
+                router.loss_share = with_loss / tokens
         results = cast("list[R]", self._run(microbatches, heads, forward_only=False))
         return results if groups.is_pipeline_last_stage() else []
 

@@ -53,11 +53,7 @@ Derive = Callable[[RunConfig], Costs | None]
 """Returns the costs of a recipe's own model by the split of the GPUs, if the model is known."""
 
 
-def as_given(config: RunConfig) -> None:
-    """Return no costs: they are those of the section ``simulate``, and of the defaults."""
-
-
-def read(options: Options, derive: Derive = as_given) -> tuple[list[Work], Fitted | None]:
+def read(options: Options, derive: Derive) -> tuple[list[Work], Fitted | None]:
     """Return one work for each size of the cluster, and the fit. Raises RecipeError with every problem.
 
     A fitted cost model is not derived.

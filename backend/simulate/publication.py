@@ -48,7 +48,11 @@ def publication(
         adapter = sum(stage.adapters for stage in stages) * export.layout.tensor * itemsize
         return _model(0, LINK_BYTES_PER_S, prepare_s=adapter * split.engines / LINK_BYTES_PER_S)
     # Engines in fp8 get fp8.
-    sent = round(whole * engine.weights / (engine.parameters * itemsize)) if _quantizes(config) else whole
+    sent = (
+        round(whole * engine.weights / (engine.parameters * itemsize))
+        if config.rollout.engine.quantization
+        else whole
+    )
     if transport == "shards":
         return _model(_fullest(export, stages, engine, split, itemsize, whole), LINK_BYTES_PER_S)
     if transport == "tensor":
@@ -99,10 +103,6 @@ def _fullest(
 def _on(layout: Layout, split: GpuSplit) -> Layout:
     """Return the layout with the replicas that the GPUs of a split make."""
     return replace(layout, data=max(split.trainer_gpus // (layout.tensor * layout.pipeline), 1))
-
-
-def _quantizes(config: RunConfig) -> bool:
-    return config.rollout.engine.quantization is not None
 
 
 def _engine_nodes(config: RunConfig, split: GpuSplit) -> int:

@@ -119,14 +119,19 @@ def model_spec(model_path: Path, own: Mapping[str, Family] | None = None) -> Mod
     spec, family = _spec_and_family(hf, path, own)
     try:
         found = listing(path)
-    except (HfCheckpointError, OSError):
-        return spec_of(hf, path, own)  # a config alone, or files that ``check_tensors`` refuses
+    except (HfCheckpointError, OSError):  # a config alone, or files that ``check_tensors`` refuses
+        return _as_published(spec)
     return as_stored(spec, hf, family, found)
 
 
 def spec_of(hf: HfConfig, path: Path, own: Mapping[str, Family] | None = None) -> ModelSpec:
     """Return the spec of a config alone. ``path``: where the weights are; it is not read here."""
     spec, _ = _spec_and_family(hf, path, own)
+    return _as_published(spec)
+
+
+def _as_published(spec: ModelSpec) -> ModelSpec:
+    """Return a spec whose experts are stored in the form in which the family is published."""
     return replace(spec, mappings=spec.mappings.with_experts_of(()))
 
 

@@ -96,22 +96,22 @@ def device_can(config: RunConfig) -> Iterator[Violation]:
         yield Violation(f"{ENGINE}.expert_parallel", groups, reason)
 
 
-LEAST = {
-    "max_running_requests": 1,
-    "max_total_tokens": 1,
-    "context_length": 1,
-    "max_prefill_tokens": 1,
-    "decode_log_interval": 1,
-}
-"""The least value of fields of SGLang's ServerArgs, which SGLang itself does not look at."""
+COUNTS = (
+    "max_running_requests",
+    "max_total_tokens",
+    "context_length",
+    "max_prefill_tokens",
+    "decode_log_interval",
+)
+"""Fields of SGLang's ServerArgs that count something, which SGLang itself does not look at."""
 
 
 def args_are_in_range(config: RunConfig) -> Iterator[Violation]:
     args = config.rollout.engine.args
-    for name, least in LEAST.items():
+    for name in COUNTS:
         value = args.get(name)
-        if isinstance(value, int) and value < least:
-            yield Violation(f"{ENGINE}.args.{name}", value, f"expected {least} or more")
+        if isinstance(value, int) and value < 1:
+            yield Violation(f"{ENGINE}.args.{name}", value, "expected 1 or more")
     fraction, chunk = args.get("mem_fraction_static"), args.get("chunked_prefill_size")
     if isinstance(fraction, int | float) and not 0 < fraction < 1:
         reason = "expected a number between 0 and 1: the share of a GPU's memory for weights and KV cache"

@@ -162,7 +162,7 @@ def test_a_fitted_simulation_uses_the_run_s_constants_and_lengths(monkeypatch, t
     run.mkdir()
     Written(monkeypatch).run(made, run)
     (run / "recipe.yaml").write_text(yaml.safe_dump(made.model_dump(mode="json")))
-    works, fitted = read(Options(str(run / "recipe.yaml"), (ALONE,), fit=run))
+    works, fitted = read(Options(str(run / "recipe.yaml"), (ALONE,), fit=run), lambda config: None)
     (work,) = works
     assert work.config.simulate == fitted.model.model_copy(update={"compare": False})
     assert np.array_equal(work.lengths, fitted.lengths)
@@ -176,7 +176,7 @@ def test_a_fitted_simulation_uses_the_run_s_constants_and_lengths(monkeypatch, t
 def test_fit_and_lengths_exclude_each_other(tmp_path, recipe):
     (tmp_path / "lengths").write_text("1")
     with pytest.raises(RecipeError, match="give one of both"):
-        read(Options(recipe(), lengths=tmp_path / "lengths", fit=tmp_path))
+        read(Options(recipe(), lengths=tmp_path / "lengths", fit=tmp_path), lambda config: None)
 
 
 def test_the_bundled_recipe_passes_every_check_and_cannot_be_trained():
