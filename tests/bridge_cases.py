@@ -68,35 +68,51 @@ LAYOUTS = {
 """Layouts for models of four layers."""
 
 MIXTURES = (
+    "deepseek_v2",
     "deepseek_v3",
     "deepseek_v32",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm4v_moe",
     "glm_moe_dsa",
     "gpt_oss",
     "kimi_k2",
     "kimi_k25",
     "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
     "qwen3_5_moe",
     "qwen3_5_moe_text",
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_vl_moe",
+    "solar_open",
 )
 HYBRIDS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families with linear attention."""
 _SPARSE = ("deepseek_v32", "glm_moe_dsa")
-_LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_k2", *_SPARSE)
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "youtu", *_SPARSE)
 TEXT_PARTS = {
+    "glm46v": ("glm4", "glm4v_text"),
+    "glm4v": ("glm4", "glm4v_text"),
+    "gemma3": ("gemma3_text", "gemma3_text"),
+    "glm4v_moe": ("glm4_moe", "glm4v_moe_text"),
     "kimi_k25": ("kimi_k2", "kimi_k2"),
     "mistral3": ("mistral", "mistral"),
+    "qwen2_5_vl": ("qwen2", "qwen2_5_vl_text"),
     "qwen3_5": ("qwen3_5_text", "qwen3_5_text"),
     "qwen3_5_moe": ("qwen3_5_moe_text", "qwen3_5_moe_text"),
     "qwen3_vl": ("qwen3", "qwen3_vl_text"),
+    "qwen3_vl_moe": ("qwen3_moe", "qwen3_vl_moe_text"),
 }
 """The family of the language model in a larger model, and its ``model_type`` there."""
 _EXPERT_COUNTS = {
     "gpt_oss": "num_local_experts",
     "minimax_m2": "num_local_experts",
+    "mixtral": "num_local_experts",
+    "olmoe": "num_experts",
+    "qwen2_moe": "num_experts",
     "qwen3_5_moe_text": "num_experts",
     "qwen3_moe": "num_experts",
     "qwen3_next": "num_experts",
@@ -135,7 +151,7 @@ def hf_configs(draw, family: str | None = None) -> dict[str, Any]:
         }
     if family == "qwen3_moe":
         hf |= {"mlp_only_layers": draw(st.lists(st.integers(0, 3), max_size=3))}
-    if family in HYBRIDS and family in MIXTURES:
+    if family == "qwen2_moe" or (family in HYBRIDS and family in MIXTURES):
         hf |= {"shared_expert_intermediate_size": draw(even)}
     if family in HYBRIDS:
         key_heads = draw(even)
@@ -154,11 +170,11 @@ def hf_configs(draw, family: str | None = None) -> dict[str, Any]:
             "first_k_dense_replace": draw(st.integers(0, 4)),
             "n_shared_experts": draw(st.integers(0, 2)),
         }
-    if family in ("gemma3_text", "gpt_oss"):
+    if family in ("exaone4", "gemma3_text", "gpt_oss"):
         hf |= {"sliding_window": 4}
     if family == "glm4_moe":
         hf |= {"attention_bias": draw(st.booleans()), "use_qk_norm": draw(st.booleans())}
-    if family == "seed_oss":
+    if family in ("seed_oss", "glm", "glm4"):
         hf |= {"attention_bias": draw(st.booleans())}
     if family == "glm4_moe_lite":
         dense = hf.pop("first_k_dense_replace")

@@ -56,11 +56,22 @@ _VISION: dict[str, dict[str, Any]] = {
         "deepstack_visual_indexes": [0],
     },
 }
-_VISION |= dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _VISION["qwen3_vl"])
+_VISION |= dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"), _VISION["qwen3_vl"])
+_VISION["qwen2_5_vl"] = {**_VISION["qwen3_vl"], "fullatt_block_indexes": [0]}
+_VISION["glm4v_moe"] = {**_VISION["qwen3_vl"], "image_size": 16}
+_VISION |= dict.fromkeys(("glm4v", "glm46v"), _VISION["glm4v_moe"])
+_VISION["gemma3"] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
 """Settings of the vision towers of families whose language model is described in ``text_config``."""
 _WRAPPED = {"kimi_k25": ("kimi_k2", "language_model.", "vision_tower.")}
 """Families that transformers lacks, and that are another with a prefix and tensors beside it."""
-_UNKNOWN_TO_TRANSFORMERS = {"kimi_k2": "deepseek_v3"}
+_UNKNOWN_TO_TRANSFORMERS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """Families without an implementation in transformers, and the family whose implementation they use."""
 _HYBRID = {**LINEAR_ATTENTION, "head_dim": 24, "full_attention_interval": 3}
 _GATED_EXPERTS = {
@@ -80,7 +91,87 @@ _SPARSE = {
     "index_topk": 6,
     "rms_norm_eps": 1e-6,
 }
+_GEMMA3 = {
+    "head_dim": 24,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 6,
+    "sliding_window_pattern": 2,
+    "rope_local_base_freq": 100.0,
+    "pad_token_id": None,  # that of a pad token is zero and has no gradient in transformers
+}
+_MROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [6, 3, 3],
+    "mrope_interleaved": True,
+}
+_GLM4V = {
+    "pad_token_id": None,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    },
+}
 _FAMILIES = {
+    "arcee": {"hidden_act": "relu2"},
+    "deepseek_v2": {
+        **_SIGMOID_EXPERTS,
+        **_LATENT,
+        "routed_scaling_factor": 1.0,
+        "rms_norm_eps": 1e-6,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+    },
+    "ernie4_5": {"head_dim": 24, "use_bias": False, "pad_token_id": None},
+    "exaone4": {"sliding_window": 6, "sliding_window_pattern": 2, "pad_token_id": None},
+    "gemma": {"head_dim": 24, "pad_token_id": None},
+    "gemma3": _GEMMA3,
+    "glm": {"head_dim": 24, "attention_bias": True, "pad_token_id": None},
+    "glm4": {"head_dim": 24, "attention_bias": True, "pad_token_id": None},
+    "glm4v": _GLM4V,
+    "glm46v": _GLM4V,
+    "glm4v_moe": {
+        **_SIGMOID_EXPERTS,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+        },
+    },
+    "granite": {
+        "pad_token_id": None,
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.0,
+    },
+    "helium": {"head_dim": 16, "pad_token_id": None},
+    "nemotron": {"hidden_act": "relu2", "partial_rotary_factor": 0.5, "pad_token_id": None},
+    "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.25, "pad_token_id": None},
+    "mimo": {"attention_bias": True},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "olmo2": {"pad_token_id": None},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "pad_token_id": None},
+    "phi3": {"pad_token_id": None},
+    "qwen2_5_vl": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    },
+    "qwen2_moe": {**_GATED_EXPERTS, "mlp_only_layers": [1]},
+    "qwen3_vl_moe": {
+        "head_dim": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "rope_parameters": _MROPE,
+    },
+    "smollm3": {"no_rope_layer_interval": 3, "pad_token_id": None},
+    "solar_open": {**_SIGMOID_EXPERTS, "head_dim": 24, "norm_topk_prob": True},
+    "youtu": {**_LATENT, "rms_norm_eps": 1e-6, "pad_token_id": None},
     "deepseek_v32": _SPARSE,
     "glm_moe_dsa": _SPARSE,
     "qwen3": {"head_dim": 24},
@@ -126,15 +217,7 @@ _FAMILIES = {
     # transformers has no gradient for the embedding of the padding token, which is token 1 by default.
     "seed_oss": {"head_dim": 24, "pad_token_id": None},
     "mistral3": {"model_type": "mistral", "head_dim": 24, "sliding_window": None, "rms_norm_eps": 1e-5},
-    "qwen3_vl": {
-        "head_dim": 24,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [6, 3, 3],
-            "mrope_interleaved": True,
-        },
-    },
+    "qwen3_vl": {"head_dim": 24, "rope_parameters": _MROPE},
     "dots1": {**_SIGMOID_EXPERTS, "head_dim": 24, "norm_topk_prob": True},
     "qwen3_next": {**_HYBRID, **_GATED_EXPERTS, "mlp_only_layers": [1]},
     "qwen3_5_text": _HYBRID,
@@ -142,14 +225,7 @@ _FAMILIES = {
     "qwen3_5": _HYBRID,
     "qwen3_5_moe": {**_HYBRID, **_GATED_EXPERTS},
     "glm4_moe": {**_SIGMOID_EXPERTS, "head_dim": 24, "attention_bias": True, "use_qk_norm": True},
-    "gemma3_text": {
-        "head_dim": 24,
-        "query_pre_attn_scalar": 20,
-        "sliding_window": 6,
-        "sliding_window_pattern": 2,
-        "rope_local_base_freq": 100.0,
-        "pad_token_id": None,  # that of a pad token is zero and has no gradient in transformers
-    },
+    "gemma3_text": _GEMMA3,
     "gpt_oss": {
         "head_dim": 24,
         "num_local_experts": 8,
@@ -189,11 +265,18 @@ ROPES = {
 
 
 def stack_experts(folder: Path) -> None:
-    """Stack the experts of a checkpoint, as Qwen3.5-MoE is published and transformers holds them."""
+    """Stack the experts of a checkpoint, as Qwen3.5-MoE is published and transformers holds them.
+
+    Those of Qwen3-VL, which are stacked by transformers, are transposed, as they are published.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    transposed = config["model_type"] == "qwen3_vl_moe"
     stacked, single = dict[str, torch.Tensor](), dict[str, dict[str, list[torch.Tensor]]]()
     for name, tensor in sorted(load_file(folder / "model.safetensors").items(), key=_expert_of):
         if match := _EXPERT.fullmatch(name):
             single.setdefault(match[1], {}).setdefault(_KINDS.get(match[3], match[3]), []).append(tensor)
+        elif transposed and _STACKED.search(name):
+            stacked[name] = tensor.transpose(1, 2).contiguous()
         else:
             stacked[name] = tensor
     for prefix, kinds in single.items():
@@ -203,6 +286,7 @@ def stack_experts(folder: Path) -> None:
 
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+_STACKED = re.compile(r"\.experts\.(gate_up|down)_proj$")
 _KINDS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """Projections of MiniMax's experts, by their names."""
 
@@ -299,14 +383,18 @@ def reference_model(folder: Path, **options: Any) -> torch.nn.Module:
     )
 
 
+_BLOCK_SPARSE = {
+    ".mlp.": ".block_sparse_moe.",
+    ".gate_proj.weight": ".w1.weight",
+    ".up_proj.weight": ".w3.weight",
+    ".down_proj.weight": ".w2.weight",
+}
 _NAMES = {
-    "minimax_m2": {
-        ".mlp.": ".block_sparse_moe.",
-        ".gate_proj.weight": ".w1.weight",
-        ".up_proj.weight": ".w3.weight",
-        ".down_proj.weight": ".w2.weight",
-    },
+    "minimax_m2": _BLOCK_SPARSE,
+    "mixtral": _BLOCK_SPARSE,
     "mistral3": {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+    "gemma3": {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+    "qwen2_5_vl": {"model.language_model.": "model.", "model.visual.": "visual."},
 }
 """Parts of names in checkpoints, by those in transformers' models, where they differ."""
 

@@ -48,7 +48,7 @@ def _per_score(geometry: Geometry) -> int:
 
 def _per_token(geometry: Geometry) -> int:
     """Multiplications of a token by itself, outside of attention between pairs; of experts the chosen."""
-    dense = 3 * geometry.hidden * geometry.ffn_hidden
+    dense = (2 + geometry.gated) * geometry.hidden * geometry.ffn_hidden
     layers = range(geometry.n_layers)
     feed_forward = sum(_mixture(geometry) if geometry.has_experts(layer) else dense for layer in layers)
     mixing = sum(

@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import quick_gelu
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -66,9 +66,9 @@ def transformer_config(
         "num_attention_heads": geometry.attention.heads,
         "layernorm_epsilon": geometry.norm_eps,
         "init_method_std": geometry.init_std,
-        "normalization": "RMSNorm",
+        "normalization": "LayerNorm" if geometry.layer_norms else "RMSNorm",
         "layernorm_zero_centered_gamma": geometry.centered_norms,
-        "gated_linear_unit": True,
+        "gated_linear_unit": geometry.gated,
         "add_bias_linear": geometry.linear_biases,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -90,6 +90,10 @@ def transformer_config(
         "gradient_accumulation_fusion": False,  # needs Apex
     } | RECOMPUTE[actor.recompute]
     settings |= _activation(geometry.activation)
+    if geometry.unrotated_layers:
+        settings["no_rope_freq"] = [
+            int(layer in geometry.unrotated_layers) for layer in range(geometry.n_layers)
+        ]
     if geometry.window is not None:
         within = set(geometry.window.layers)
         settings |= {
@@ -107,7 +111,7 @@ def transformer_config(
         kind = MLATransformerConfig
         settings |= _latent_attention(geometry.attention, geometry.rope)
     else:
-        settings |= _grouped_attention(geometry.attention)
+        settings |= _grouped_attention(geometry.attention, geometry.rope)
     if geometry.delta_layers:
         # Megatron then stores every layer of a checkpoint under its own number, since layers are not alike.
         settings["linear_attention_freq"] = [
@@ -154,6 +158,8 @@ def _activation(kind: Activation) -> Settings:
             return {"activation_func": F.silu}
         case "geglu":
             return {"activation_func": gelu_tanh}
+        case "squared_relu":
+            return {"activation_func": squared_relu}
         case "clamped_swiglu":
             return {
                 "activation_func": quick_gelu,
@@ -162,8 +168,9 @@ def _activation(kind: Activation) -> Settings:
             }
 
 
-def _grouped_attention(attention: GroupedAttention) -> Settings:
+def _grouped_attention(attention: GroupedAttention, rope: Rope) -> Settings:
     return {
+        "rotary_interleaved": rope.interleaved,
         "num_query_groups": attention.kv_heads,
         "kv_channels": attention.head_dim,
         "add_qkv_bias": attention.qkv_bias,

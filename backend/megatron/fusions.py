@@ -96,6 +96,8 @@ def _rope(geometry: Geometry, layer_spec: LayerSpec, machine: KernelSupport) -> 
     if not isinstance(geometry.attention, LatentAttention):
         if yarn:
             return Fusion(False, "the kernel for packs leaves out the factor of YaRN's cosines and sines")
+        if geometry.rope.interleaved:
+            return Fusion(False, "Megatron's kernel for packs rotates dimensions that are half a head apart")
         return Fusion(True, "Transformer Engine has a kernel for packs")
     if not yarn:
         return Fusion(False, "Megatron's kernel for latent attention takes YaRN alone")

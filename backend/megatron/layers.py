@@ -13,13 +13,15 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from slipstream.backend.megatron.delta_net import DeltaNetSubmodules, PackedDeltaNet
-from slipstream.backend.megatron.local_layers import JointHeadsNorm, PackedAttention, RMSNorm
+from slipstream.backend.megatron.local_layers import JointHeadsNorm, LayerNorm, PackedAttention, RMSNorm
 from slipstream.backend.megatron.router import Router
 from slipstream.backend.megatron.sparse_attention import SparseAttention, SparseLatentAttention
 from slipstream.bridge.model.geometry import (
@@ -49,17 +51,29 @@ class PostNormLayer(TransformerLayer):
         self.mlp_bda = _after(self.post_mlp_layernorm, self.mlp_bda)
 
 
-def _after(norm: RMSNorm, bda: Callable[[bool, bool], AddResidual]) -> Callable[[bool, bool], AddResidual]:
-    """Return Megatron's addition of bias, dropout and residual, which normalizes its input first."""
+class ScaledLayer(TransformerLayer):
+    """A layer whose attention and feed-forward network are multiplied by a constant."""
+
+    def __init__(self, *args: object, scale: float, **options: object) -> None:
+        super().__init__(*args, **options)  # pyright: ignore[reportArgumentType]
+        times = partial(torch.mul, other=scale)
+        self.self_attn_bda = _after(times, self.self_attn_bda)
+        self.mlp_bda = _after(times, self.mlp_bda)
+
+
+def _after(
+    change: Callable[[Tensor], Tensor], bda: Callable[[bool, bool], AddResidual]
+) -> Callable[[bool, bool], AddResidual]:
+    """Return Megatron's addition of bias, dropout and residual, which changes its input first."""
 
     def chosen(training: bool, fused: bool) -> AddResidual:
         add = bda(training, fused)
 
-        def add_normed(output: WithBias, residual: Tensor, dropout: float) -> Tensor:
+        def add_changed(output: WithBias, residual: Tensor, dropout: float) -> Tensor:
             hidden, bias = output
-            return add((norm(hidden if bias is None else hidden + bias), None), residual, dropout)
+            return add((change(hidden if bias is None else hidden + bias), None), residual, dropout)
 
-        return add_normed
+        return add_changed
 
     return chosen
 
@@ -108,11 +122,9 @@ def layer_specs(geometry: Geometry, kind: LayerSpec) -> list[ModuleSpec]:
     ]
 
 
-def _expert_submodules(mlp: object) -> MoESubmodules:
-    """Return the submodules of a layer of experts, of which Megatron makes a partial from 0.19 on."""
-    if isinstance(mlp, partial):
-        return cast("MoESubmodules", mlp.keywords["submodules"])
-    return cast("MoESubmodules", cast("ModuleSpec", mlp).submodules)
+def _mlp_submodules(mlp: object) -> object:
+    """Return the submodules of a feed-forward network, of which Megatron makes a partial from 0.19 on."""
+    return mlp.keywords["submodules"] if isinstance(mlp, partial) else cast("ModuleSpec", mlp).submodules
 
 
 def _varied(
@@ -121,10 +133,13 @@ def _varied(
     """Put the classes into a layer's spec that Megatron's own functions do not know of."""
     if geometry.post_norms:
         spec.module = PostNormLayer
+    if geometry.residual_scale != 1.0:
+        spec.module, spec.params = ScaledLayer, {"scale": geometry.residual_scale}
     submodules = cast("TransformerLayerSubmodules", spec.submodules)
     if experts is not None:
         router = partial(Router, normalizes=experts.normalized)
-        _expert_submodules(submodules.mlp).router = router  # pyright: ignore[reportAttributeAccessIssue]
+        of_experts = cast("MoESubmodules", _mlp_submodules(submodules.mlp))
+        of_experts.router = router  # pyright: ignore[reportAttributeAccessIssue]
     attention = cast("ModuleSpec", submodules.self_attention)
     if window is not None and window.rope is not None:
         attention.module = WindowRopeAttention
@@ -136,13 +151,28 @@ def _varied(
     return spec
 
 
-def final_norm(kind: LayerSpec) -> type:
+def _without_pre_norms(layer: TransformerLayerSubmodules, linear: type) -> None:
+    """Remove the norms before attention and before the feed-forward network of a dense layer.
+
+    ``linear``: the layer that projects into them, which has no norm inside.
+    """
+    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+    attention = cast("SelfAttentionSubmodules", cast("ModuleSpec", layer.self_attention).submodules)
+    attention.linear_qkv = linear
+    cast("MLPSubmodules", _mlp_submodules(layer.mlp)).linear_fc1 = linear
+
+
+def final_norm(geometry: Geometry, kind: LayerSpec) -> type:
     """Return the class of the norm after the last layer."""
     if kind == "local":
-        return RMSNorm
+        return _norm(geometry)
     from megatron.core.extensions.transformer_engine import TENorm
 
     return TENorm
+
+
+def _norm(geometry: Geometry) -> type:
+    return LayerNorm if geometry.layer_norms else RMSNorm
 
 
 def _has_qk_norm(geometry: Geometry) -> bool:
@@ -161,7 +191,7 @@ def _local(geometry: Geometry, experts: int | None, delta: DeltaNet | None) -> M
         )
     )
     layer = cast("TransformerLayerSubmodules", spec.submodules)
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = _norm(geometry)
     layer.sharded_state_dict_keys_map = _stored_names(geometry, experts, delta)
     if delta is not None:
         layer.self_attention = _delta_net(delta, ColumnParallelLinear, RowParallelLinear)
@@ -172,6 +202,8 @@ def _local(geometry: Geometry, experts: int | None, delta: DeltaNet | None) -> M
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     _set_joint_norms(geometry, attention)
+    if not geometry.pre_norms:
+        _without_pre_norms(layer, ColumnParallelLinear)
     return spec
 
 
@@ -229,4 +261,8 @@ def _transformer_engine(geometry: Geometry, experts: int | None, delta: DeltaNet
         return spec
     attention = cast("SelfAttentionSubmodules", cast("ModuleSpec", layer.self_attention).submodules)
     _set_joint_norms(geometry, attention)
+    if not geometry.pre_norms:
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+        _without_pre_norms(layer, TEColumnParallelLinear)
     return spec

@@ -1,6 +1,6 @@
 """Modules that Megatron's local layer spec lacks. Plain PyTorch, so they run on CPUs and GPUs alike.
 
-They are packed attention, a norm that supports sequence parallelism, a norm over all heads, and the down
+They are packed attention, norms that support sequence parallelism, a norm over all heads, and the down
 projections of latent attention.
 """
 
@@ -43,6 +43,23 @@ class RMSNorm(torch.nn.Module):
             weight = 1 + self.weight.float()
             return F.rms_norm(hidden.float(), weight.shape, weight, self.eps).type_as(hidden)
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class LayerNorm(torch.nn.Module):
+    """Norm that subtracts the mean, with a bias; otherwise as ``RMSNorm``."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__()
+        self.eps = eps
+        self._is_centered = config.layernorm_zero_centered_gamma
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        for parameter in (self.weight, self.bias):
+            marks_of(parameter).sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight = 1 + self.weight if self._is_centered else self.weight
+        return F.layer_norm(hidden, weight.shape, weight, self.bias, self.eps)
 
 
 class JointHeadsNorm(torch.nn.Module):

@@ -161,7 +161,7 @@ def _standard_part(
 ) -> GPTModel:
     geometry = spec.geometry
     # Megatron takes submodules, classes and floats where its annotations say otherwise.
-    norm = cast("ModuleSpec", final_norm(layout.layer_spec))
+    norm = cast("ModuleSpec", final_norm(geometry, layout.layer_spec))
     layers = cast("ModuleSpec", TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm))
     return GPTModel(
         config,
@@ -186,6 +186,9 @@ def _complete_part(spec: ModelSpec, config: TransformerConfig, part: GPTModel) -
         part.output_layer = cast("ColumnParallelLinear", ValueHead(config))
     if part.pre_process and geometry.embedding_scale != 1.0:
         part.embedding.register_forward_hook(partial(_scaled, geometry.embedding_scale))
+    if part.post_process and geometry.logit_scale != 1.0 and not spec.gives_values:
+        norm = cast("torch.nn.Module", part.decoder.final_layernorm)
+        norm.register_forward_hook(partial(_scaled, geometry.logit_scale))
     _share_rotary_embeddings(part)
     for module in list(part.modules()):
         if type(module) is RotaryEmbedding:

@@ -28,11 +28,14 @@ def prepare_imports() -> None:
     cpu.install()
 
 
-def initialize(spec: RankSpec, parallel: ParallelConfig, *, seed: int, timeout_s: float) -> torch.device:
+def initialize(
+    spec: RankSpec, parallel: ParallelConfig, *, seed: int, timeout_s: float, gpu_share: float = 1.0
+) -> torch.device:
     """Join the default group, make Megatron's groups, seed, and return the device of this rank.
 
     The order of ranks is Megatron's own (tensor fastest, then context, data and pipeline), and every rank
-    makes all groups in the same order. ``timeout_s``: longest wait in a collective.
+    makes all groups in the same order. ``timeout_s``: longest wait in a collective. ``gpu_share``: share of
+    the GPU's memory that this rank may take.
     """
     prepare_imports()
     from megatron.core import parallel_state
@@ -44,6 +47,8 @@ def initialize(spec: RankSpec, parallel: ParallelConfig, *, seed: int, timeout_s
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(0)  # Ray shows each rank only its own GPU
+        if gpu_share < 1:
+            torch.cuda.set_per_process_memory_fraction(gpu_share)
     meet = join_store if spec.rank else serve_store
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",

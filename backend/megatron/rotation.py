@@ -60,24 +60,27 @@ def rotated(
     """Return queries or keys [t, heads, d] rotated by their positions; Megatron's signature.
 
     freqs: angles [positions, 1, 1, rotated], of which each token takes the row of its position; further
-    dimensions of a head stay as they are. mscale: factor of cosines and sines. In latent attention
-    (``multi_latent_attention`` before Megatron 0.19, ``mla_rotary_interleaved`` since) the pairs that are
-    rotated together are adjacent before, and half a head apart afterwards.
+    dimensions of a head stay as they are. mscale: factor of cosines and sines. rotary_interleaved: the pairs
+    that are rotated together are adjacent, and ``freqs`` has the angle of each pair twice in a row. In latent
+    attention (``multi_latent_attention`` before Megatron 0.19, ``mla_rotary_interleaved`` since) they are
+    adjacent before, and half a head apart afterwards.
 
-    Raises ValueError for boundaries without positions, and for interleaved pairs elsewhere.
+    Raises ValueError for boundaries without positions.
     """
     rotation: _Rotation | None = getattr(cu_seqlens, "slipstream_rotation", None)
     if rotation is None:
         raise ValueError("the pack has no positions: make it by device_batch.pack")
-    if rotary_interleaved:
-        raise ValueError("no supported model interleaves the rotated dimensions of its heads")
     _, _, cos_t1d, sin_t1d = _waves(rotation, freqs, mscale, t.dtype)
     width = cos_t1d.shape[-1]
     head, rest = t[..., :width], t[..., width:]
     if multi_latent_attention or mla_rotary_interleaved:
         head = torch.cat((head[..., 0::2], head[..., 1::2]), dim=-1)
-    first, second = head.chunk(2, dim=-1)
-    turned = head * cos_t1d + torch.cat((-second, first), dim=-1) * sin_t1d
+    if rotary_interleaved:
+        across = torch.stack((-head[..., 1::2], head[..., 0::2]), dim=-1).flatten(-2)
+    else:
+        first, second = head.chunk(2, dim=-1)
+        across = torch.cat((-second, first), dim=-1)
+    turned = head * cos_t1d + across * sin_t1d
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 

@@ -214,15 +214,17 @@ def _latent(geometry: Geometry, attention: LatentAttention, sharing: Sharing) ->
 
 
 def _activation(geometry: Geometry, width: float, sharing: Sharing, *, scaled: bool = False) -> float:
-    """Return the bytes of SwiGLU, from the output of the first layer to the input of the second.
+    """Return the bytes of an activation, from the output of the first layer to the input of the second.
 
     A fused kernel, which SwiGLU alone has, keeps the first layer's output (2 F) and its own (F). Plain
     operations also keep silu(gate) and the other factor; ``scaled`` multiplies by the weight of an expert and
-    keeps that product as well. The clamped variant keeps the clamped gate and its sigmoid too.
+    keeps that product as well. The clamped variant keeps the clamped gate and its sigmoid too. A squared ReLU
+    has no gate: it keeps the first layer's output, the ReLU and its square.
     """
     if sharing.kernels == "fused" and geometry.activation == "swiglu":
         return 3 * width * sharing.itemsize
-    elements = 5 + scaled + 2 * (geometry.activation == "clamped_swiglu")
+    kept = {"clamped_swiglu": 7, "squared_relu": 3}
+    elements = kept.get(geometry.activation, 5) + scaled
     return elements * width * sharing.itemsize
 
 

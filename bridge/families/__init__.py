@@ -10,22 +10,40 @@ from pathlib import Path
 from typing import Protocol
 
 from slipstream.bridge.families import (
+    arcee,
+    deepseek_v2,
     deepseek_v3,
     deepseek_v32,
+    exaone4,
+    gemma,
     gemma3_text,
+    glm4,
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
+    granite,
+    interleaved_llama,
     kimi_k2,
+    layer_norm_llama,
     llama,
+    mimo,
     minimax_m2,
     mistral,
+    mixtral,
+    olmo2,
+    olmoe,
+    phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_5_text,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl_moe_text,
     seed_oss,
+    smollm3,
+    solar_open,
+    youtu,
 )
 from slipstream.bridge.families.defaults import with_defaults
 from slipstream.bridge.families.missing import EXAMINED, missing_parts
@@ -59,13 +77,31 @@ class Family(Protocol):
 
 
 FAMILIES: dict[str, Family] = {
+    "arcee": arcee,
+    "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "deepseek_v32": deepseek_v32,
+    "ernie4_5": interleaved_llama,
+    "exaone4": exaone4,
+    "gemma": gemma,
+    "gemma3": TextPart(
+        text=gemma3_text,
+        model_types=("gemma3_text",),
+        prefixes={"": "language_model."},
+        passed_through=("vision_tower.", "multi_modal_projector."),
+    ),
     "gemma3_text": gemma3_text,
+    "glm": glm4,
+    "glm4": glm4,
+    "glm46v": TextPart(text=glm4, model_types=("glm4v_text",)),
     "glm4_moe": glm4_moe,
     "glm4_moe_lite": glm4_moe_lite,
+    "glm4v": TextPart(text=glm4, model_types=("glm4v_text",)),
+    "glm4v_moe": TextPart(text=glm4_moe, model_types=("glm4v_moe_text",)),
     "glm_moe_dsa": deepseek_v32,
     "gpt_oss": gpt_oss,
+    "granite": granite,
+    "helium": interleaved_llama,
     "kimi_k2": kimi_k2,
     "kimi_k25": TextPart(
         text=kimi_k2,
@@ -74,6 +110,7 @@ FAMILIES: dict[str, Family] = {
         passed_through=("vision_tower.", "mm_projector."),
     ),
     "llama": llama,
+    "mimo": mimo,
     "minimax_m2": minimax_m2,
     "mistral": mistral,
     "mistral3": TextPart(
@@ -82,31 +119,33 @@ FAMILIES: dict[str, Family] = {
         prefixes={"": "language_model."},
         passed_through=("vision_tower.", "multi_modal_projector."),
     ),
+    "mixtral": mixtral,
+    "nemotron": layer_norm_llama,
+    "olmo2": olmo2,
+    "olmoe": olmoe,
+    "phi3": phi3,
     "qwen2": qwen2,
+    "qwen2_5_vl": TextPart(
+        text=qwen2,
+        model_types=("qwen2_5_vl_text", "qwen2_5_vl"),
+        prefixes={},
+        passed_through=("visual.",),
+    ),
+    "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
-    "qwen3_5": TextPart(
-        text=qwen3_5_text,
-        model_types=("qwen3_5_text",),
-        prefixes={"model.": "model.language_model."},
-        passed_through=("model.visual.",),
-    ),
-    "qwen3_5_moe": TextPart(
-        text=qwen3_5_text,
-        model_types=("qwen3_5_moe_text",),
-        prefixes={"model.": "model.language_model."},
-        passed_through=("model.visual.",),
-    ),
+    "qwen3_5": TextPart(text=qwen3_5_text, model_types=("qwen3_5_text",)),
+    "qwen3_5_moe": TextPart(text=qwen3_5_text, model_types=("qwen3_5_moe_text",)),
     "qwen3_5_moe_text": qwen3_5_text,
     "qwen3_5_text": qwen3_5_text,
     "qwen3_moe": qwen3_moe,
     "qwen3_next": qwen3_next,
-    "qwen3_vl": TextPart(
-        text=qwen3,
-        model_types=("qwen3_vl_text",),
-        prefixes={"model.": "model.language_model."},
-        passed_through=("model.visual.",),
-    ),
+    "qwen3_vl": TextPart(text=qwen3, model_types=("qwen3_vl_text",)),
+    "qwen3_vl_moe": TextPart(text=qwen3_vl_moe_text, model_types=("qwen3_vl_moe_text",)),
     "seed_oss": seed_oss,
+    "smollm3": smollm3,
+    "solar_open": solar_open,
+    "stablelm": layer_norm_llama,
+    "youtu": youtu,
 }
 
 
@@ -132,7 +171,7 @@ def spec_of(hf: HfConfig, path: Path, own: Mapping[str, Family] | None = None) -
 
 def _as_published(spec: ModelSpec) -> ModelSpec:
     """Return a spec whose experts are stored in the form in which the family is published."""
-    return replace(spec, mappings=spec.mappings.with_experts_of(()))
+    return replace(spec, mappings=spec.mappings.with_experts_of({}))
 
 
 def _spec_and_family(hf: HfConfig, path: Path, own: Mapping[str, Family] | None) -> tuple[ModelSpec, Family]:

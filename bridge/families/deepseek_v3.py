@@ -5,7 +5,7 @@ from slipstream.bridge.hf.config import HfConfig, UnsupportedModel, integer, int
 from slipstream.bridge.model.geometry import Experts, Geometry, LatentAttention, geometry_of
 from slipstream.bridge.model.rope import rope_of
 
-__all__ = ["geometry", "mappings", "sigmoid_experts"]
+__all__ = ["geometry", "latent_decoder", "mappings", "sigmoid_experts"]
 
 
 def sigmoid_experts(hf: HfConfig) -> Experts:
@@ -43,15 +43,9 @@ def sigmoid_experts(hf: HfConfig) -> Experts:
     )
 
 
-def geometry(hf: HfConfig) -> Geometry:
-    refuse(
-        hf,
-        attention_bias=(False, None),
-        rope_interleave=(True, None),
-        scoring_func=("sigmoid",),
-        topk_method=("noaux_tc",),
-        moe_layer_freq=(1,),
-    )
+def latent_decoder(hf: HfConfig, experts: Experts | None) -> Geometry:
+    """Read a decoder with DeepSeek's latent attention. Raises UnsupportedModel."""
+    refuse(hf, attention_bias=(False, None), rope_interleave=(True, None), moe_layer_freq=(1,))
     heads, kv_rank, plain_dim, rotated_dim, value_dim = integers(
         hf, "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
     )
@@ -63,4 +57,9 @@ def geometry(hf: HfConfig) -> Geometry:
             f"{hf['model_type']}: rotary embeddings of a part of the rotated dimensions, or yarn with "
             "truncate=false, are not mapped: Megatron's latent attention has neither"
         )
-    return geometry_of(hf, attention, rope, experts=sigmoid_experts(hf))
+    return geometry_of(hf, attention, rope, experts=experts)
+
+
+def geometry(hf: HfConfig) -> Geometry:
+    refuse(hf, scoring_func=("sigmoid",), topk_method=("noaux_tc",))
+    return latent_decoder(hf, sigmoid_experts(hf))

@@ -4,10 +4,9 @@ from dataclasses import replace
 from math import sqrt
 from typing import cast
 
-from slipstream.bridge.families.parts import gated_mlp, grouped_attention, norm, with_words
+from slipstream.bridge.families.parts import decoder_with_post_norms
 from slipstream.bridge.hf.config import HfConfig, UnsupportedModel, integer, number, refuse
-from slipstream.bridge.model import geometry as shared
-from slipstream.bridge.model.geometry import Geometry, GroupedAttention, geometry_of, window_of
+from slipstream.bridge.model.geometry import Geometry, geometry_of, grouped_attention, window_of
 from slipstream.bridge.model.mapping import Mappings
 from slipstream.bridge.model.rope import Rope, rope_of
 
@@ -28,11 +27,11 @@ def geometry(hf: HfConfig) -> Geometry:
         partial_rotary_factor=(1, None),
     )
     attention = replace(
-        shared.grouped_attention(hf, qk_norm=True),
+        grouped_attention(hf, qk_norm=True),
         scale=number(hf, "query_pre_attn_scalar", 256.0) ** -0.5,
     )
     rope, local = _ropes(hf)
-    stated = geometry_of({"tie_word_embeddings": True, **hf}, attention, rope)
+    stated = geometry_of(hf, attention, rope)
     return replace(
         stated,
         window=window_of(hf, every=integer(hf, "sliding_window_pattern") or 6, rope=local),
@@ -73,13 +72,5 @@ def _ropes(hf: HfConfig) -> tuple[Rope, Rope]:
 
 
 def mappings(geometry: Geometry) -> Mappings:
-    attention = geometry.attention
-    assert isinstance(attention, GroupedAttention)
-    layer = (
-        *grouped_attention(geometry, attention),
-        norm("post_attention_layernorm", "post_attention_layernorm", geometry.hidden),
-        norm("pre_mlp_layernorm", "pre_feedforward_layernorm", geometry.hidden, te="mlp.linear_fc1"),
-        *gated_mlp(geometry.hidden, geometry.ffn_hidden, "mlp", "mlp"),
-        norm("post_mlp_layernorm", "post_feedforward_layernorm", geometry.hidden),
-    )
-    return with_words(geometry, [layer] * geometry.n_layers)
+    norms = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    return decoder_with_post_norms(geometry, norms)

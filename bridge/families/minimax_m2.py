@@ -2,22 +2,14 @@
 
 from dataclasses import replace
 
-from slipstream.bridge.families import parts
+from slipstream.bridge.families.mixtral import block_sparse_name
+from slipstream.bridge.families.parts import decoder
 from slipstream.bridge.hf.config import HfConfig, UnsupportedModel, integer, integer_list, integers, refuse
 from slipstream.bridge.model.geometry import Experts, Geometry, geometry_of, grouped_attention
 from slipstream.bridge.model.mapping import Mappings
 from slipstream.bridge.model.rope import Rope, rope_of
 
 __all__ = ["geometry", "mappings"]
-
-_NAMES = {
-    "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
-    "mlp.": "block_sparse_moe.",
-    "gate_proj": "w1",
-    "down_proj": "w2",
-    "up_proj": "w3",
-}
-"""Parts of names here, by those of other families."""
 
 
 def geometry(hf: HfConfig) -> Geometry:
@@ -57,11 +49,4 @@ def _rope(hf: HfConfig, head_dim: int) -> Rope:
 
 
 def mappings(geometry: Geometry) -> Mappings:
-    return parts.decoder(geometry).renamed(_name)
-
-
-def _name(name: str) -> str:
-    if ".mlp." in name:
-        for other, here in _NAMES.items():
-            name = name.replace(other, here)
-    return name
+    return decoder(geometry).renamed(block_sparse_name)

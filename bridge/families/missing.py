@@ -13,84 +13,57 @@ from slipstream.bridge.model.geometry import CLAMP
 from slipstream.bridge.model.rope import SEVERAL_POSITIONS, read_parameters
 
 _POST_NORMS = "norms after attention and feed-forward, and none before them"
-_LAYER_NORM = "LayerNorm instead of RMSNorm"
+_PLAIN_LAYER_NORM = "LayerNorm without biases"
 _PARALLEL = "attention and feed-forward side by side"
 _NO_GATE = "a feed-forward network without a gate"
-_INTERLEAVED = "rotary embeddings of neighbouring dimensions"
-_ONE_QKV = "query, key and value in one tensor"
-_FUSED = "query, key and value, and gate and up projection in one tensor each"
 _ENCODER = "an encoder"
-_WHOLE_NORMS = "norms of queries and keys before they are divided into heads"
 
 STRUCTURE: dict[str, tuple[str, ...]] = {
     "afmoe": ("a gate on the attention output with a projection of its own",),
     "apertus": (_NO_GATE,),
-    "arcee": (_NO_GATE,),
     "bert": (_ENCODER,),
     "bitnet": ("norms inside of attention and feed-forward",),
-    "bloom": (_LAYER_NORM, "position biases (ALiBi) instead of rotary embeddings", _NO_GATE),
-    "cohere": (_LAYER_NORM, _PARALLEL, _INTERLEAVED),
-    "cohere2": (_LAYER_NORM, _PARALLEL, _INTERLEAVED, "layers without rotary embeddings"),
-    "cohere2_moe": (_LAYER_NORM, _PARALLEL, _INTERLEAVED, "layers without rotary embeddings"),
-    "dbrx": (_LAYER_NORM, _ONE_QKV),
+    "bloom": ("position biases (ALiBi) instead of rotary embeddings", _NO_GATE),
+    "cohere": (_PLAIN_LAYER_NORM, _PARALLEL),
+    "cohere2": (_PLAIN_LAYER_NORM, _PARALLEL),
+    "cohere2_moe": (_PLAIN_LAYER_NORM, _PARALLEL),
+    "dbrx": (_PLAIN_LAYER_NORM,),
     "deepseek_v4": ("compressed attention", "hyper-connections"),
     "diffllama": ("differential attention",),
-    "ernie4_5": (_INTERLEAVED,),
-    "ernie4_5_moe": (_INTERLEAVED,),
-    "exaone4": (_POST_NORMS,),
-    "falcon": (_LAYER_NORM, _NO_GATE, _ONE_QKV),
+    "falcon": (_NO_GATE,),
     "gemma3n": ("embeddings for each layer", "alternating updates"),
     "gemma3n_text": ("embeddings for each layer", "alternating updates"),
     "gemma4": ("other head sizes in some layers",),
     "gemma4_text": ("other head sizes in some layers",),
-    "glm": (_INTERLEAVED, "gate and up projection in one tensor"),
-    "glm4": (_INTERLEAVED, "gate and up projection in one tensor"),
-    "gpt2": (_LAYER_NORM, _NO_GATE, "learned positions instead of rotary embeddings"),
-    "gpt_neox": (_LAYER_NORM, _NO_GATE, _ONE_QKV),
-    "helium": (_INTERLEAVED,),
+    "gpt2": (_NO_GATE, "learned positions instead of rotary embeddings"),
+    "gpt_neox": (_NO_GATE,),
     "hunyuan_v1_dense": ("norms of queries and keys after the rotation",),
     "hunyuan_v1_moe": ("norms of queries and keys after the rotation",),
-    "llama4": (
-        "weighted inputs of experts",
-        "norms without weights of queries and keys",
-        _INTERLEAVED,
-    ),
-    "llama4_text": (
-        "weighted inputs of experts",
-        "norms without weights of queries and keys",
-        _INTERLEAVED,
-    ),
+    "llama4": ("weighted inputs of experts", "norms without weights of queries and keys"),
+    "llama4_text": ("weighted inputs of experts", "norms without weights of queries and keys"),
     "longcat_flash": ("two attention blocks in a layer", "experts that pass their input on"),
     "ministral3": ("queries scaled by their position",),
     "mistral4": ("queries scaled by their position",),
-    "mpt": (_LAYER_NORM, "position biases (ALiBi) instead of rotary embeddings", _NO_GATE, _ONE_QKV),
+    "mpt": (_PLAIN_LAYER_NORM, "position biases (ALiBi) instead of rotary embeddings", _NO_GATE),
     "nanochat": (
         "norms without weights",
         "norms of queries and keys after the rotation",
         "a norm after the embedding",
         _NO_GATE,
     ),
-    "nemotron": (_LAYER_NORM, _NO_GATE),
     "nemotron_h": ("one mixer in a layer",),
     "olmo": ("LayerNorm without weights",),
-    "olmo2": (_POST_NORMS, _WHOLE_NORMS),
-    "olmo3": (_POST_NORMS, _WHOLE_NORMS),
-    "olmo_hybrid": (_POST_NORMS, _WHOLE_NORMS),
-    "olmoe": (_WHOLE_NORMS,),
-    "opt": (_LAYER_NORM, _NO_GATE, "learned positions instead of rotary embeddings"),
-    "phi": (_LAYER_NORM, _NO_GATE, _PARALLEL),
-    "phi3": (_FUSED,),
-    "phimoe": (_LAYER_NORM, "a router with sparse mixing"),
-    "stablelm": (_LAYER_NORM,),
-    "starcoder2": (_LAYER_NORM, _NO_GATE),
+    "opt": (_NO_GATE, "learned positions instead of rotary embeddings"),
+    "phi": (_NO_GATE, _PARALLEL),
+    "phimoe": ("a router with sparse mixing",),
+    "starcoder2": (_NO_GATE,),
     "t5": (_ENCODER,),
 }
 """Parts that the models of a ``model_type`` always have, whatever their settings."""
 
 EXAMINED = frozenset(STRUCTURE) | {
-    *("deepseek_v2", "dots1", "falcon_h1", "gemma", "gemma2", "gemma3", "glm4v_moe", "granite"),
-    *("granitemoehybrid", "internlm3", "jamba", "kimi_linear", "lfm2", "mamba2", "mimo", "minicpm"),
-    *("minimax_text_01", "mixtral", "mllama", "qwen2_5_vl", "qwen2_moe", "qwen3_vl_moe", "smollm3"),
+    *("dots1", "ernie4_5_moe", "falcon_h1", "gemma2", "granitemoehybrid", "internlm3", "jamba"),
+    *("kimi_linear", "lfm2", "mamba2", "minicpm", "minimax_text_01", "mllama", "olmo3"),
 }
 """The ``model_type`` of models without a family whose code was read. Any other may have parts that no setting
 shows."""
@@ -99,14 +72,8 @@ _NEUTRAL: dict[str, tuple[str, tuple[object, ...]]] = {
     "attn_logit_softcapping": ("softcapping of attention scores", (None,)),
     "final_logit_softcapping": ("softcapping of logits", (None,)),
     "clip_qkv": ("clipping of query, key and value", (None,)),
-    "residual_multiplier": ("blocks multiplied by a constant", (None, 1, 1.0)),
-    "dim_model_base": ("logits multiplied by a constant", (None,)),
     "postnorm": (_POST_NORMS, (None, False)),
     "mla_use_nope": ("no rotary embeddings in any layer", (None, False)),
-    "scale_depth": ("blocks multiplied by a constant", (None,)),
-    "logits_scaling": ("logits multiplied by a constant", (None, 1, 1.0)),
-    "logit_scale": ("logits multiplied by a constant", (None, 1, 1.0)),
-    "lm_head_multiplier": ("logits multiplied by a constant", (None, 1, 1.0)),
     "attn_temperature_tuning": ("queries scaled by their position", (None, False)),
     "alibi": ("position biases (ALiBi) instead of rotary embeddings", (None, False)),
     "parallel_attn": (_PARALLEL, (None, False)),
@@ -168,6 +135,8 @@ def missing_parts(hf: HfConfig) -> list[str]:
         name, setting, _ = part.partition(" (")
         if setting or name not in by_name:
             by_name[name] = part
+    if any(text.get(name) in _ungated(text) for name in _ACTIVATIONS):
+        by_name.pop(_NO_GATE, None)
     return list(by_name.values())
 
 
@@ -236,15 +205,6 @@ def _layers(places: Sequence[int], count: int) -> str:
 
 
 def _of_positions(hf: HfConfig) -> Iterator[str]:
-    no_rope = hf.get("no_rope_layers")
-    if isinstance(no_rope, list):  # 0 stands for a layer without
-        places = [place for place, rotated in enumerate(cast("list[int]", no_rope)) if not rotated]
-        if places:
-            yield f"no rotary embeddings in {_layers(places, _n_layers(hf))}"
-    elif isinstance(every := hf.get("no_rope_layer_interval"), int):
-        places = [place for place in range(_n_layers(hf)) if not (place + 1) % every]
-        if places:
-            yield f"no rotary embeddings in {_layers(places, _n_layers(hf))}"
     stated = _object(hf, "rope_parameters") or _object(hf, "rope_scaling")
     if any(isinstance(each, dict) for each in stated.values()):
         return  # two rotary embeddings, by the kind of the layer
@@ -273,14 +233,23 @@ def _of_settings(hf: HfConfig) -> Iterator[str]:
         if name in hf and hf[name] not in neutral:
             yield f"{part} ({name}={hf[name]})"
     for name in _ACTIVATIONS:
-        if isinstance(hf.get(name), str) and hf[name] not in _MAPPED_ACTIVATIONS:
+        if isinstance(hf.get(name), str) and hf[name] not in (*_MAPPED_ACTIVATIONS, *_ungated(hf)):
             yield f"activation {hf[name]}"
     if hf.get("attention_bias") and hf.get("model_type") not in _MAPPED_BIASES:
         yield "a bias of the attention output (attention_bias)"
 
 
+def _ungated(hf: HfConfig) -> tuple[str, ...]:
+    """Return the activations that are mapped for a model without gates."""
+    kind = str(hf.get("model_type"))
+    return ("relu2",) if kind in ("arcee", "nemotron") or _NO_GATE in STRUCTURE.get(kind, ()) else ()
+
+
 _SCALED_QUERIES = "llama_4_scaling_beta"
-_MAPPED_BIASES = ("glm", "glm4", "glm4_moe", "glm4v_moe", "glm4v_moe_text", "gpt_oss", "mimo", "seed_oss")
+_MAPPED_BIASES = (
+    *("glm", "glm4", "glm4_moe", "glm4v_moe", "glm4v_moe_text", "glm4v_text"),
+    *("gpt_oss", "mimo", "seed_oss"),
+)
 """Types whose ``attention_bias`` leaves out the output projection, or stands for biases everywhere."""
 
 

@@ -42,10 +42,12 @@ def grouped_attention(geometry: Geometry, attention: GroupedAttention) -> list[M
             Rows(rows, columns, attention.kv_heads, "key-value heads"),
         )
 
-    mappings = [
-        norm("input_layernorm", "input_layernorm", geometry.hidden, te="self_attention.linear_qkv"),
-        _gated_qkv(geometry, attention) if attention.gate else fused("weight", geometry.hidden),
-    ]
+    mappings: list[Mapping] = []
+    if geometry.pre_norms:
+        mappings.append(
+            norm("input_layernorm", "input_layernorm", geometry.hidden, te="self_attention.linear_qkv")
+        )
+    mappings.append(_gated_qkv(geometry, attention) if attention.gate else fused("weight", geometry.hidden))
     if attention.qkv_bias:
         mappings.append(fused("bias", None))
     if attention.joint_qk_norm:
@@ -224,21 +226,28 @@ def _output(hidden: int, inputs: int) -> Mapping:
     )
 
 
-def gated_mlp(
-    hidden: int, ffn_hidden: int, megatron: str, hf: str, *, te: tuple[str, str] | None = None
+def feed_forward(
+    hidden: int,
+    ffn_hidden: int,
+    megatron: str,
+    hf: str,
+    *,
+    gated: bool = True,
+    te: tuple[str, str] | None = None,
 ) -> list[Mapping]:
     """Map the gate and up projection, which are one parameter, and the down projection.
 
-    ``te``: names of the two under Transformer Engine, if they differ.
+    ``gated``: there is a gate. ``te``: names of the two under Transformer Engine, if they differ.
     """
     label = "feed-forward dimensions"
     per_expert = "{expert}" in megatron
     first, second = (_MEGATRON + name for name in te) if te else (None, None)
+    into = ("gate_proj", "up_proj") if gated else ("up_proj",)
     return [
         Mapping(
             f"{_MEGATRON}{megatron}.linear_fc1.weight",
-            (f"{_HF}{hf}.gate_proj.weight", f"{_HF}{hf}.up_proj.weight"),
-            Rows((ffn_hidden, ffn_hidden), hidden, label=label),
+            tuple(f"{_HF}{hf}.{name}.weight" for name in into),
+            Rows((ffn_hidden,) * len(into), hidden, label=label),
             first,
             per_expert,
         ),
@@ -255,7 +264,7 @@ def gated_mlp(
 def dense_mlp(geometry: Geometry) -> list[Mapping]:
     return [
         norm("pre_mlp_layernorm", "post_attention_layernorm", geometry.hidden, te="mlp.linear_fc1"),
-        *gated_mlp(geometry.hidden, geometry.ffn_hidden, "mlp", "mlp"),
+        *feed_forward(geometry.hidden, geometry.ffn_hidden, "mlp", "mlp", gated=geometry.gated),
     ]
 
 
@@ -281,11 +290,11 @@ def mixture(geometry: Geometry, experts: Experts) -> list[Mapping]:
         )
     if experts.shared_ffn_hidden:
         hf = "mlp.shared_expert" if experts.shared_gate else "mlp.shared_experts"
-        mappings += gated_mlp(hidden, experts.shared_ffn_hidden, "mlp.shared_experts", hf)
+        mappings += feed_forward(hidden, experts.shared_ffn_hidden, "mlp.shared_experts", hf)
     if experts.shared_gate:
         gate = f"{_MEGATRON}mlp.shared_experts.gate_weight"
         mappings.append(Mapping(gate, (f"{_HF}mlp.shared_expert_gate.weight",), Whole((1, hidden))))
-    return mappings + gated_mlp(
+    return mappings + feed_forward(
         hidden,
         experts.ffn_hidden,
         "mlp.experts.local_experts.{expert}",
@@ -316,6 +325,26 @@ def decoder(geometry: Geometry) -> Mappings:
     return with_words(geometry, map(of_layer, range(geometry.n_layers)))
 
 
+def decoder_with_post_norms(geometry: Geometry, norms: tuple[str, str, str]) -> Mappings:
+    """Map a dense decoder with norms on the outputs of attention and of the feed-forward networks.
+
+    ``norms``: HF's names of the norms after attention, before the feed-forward network and after it. That
+    before it is not mapped if the model has no such norms.
+    """
+    attention, hidden = geometry.attention, geometry.hidden
+    assert isinstance(attention, GroupedAttention)
+    after_attention, before, after = norms
+    inputs = [norm("pre_mlp_layernorm", before, hidden, te="mlp.linear_fc1")] if geometry.pre_norms else []
+    layer = (
+        *grouped_attention(geometry, attention),
+        norm("post_attention_layernorm", after_attention, hidden),
+        *inputs,
+        *feed_forward(hidden, geometry.ffn_hidden, "mlp", "mlp", gated=geometry.gated),
+        norm("post_mlp_layernorm", after, hidden),
+    )
+    return with_words(geometry, [layer] * geometry.n_layers)
+
+
 def with_words(geometry: Geometry, layers: Iterable[tuple[Mapping, ...]]) -> Mappings:
     """Return the mappings of a decoder with these layers: add the embedding, the last norm and the head."""
     words = Vocabulary(geometry.vocab, geometry.hidden)
@@ -326,3 +355,32 @@ def with_words(geometry: Geometry, layers: Iterable[tuple[Mapping, ...]]) -> Map
         layers=tuple(layers),
         head=(final_norm,) if geometry.tied_embeddings else (final_norm, output),
     )
+
+
+def with_norm_biases(mappings: Mappings) -> Mappings:
+    """Return mappings whose norms have biases."""
+
+    def bias(weight: str) -> str:
+        return weight.removesuffix("weight") + "bias"
+
+    def biases(mappings: Iterable[Mapping]) -> Iterable[Mapping]:
+        for each in mappings:
+            if each.megatron.endswith("norm.weight"):
+                te = bias(each.te) if each.te else None
+                yield replace(each, megatron=bias(each.megatron), hf=tuple(map(bias, each.hf)), te=te)
+
+    layers = tuple((*layer, *biases(layer)) for layer in mappings.layers)
+    return replace(mappings, layers=layers, head=(*mappings.head, *biases(mappings.head)))
+
+
+def with_joined_rows(mappings: Mappings, joined: dict[str, str]) -> Mappings:
+    """Return mappings some of whose projections HF has in one tensor. ``joined``: HF's name, by Megatron's.
+
+    Both are names in a layer.
+    """
+    by_name = {_MEGATRON + megatron: _HF + hf for megatron, hf in joined.items()}
+
+    def of(mapping: Mapping) -> Mapping:
+        return mapping.joined(by_name[mapping.megatron]) if mapping.megatron in by_name else mapping
+
+    return replace(mappings, layers=tuple(tuple(map(of, layer)) for layer in mappings.layers))

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from slipstream.bridge.families.parts import decoder
-from slipstream.bridge.families.qwen3_next import gated_experts, hybrid
+from slipstream.bridge.families.qwen2_moe import gated_experts
+from slipstream.bridge.families.qwen3_next import hybrid
 from slipstream.bridge.hf.config import HfConfig, refuse
 from slipstream.bridge.model.geometry import Geometry
 from slipstream.bridge.model.mapping import Mappings
@@ -16,8 +17,9 @@ def geometry(hf: HfConfig) -> Geometry:
         return hybrid(hf, interleaved=False, experts=None)
     # All layers have experts, whose weights transformers always normalizes.
     refuse(hf, decoder_sparse_step=(1, None), mlp_only_layers=([], None), norm_topk_prob=(True, None))
-    return hybrid({"intermediate_size": 0, **hf}, interleaved=False, experts=gated_experts(hf))
+    experts = gated_experts(hf, normalized=True)
+    return hybrid({"intermediate_size": 0, **hf}, interleaved=False, experts=experts)
 
 
 def mappings(geometry: Geometry) -> Mappings:
-    return replace(decoder(geometry), stacks_experts=True)
+    return replace(decoder(geometry), experts="stacked")

@@ -4,20 +4,14 @@ from dataclasses import replace
 from typing import cast
 
 from slipstream.bridge.families.parts import decoder as mappings
-from slipstream.bridge.families.qwen3_moe import softmax_experts
+from slipstream.bridge.families.qwen2_moe import gated_experts
 from slipstream.bridge.hf.config import HfConfig, UnsupportedModel, integer, integers, refuse
 from slipstream.bridge.model.geometry import DeltaNet, Experts, Geometry, geometry_of, grouped_attention
 from slipstream.bridge.model.rope import rope_of
 
-__all__ = ["gated_experts", "geometry", "hybrid", "mappings"]
+__all__ = ["geometry", "hybrid", "mappings"]
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
-
-
-def gated_experts(hf: HfConfig) -> Experts:
-    """Read Qwen's experts with a gated shared one. Raises UnsupportedModel."""
-    (shared,) = integers(hf, "shared_expert_intermediate_size")
-    return replace(softmax_experts(hf, normalized=True), shared_ffn_hidden=shared, shared_gate=True)
 
 
 def hybrid(hf: HfConfig, *, interleaved: bool, experts: Experts | None) -> Geometry:
@@ -68,4 +62,4 @@ def _linear_layers(hf: HfConfig, layers: int) -> tuple[int, ...]:
 
 
 def geometry(hf: HfConfig) -> Geometry:
-    return hybrid(hf, interleaved=True, experts=gated_experts(hf))
+    return hybrid(hf, interleaved=True, experts=gated_experts(hf, normalized=True))

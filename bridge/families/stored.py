@@ -32,7 +32,8 @@ def as_stored(spec: ModelSpec, hf: HfConfig, family: "Family", found: Listing) -
     if heads:
         [head], [words] = heads, untied.embedding[0].hf
         spec = _with_head(spec, hf, family, tensors, head, words)
-    return replace(spec, mappings=spec.mappings.with_experts_of(tensors))
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    return replace(spec, mappings=spec.mappings.with_experts_of(shapes))
 
 
 def _with_head(

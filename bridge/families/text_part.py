@@ -5,7 +5,7 @@ tensors       those of the language model have a prefix; those of other parts ar
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from slipstream.bridge.families.defaults import with_defaults
@@ -27,14 +27,18 @@ class TextPart:
 
     text: "Family"
     model_types: tuple[str, ...]
-    """``model_type`` of the ``text_config`` in its checkpoints."""
-    prefixes: Mapping[str, str]
-    """Beginning of the language model's names here, by their beginning in the text family."""
-    passed_through: tuple[str, ...]
+    """``model_type`` of the ``text_config`` in its checkpoints. A config without that section describes the
+    language model itself, if the type of the whole model is one of these."""
+    prefixes: Mapping[str, str] = field(default_factory=lambda: {"model.": "model.language_model."})
+    """Beginning of the language model's names here, by their beginning in the text family. By default it is
+    that of most published models."""
+    passed_through: tuple[str, ...] = ("model.visual.",)
     """Prefixes of the names of all other tensors."""
 
     def geometry(self, hf: HfConfig) -> Geometry:
-        text, kind = section(hf, "text_config"), hf["model_type"]
+        kind = hf["model_type"]
+        flat = "text_config" not in hf and kind in self.model_types
+        text = hf if flat else section(hf, "text_config")
         if text.get("model_type") not in self.model_types:
             raise UnsupportedModel(
                 f"{kind}: a language model of model_type {text.get('model_type')!r} (text_config) is not "
@@ -42,7 +46,8 @@ class TextPart:
             )
         stated = hf.get(TIED)
         tied = text.get(TIED) if stated is None else stated
-        return replace(self.text.geometry({**with_defaults(text), TIED: tied}), family=str(kind))
+        head: HfConfig = {} if tied is None else {TIED: tied}
+        return replace(self.text.geometry({**with_defaults(text), **head}), family=str(kind))
 
     def mappings(self, geometry: Geometry) -> Mappings:
         mappings = self.text.mappings(geometry).renamed(self._name)

@@ -60,8 +60,16 @@ class LatentAttention:
 
 Attention = GroupedAttention | LatentAttention
 
-Activation = Literal["swiglu", "geglu", "clamped_swiglu"]
-"""``geglu``: GELU in its approximation by tanh. ``clamped_swiglu``: that of gpt-oss, see ``CLAMP``."""
+Activation = Literal["swiglu", "geglu", "clamped_swiglu", "squared_relu"]
+"""``geglu``: GELU in its approximation by tanh. ``clamped_swiglu``: that of gpt-oss, see ``CLAMP``.
+``squared_relu``: relu(x) ** 2, without a gate."""
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "swiglu",
+    "gelu_pytorch_tanh": "geglu",
+    "relu2": "squared_relu",
+}
+"""By the name that a config has for them."""
 
 CLAMP = 7.0
 """gpt-oss: gate and up projection are limited to this; then gate * sigmoid(1.702 * gate) * (up + 1)."""
@@ -142,9 +150,18 @@ class Geometry:
     attention: Attention
     rope: Rope
     window: Window | None = None
+    unrotated_layers: tuple[int, ...] = ()
+    """Layers whose queries and keys are not rotated."""
+    layer_norms: bool = False
+    """Norms subtract the mean, and have biases."""
+    pre_norms: bool = True
+    """The inputs of attention and of feed-forward networks have norms."""
     post_norms: bool = False
-    """The outputs of attention and of feed-forward networks have norms as well."""
+    """Their outputs have norms."""
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor of the outputs of attention and of feed-forward networks."""
+    logit_scale: float = 1.0
     activation: Activation = "swiglu"
     linear_biases: bool = False
     """Every linear layer of the decoder has a bias, those of the router and the experts too."""
@@ -173,6 +190,11 @@ class Geometry:
     def window_of(self, layer: int) -> Window | None:
         """Return the window of a layer's attention; None: the layer attends to all tokens."""
         return self.window if self.window is not None and layer in self.window.layers else None
+
+    @property
+    def gated(self) -> bool:
+        """The activation in feed-forward networks multiplies a second projection, the up projection."""
+        return self.activation != "squared_relu"
 
     @property
     def rotated_dim(self) -> int:
@@ -217,15 +239,22 @@ def window_of(hf: HfConfig, *, every: int, rope: Rope | None = None) -> Window |
 
 
 def geometry_of(
-    hf: HfConfig, attention: Attention, rope: Rope, *, experts: Experts | None = None
+    hf: HfConfig,
+    attention: Attention,
+    rope: Rope,
+    *,
+    experts: Experts | None = None,
+    act: str = "silu",
+    eps: str = "rms_norm_eps",
 ) -> Geometry:
     """Read the settings that all families share.
 
-    Raises UnsupportedModel for a setting that would change the model without an error.
+    ``act``: the only value of ``hidden_act`` that the family has. ``eps``: its name for the setting of that
+    meaning. Raises UnsupportedModel for a setting that would change the model without an error.
     """
     refuse(
         hf,
-        hidden_act=("silu",),
+        hidden_act=(act,),
         mlp_bias=(False, None),
         use_sliding_window=(False, None),
         attn_logit_softcapping=(None,),
@@ -252,10 +281,11 @@ def geometry_of(
         vocab=vocab,
         max_positions=positions,
         tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        norm_eps=number(hf, "rms_norm_eps", 1e-6),
+        norm_eps=number(hf, eps, 1e-6),
         init_std=number(hf, "initializer_range", 0.02),
         attention=attention,
         rope=rope,
+        activation=ACTIVATIONS[act],
         experts=experts,
         extra_layers=integer(hf, "num_nextn_predict_layers") or 0,
     )

@@ -10,10 +10,11 @@ Plans and checks use this module without torch, so it is not imported here; tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
+from collections.abc import Mapping as AbstractMapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from slipstream.bridge.model.layout import LayerSpec, Shard
 
@@ -307,6 +308,19 @@ class Mapping:
         """True if each HF tensor holds the parameter of every expert."""
         return self.per_expert and not any("{expert}" in name for name in self.hf)
 
+    def joined(self, hf: str) -> Mapping:
+        """Return the mapping from one HF tensor, with the rows of those that are mapped one after another."""
+        split = cast("Rows", self.split)
+        units, columns = split.units or split.rows[0], split.columns
+        firsts = accumulate(split.rows, initial=0)
+        runs = tuple(
+            RowRun(0, first, rows // units, stride=rows // units)
+            for first, rows in zip(firsts, split.rows, strict=False)
+        )
+        shape = (sum(split.rows),) if columns is None else (sum(split.rows), columns)
+        joined = Runs((shape,), units, runs, by_unit=split.units is not None, label=split.label)
+        return replace(self, hf=(hf,), split=joined)
+
     def stacking_experts(self) -> Mapping:
         """Return the mapping of an expert's projections from HF tensors that stack those of all experts.
 
@@ -314,10 +328,8 @@ class Mapping:
         """
         prefix, _, _ = self.hf[0].partition(".{expert}.")
         match self.split:
-            case Rows(rows=(gate, up), columns=int(columns), label=label) if gate == up:
-                halves = (RowRun(0, 0, 1, stride=1), RowRun(0, gate, 1, stride=1))
-                split = Runs(((2 * gate, columns),), gate, halves, by_unit=False, label=label)
-                return replace(self, hf=(f"{prefix}.gate_up_proj",), split=split)
+            case Rows(rows=(gate, up), columns=int()) if gate == up:
+                return self.joined(f"{prefix}.gate_up_proj")
             case Columns():
                 return replace(self, hf=(f"{prefix}.down_proj",))
             case _:
@@ -325,6 +337,11 @@ class Mapping:
 
     def name(self, spec: LayerSpec) -> str:
         return self.te if self.te and spec == "transformer_engine" else self.megatron
+
+
+ExpertForm = Literal["single", "stacked", "transposed"]
+"""Each expert has tensors of its own; or those of a layer are stacked; or they are stacked, and each is
+[inputs, outputs]."""
 
 
 @dataclass(frozen=True)
@@ -337,8 +354,8 @@ class Mappings:
     passed_through: tuple[str, ...] = ()
     """Prefixes of the names of HF tensors that are not of the language model. They are not trained: every
     checkpoint that is written has them as they were read."""
-    stacks_experts: bool = False
-    """Published checkpoints stack the experts of a layer."""
+    experts: ExpertForm = "single"
+    """Form in which published checkpoints have the experts of a layer."""
 
     def renamed(self, new_name: Callable[[str], str]) -> Mappings:
         """Return the same mappings with ``new_name`` of each HF name."""
@@ -349,23 +366,46 @@ class Mappings:
         layers = tuple(map(renamed, self.layers))
         return replace(self, embedding=renamed(self.embedding), layers=layers, head=renamed(self.head))
 
-    def with_experts_of(self, stored: Container[str]) -> Mappings:
-        """Return the mappings with the names that experts have among those ``stored``: each expert has
-        tensors of its own, or those of a layer are stacked. Without either it is as published.
+    def with_experts_of(self, stored: AbstractMapping[str, Shape]) -> Mappings:
+        """Return the mappings with experts in the form in which each layer has them in a checkpoint.
+
+        ``stored``: shapes of its tensors. A layer without any experts in it has them as published.
         """
 
-        def chosen(mapping: Mapping, layer: int) -> Mapping:
-            if not mapping.per_expert or mapping.stacked:
+        def in_form(mapping: Mapping, form: ExpertForm) -> Mapping:
+            if form == "single" or not mapping.per_expert or mapping.stacked:
                 return mapping
-            single = (name.format(layer=layer, expert=0) for name in mapping.hf)
-            stacking = mapping.stacking_experts()
-            stacked = (name.format(layer=layer) for name in stacking.hf if "{expert}" not in name)
-            if any(name in stored for name in single):
-                return mapping
-            return stacking if self.stacks_experts or any(name in stored for name in stacked) else mapping
+            stacked = mapping.stacking_experts()
+            if form == "stacked" or isinstance(stacked.split, Whole | Vocabulary | Transposed):
+                return stacked
+            return replace(stacked, split=Transposed(cast("Runs | Columns", stacked.split)))
 
-        layers = (tuple(chosen(each, number) for each in layer) for number, layer in enumerate(self.layers))
+        layers: list[tuple[Mapping, ...]] = []
+        for number, layer in enumerate(self.layers):
+            form = self._form_of(layer, number, stored)
+            layers.append(tuple(in_form(mapping, form) for mapping in layer))
         return replace(self, layers=tuple(layers))
+
+    def _form_of(
+        self, layer: tuple[Mapping, ...], number: int, stored: AbstractMapping[str, Shape]
+    ) -> ExpertForm:
+        form = self.experts
+        for mapping in layer:
+            if not mapping.per_expert or mapping.stacked:
+                continue
+            if any(name.format(layer=number, expert=0) in stored for name in mapping.hf):
+                return "single"
+            stacking = mapping.stacking_experts()
+            shape = stored.get(stacking.hf[0].format(layer=number, expert=0))
+            if shape is None:
+                continue
+            if isinstance(stacking.split, Columns):
+                # The shape of the down projection tells the forms apart, unless it is square.
+                (outputs, inputs) = stacking.split.hf_shapes[0]
+                if outputs != inputs and shape[1:] in ((outputs, inputs), (inputs, outputs)):
+                    return "stacked" if shape[1:] == (outputs, inputs) else "transposed"
+            form = "stacked" if self.experts == "single" else self.experts
+        return form
 
 
 def copy_in(target: Tensor, sources: Sequence[Tensor], pieces: Sequence[Piece]) -> None:

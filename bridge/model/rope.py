@@ -36,6 +36,9 @@ class Rope:
     """yarn: ``mscale`` and ``mscale_all_dim``."""
     truncate: bool = True
     """yarn: round the limits to whole dimensions."""
+    interleaved: bool = False
+    """The two dimensions of a pair are neighbours. Otherwise half of the rotated dimensions are between them.
+    Latent attention has neighbours always, whatever stands here."""
 
     def frequencies(self, dimensions: int) -> list[float]:
         """Return [dimensions / 2] radians per position. ``dimensions``: rotated dimensions of a head."""

@@ -185,8 +185,39 @@ def one_after_the_other(rank: RankSpec, work: list[tuple[int, RunConfig]], batch
 
 CLASSIC = ("kimi_k2", "glm4_moe_lite", "seed_oss", "minimax_m2")
 OTHER_ATTENTION = ("gemma3_text", "gpt_oss", "deepseek_v32", "glm_moe_dsa")
+VARIANTS = (
+    "glm4",
+    "olmo2",
+    "exaone4",
+    "smollm3",
+    "phi3",
+    "stablelm",
+    "nemotron",
+    "granite",
+    "arcee",
+    "helium",
+)
+"""Families that differ from Llama in norms, rotation, feed-forward network or stored form."""
+SOFTMAX_EXPERTS = ("mixtral", "olmoe", "qwen2_moe", "deepseek_v2")
+FEW = ("qwen3, tied", "qwen2", "qwen3_moe", *CLASSIC, *OTHER_ATTENTION, "qwen3_vl", "exaone4", "nemotron")
 FAMILIES = {
-    "one rank": ("qwen3, tied", "qwen2", "qwen3_moe", *CLASSIC, *OTHER_ATTENTION, "qwen3_vl"),
+    "one rank": (
+        *FEW,
+        *sorted({*VARIANTS, *SOFTMAX_EXPERTS} - {*FEW}),
+        *(
+            "ernie4_5",
+            "gemma, tied",
+            "gemma3, tied",
+            "glm",
+            "glm4v",
+            "glm4v_moe",
+            "solar_open",
+            "youtu",
+            "mimo",
+            "qwen2_5_vl",
+            "qwen3_vl_moe",
+        ),
+    ),
     "tensor 2": ("qwen3, tied", "qwen2", "llama", "seed_oss", "qwen3_5_text"),
     "tensor 2 + sequence": (
         "qwen3, tied",
@@ -198,6 +229,8 @@ FAMILIES = {
         "qwen3_next",
         "qwen3_5_text",
         "qwen3_vl",
+        *VARIANTS,
+        *SOFTMAX_EXPERTS,
     ),
     "pipeline 2": (
         "qwen3, tied",
@@ -209,6 +242,7 @@ FAMILIES = {
         "qwen3_next",
         *OTHER_ATTENTION,
         "qwen3_vl",
+        *("gemma, tied", "exaone4", "smollm3", "granite"),
     ),
     "data 2": ("qwen3, tied", "qwen3_moe"),
     "virtual pipeline 2": ("qwen3, tied", "llama", "glm4_moe", "glm4_moe_lite", "gemma3_text, tied"),
@@ -220,6 +254,8 @@ FAMILIES = {
         "qwen3_5_moe_text",
         "gpt_oss",
         "glm_moe_dsa",
+        "qwen3_vl_moe",
+        *SOFTMAX_EXPERTS,
     ),
     "expert 2, tensor 2": (
         "glm4_moe",
@@ -239,10 +275,13 @@ FAMILIES = {
 }
 CASES = [(layout, name) for layout, names in FAMILIES.items() for name in names]
 KEPT = {
-    *(("one rank", name) for name in FAMILIES["one rank"]),
-    *(("tensor 2 + sequence", name) for name in ("qwen3, tied", "deepseek_v32", "qwen3_next", "qwen3_vl")),
+    *(("one rank", name) for name in FEW),
+    *(
+        ("tensor 2 + sequence", name)
+        for name in ("qwen3, tied", "deepseek_v32", "qwen3_next", "qwen3_vl", "glm4", "stablelm", "olmo2")
+    ),
     *(("virtual pipeline 2", name) for name in ("qwen3, tied", "glm4_moe_lite", "gemma3_text, tied")),
-    *(("expert 2", name) for name in ("qwen3_moe", "deepseek_v3", "gpt_oss")),
+    *(("expert 2", name) for name in ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_vl_moe")),
     ("tensor 2, whole experts", "minimax_m2"),
     ("data 2, shared experts", "deepseek_v3"),
     ("pipeline 2, recomputation", "gpt_oss"),

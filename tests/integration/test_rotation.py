@@ -9,17 +9,20 @@ from slipstream.backend.megatron.parallel import RankSpec, prepare_imports
 from tests.ranks import run_ranks
 
 LENGTHS = [3, 1, 8, 5]
-CASES = list(product(("float32", "bfloat16"), (1.0, 1.3), ((16, False), (8, False), (16, True))))
-"""The dtype, the factor of cosines and sines, the rotated dimensions of 16, whether attention is latent."""
+KINDS = ((16, "halves"), (8, "halves"), (16, "latent"), (16, "neighbours"), (8, "neighbours"))
+CASES = list(product(("float32", "bfloat16"), (1.0, 1.3), KINDS))
+"""The dtype, the factor of cosines and sines, the rotated dimensions of 16, and which of them form a pair:
+those half of them apart, neighbours, or neighbours that are apart afterwards (in latent attention)."""
 
 
-def inputs(rotated: int, dtype: torch.dtype):
+def inputs(rotated: int, dtype: torch.dtype, *, twice_in_a_row: bool = False):
     from slipstream.backend.megatron import rotation
 
     generator = torch.Generator().manual_seed(0)
     t = torch.randn(sum(LENGTHS), 3, 16, generator=generator).to(dtype)
     angles = torch.outer(torch.arange(8.0), torch.rand(rotated // 2, generator=generator))
-    freqs = torch.cat((angles, angles), -1)[:, None, None]
+    pairs = angles.repeat_interleave(2, -1) if twice_in_a_row else torch.cat((angles, angles), -1)
+    freqs = pairs[:, None, None]
     cu_seqlens = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
     rotation.set_positions(cu_seqlens, torch.cat([torch.arange(length) for length in LENGTHS]))
     return t, freqs, cu_seqlens
@@ -39,9 +42,10 @@ def equal_rotations(rank: RankSpec) -> list[bool]:
         list(inspect.signature(plain).parameters)[3:4]
     )
     equal = []
-    for dtype, mscale, (rotated, latent) in CASES:
-        t, freqs, cu_seqlens = inputs(rotated, getattr(torch, dtype))
-        options = {latent_option: latent, "mscale": mscale}
+    for dtype, mscale, (rotated, kind) in CASES:
+        interleaved = kind == "neighbours"
+        t, freqs, cu_seqlens = inputs(rotated, getattr(torch, dtype), twice_in_a_row=interleaved)
+        options = {latent_option: kind == "latent", "rotary_interleaved": interleaved, "mscale": mscale}
         parts = [plain(part[:, None], freqs[: len(part)], **options)[:, 0] for part in t.split(LENGTHS)]
         equal.append(torch.equal(rotation.rotated(t, cu_seqlens, freqs, **options), torch.cat(parts)))
     return equal

@@ -21,6 +21,12 @@ from slipstream.bridge.shards.plan import entries_of
 from slipstream.configs.schema import RunConfig
 from tests import stand_in_engine
 from tests.exported import buckets_of
+from tests.integration.test_megatron_fields import (
+    AUXILIARY,
+    assert_has_auxiliary_gradients,
+    packs_and_gradients,
+    without_advantages,
+)
 from tests.integration.test_megatron_parity import (
     check,
     computed,
@@ -51,6 +57,12 @@ def with_the_stand_in(rank: RankSpec, config: RunConfig, batch: TrainBatch):
     stand_in_engine.install()
     [result] = one_after_the_other(rank, [(rank.port, config)], batch)
     return result
+
+
+def auxiliary_alone(rank: RankSpec, config: RunConfig, batch: TrainBatch):
+    """Return ``packs_and_gradients`` with the stand-in."""
+    stand_in_engine.install()
+    return packs_and_gradients(rank, config, batch)
 
 
 def exported(trainer: Any) -> dict[str, np.ndarray]:
@@ -127,6 +139,9 @@ def results(models: dict[str, Path], tmp_path_factory, request) -> dict[tuple[st
     for family, layout in CONTEXT_LAYOUTS.items():
         config = config_for(models[family], layout, layer_spec=SPEC)
         jobs["context", family] = Job(2, with_the_stand_in, (config, batch))
+    for kind, fields in AUXILIARY.items():
+        config = config_for(models["qwen3_moe"], CONTEXT, layer_spec=SPEC, megatron=fields)
+        jobs["auxiliary", kind] = Job(2, auxiliary_alone, (config, without_advantages(batch)))
     for family, spec, other in chosen(request, "of", "spec", "other"):
         first, second = (
             config_for(models[family], {}, layer_spec=x, optimizer={"lr": 1e-3, "eps": 1e-6})
@@ -160,7 +175,8 @@ def test_the_bridge_names_every_parameter_that_megatron_makes_of_its_spec(models
     }
     expected |= {name: names[name] for name in ("output_layer.weight",) if name in names}
     assert names == expected
-    assert any("layer_norm_weight" in name for name in names)
+    has_norms = model_spec(models[family]).geometry.pre_norms
+    assert any("layer_norm_weight" in name for name in names) == has_norms
 
 
 @pytest.mark.parametrize("family", shortened(ON_ONE_RANK, KEPT))
@@ -184,6 +200,14 @@ def test_ranks_that_share_a_context_give_the_logprobs_and_gradients_of_transform
     for family in CONTEXT_LAYOUTS:
         logps, gradients = reference_gradients(models[family], batch, temperature=0.8)
         check(family, batch, results["context", family], logps, gradients)
+
+
+@pytest.mark.parametrize("kind", AUXILIARY)
+def test_auxiliary_losses_have_the_gradient_of_transformers_on_ranks_that_share_a_context(
+    models, results, kind: str
+):
+    packs, found = results["auxiliary", kind][0]
+    assert_has_auxiliary_gradients(models["qwen3_moe"], kind, [packs], found)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

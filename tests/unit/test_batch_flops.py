@@ -13,6 +13,8 @@ from tests.models import make_checkpoint, reference_model
 
 LIMITED = {
     "deepseek_v32": "index_topk",
+    "exaone4": "sliding_window",
+    "gemma3": "sliding_window",
     "gemma3_text": "sliding_window",
     "glm_moe_dsa": "index_topk",
     "gpt_oss": "sliding_window",
@@ -51,7 +53,8 @@ def test_a_model_computes_what_its_geometry_says(tmp_path, family, sizes):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model(torch.arange(tokens)[None], use_cache=False)
         convolutions = counter.get_flop_counts()["Global"].get(torch.ops.aten.convolution, 0)
-        positions = 3 if family.startswith(("qwen3_5", "qwen3_vl")) else 1  # time, height, width
+        several = ("glm46v", "glm4v", "qwen2_5_vl", "qwen3_5", "qwen3_vl")  # time, height, width
+        positions = 3 if family.startswith(several) else 1
         angles = tokens * positions * geometry.rotated_dim * ropes  # of rotary embeddings
         return counter.get_total_flops() - convolutions - angles
 

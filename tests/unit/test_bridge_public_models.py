@@ -76,10 +76,10 @@ def test_the_examined_types_are_those_of_the_page_and_of_the_list():
 
 
 def test_a_model_is_not_taken_for_another_one_with_the_same_tensors():
-    """SmolLM3 has Llama's tensors, without rotary embeddings in every fourth layer."""
-    llama = next(model["config"] for model in MAPPED if model["model"] == "Llama-2-7B")
-    with pytest.raises(UnsupportedModel, match=r"no rotary embeddings in layers 3, 7, 11 and 5 others"):
-        spec_of(llama | {"model_type": "smollm3", "no_rope_layer_interval": 4}, Path())
+    """Gemma 2 has the tensors of Gemma 3 without norms of queries and keys, and softcaps beside them."""
+    gemma2 = next(model["config"] for model in REFUSED if model["config"]["model_type"] == "gemma2")
+    with pytest.raises(UnsupportedModel, match=r"softcapping of attention scores"):
+        spec_of(gemma2, Path())
 
 
 def test_a_mapped_family_names_all_settings_at_once_that_it_does_not_cover():

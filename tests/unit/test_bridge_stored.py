@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slipstream.backend.commands.check import NO_INPUTS
 from slipstream.backend.driver.start.engine_model import checkpoint_notes, engine_problems
 from slipstream.bridge.families import FAMILIES, model_spec, spec_of
 from slipstream.bridge.hf.bucket import FlatBucket
@@ -17,12 +18,15 @@ from slipstream.bridge.hf.files import write_hf
 from slipstream.bridge.hf.index import HfCheckpointError, stored_tensors
 from slipstream.bridge.hf.kept import Kept
 from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.model.mapping import Transposed
 from slipstream.bridge.model.spec import value_spec
 from slipstream.bridge.shards.adapter import NoAdapter, adapter_spec
 from slipstream.bridge.shards.check import check_tensors
 from slipstream.bridge.shards.fp8 import is_stored_for_engines
 from slipstream.bridge.shards.plan import entries
-from slipstream.configs.schema import EngineConfig, ModelConfig
+from slipstream.configs.load import load_recipe
+from slipstream.configs.schema import EngineConfig
+from slipstream.rollout.engine.model_limits import UNSERVED
 from tests.bridge_cases import MIXTURES, TEXT_PARTS
 from tests.models import make_checkpoint, stack_experts
 
@@ -207,11 +211,11 @@ def test_quantized_tensors_that_are_passed_through_are_dequantized(tmp_path):
 
 # ---- experts
 
-STACKED = "gpt_oss"
-"""The family that has no other form."""
+STACKED = ("gpt_oss", "qwen3_vl_moe")
+"""Families that have no other form."""
 
 
-@pytest.mark.parametrize("family", [family for family in MIXTURES if family != STACKED])
+@pytest.mark.parametrize("family", [family for family in MIXTURES if family not in STACKED])
 def test_the_experts_of_every_family_are_read_single_and_stacked(tmp_path, family):
     folder = make_checkpoint(tmp_path, family, tied=False)
     check_tensors(model_spec(folder))
@@ -222,6 +226,21 @@ def test_the_experts_of_every_family_are_read_single_and_stacked(tmp_path, famil
     assert stacked <= load_file(folder / "model.safetensors").keys()
     assert {name for name in single - stacked if ".experts." not in name} == set()
     assert {name.rpartition(".experts.")[2] for name in stacked - single} == {"gate_up_proj", "down_proj"}
+
+
+def test_stacked_experts_of_either_orientation_are_told_apart_by_their_shapes(tmp_path):
+    """transformers stacks those of Qwen3-VL as it computes; published ones are transposed."""
+    folder = make_checkpoint(tmp_path, "qwen3_vl_moe", tied=False)
+    forms = set()
+    for _ in range(2):
+        check_tensors(model_spec(folder))
+        layer = model_spec(folder).mappings.layers[0]
+        forms.add(tuple(isinstance(mapping.split, Transposed) for mapping in layer if mapping.per_expert))
+        stack_experts(folder)
+    assert forms == {(True, True), (False, False)}
+    config = json.loads((folder / "config.json").read_text())
+    published = spec_of(config, folder).mappings.layers[0]
+    assert all(isinstance(mapping.split, Transposed) for mapping in published if mapping.per_expert)
 
 
 def test_layers_may_have_their_experts_in_different_forms(tmp_path):
@@ -356,20 +375,29 @@ def test_engines_start_from_a_copy_whose_config_is_right_about_the_head(tmp_path
 
 
 def test_a_user_is_told_of_the_contradiction_and_of_the_copy(tmp_path):
-    folder = make_checkpoint(tmp_path, tied=False)
+    folder = make_checkpoint(tmp_path / "tied", tied=False)
     state(folder, whole=True)
-    config = SimpleNamespace(
-        model=ModelConfig(path=folder),
-        rollout=SimpleNamespace(engine=EngineConfig()),
-        run=SimpleNamespace(folder=tmp_path / "run"),
-    )
-    contradiction, copy = checkpoint_notes(config, model_spec(folder), has_engines=True)
+    sound = make_checkpoint(tmp_path / "sound", tied=False)
+
+    def notes(policy: Path, reference: Path, **options: bool) -> list[str]:
+        paths = (
+            f"model.path={policy}",
+            f"actor.kl={{coefficient: 0.1, reference: {{type: checkpoint, path: {reference}}}}}",
+        )
+        config = load_recipe(Path("quickstart"), [*paths, f"run.root={tmp_path}", f"prepare={NO_INPUTS}"])
+        return checkpoint_notes(config, model_spec(policy), **{"has_engines": True} | options)
+
+    contradiction, copy = notes(folder, sound)
     assert contradiction.startswith(
         "model.path: config.json says tie_word_embeddings: true, and in the files"
     )
-    assert copy.endswith(f"a copy of model.path that a run writes: {tmp_path / 'run' / 'engine-model'}")
-    [alone] = checkpoint_notes(config, model_spec(folder), has_engines=False)
-    assert alone == contradiction
+    assert copy.endswith(
+        f"a copy of model.path that a run writes: {tmp_path / 'quickstart' / 'engine-model'}"
+    )
+    assert notes(folder, sound, has_engines=False) == [contradiction]
+    assert notes(folder, folder, has_engines=False)[0] == contradiction
+    assert notes(sound, folder) == [contradiction.replace("model.path", "actor.kl.reference.path", 1)]
+    assert notes(sound, sound) == []
 
 
 def test_stacked_experts_are_for_engines_that_read_them(tmp_path):
@@ -380,6 +408,23 @@ def test_stacked_experts_are_for_engines_that_read_them(tmp_path):
         stack_experts(folder)
         problems = engine_problems(config, model_spec(folder))
         assert problems == [] if read else "SGLang reads those of qwen3_moe one by one" in problems[0]
+
+
+def test_stacked_experts_are_for_engines_that_read_them_in_their_orientation(tmp_path):
+    config = SimpleNamespace(rollout=SimpleNamespace(engine=EngineConfig()))
+    folder = make_checkpoint(tmp_path, "qwen3_vl_moe", tied=False)
+    [problem] = engine_problems(config, model_spec(folder))
+    assert "each as [outputs, inputs], and SGLang reads those of qwen3_vl_moe as [inputs, outp" in problem
+    stack_experts(folder)
+    assert engine_problems(config, model_spec(folder)) == []
+
+
+def test_models_that_sglang_cannot_serve_anywhere_are_refused(tmp_path):
+    config = SimpleNamespace(rollout=SimpleNamespace(engine=EngineConfig()))
+    for family in UNSERVED:
+        folder = make_checkpoint(tmp_path / family, family, tied=True)
+        [problem] = engine_problems(config, model_spec(folder))
+        assert UNSERVED[family] in problem
 
 
 @pytest.mark.parametrize(
@@ -417,7 +462,48 @@ INDEXER = tuple(f"self_attn.indexer.{name}" for name in INDEXER)
 DELTA = tuple(f"linear_attn.{name}" for name in ("A_log", "dt_bias", "conv1d", "norm", "out_proj"))
 SPLIT_DELTA = (*DELTA, *(f"linear_attn.in_proj_{x}" for x in ("qkv", "z", "a", "b")))
 LLAMA = (*NORMS, *QKVO, *MLP)
+NORM_BIASES = tuple(f"{name}.bias" for name in NORMS)
+POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+GLM4 = (
+    *(*NORMS, "post_self_attn_layernorm", "post_mlp_layernorm", *QKVO, *QKV_BIAS),
+    *("mlp.gate_up_proj.weight", "mlp.down_proj"),
+)
+SOFTMAX = (*NORMS, *QKVO, *EXPERTS)
 PUBLISHED = {
+    "arcee": (*NORMS, *QKVO, "mlp.up_proj", "mlp.down_proj"),
+    "deepseek_v2": (*NORMS, *LATENT, *MLP, *EXPERTS, *SHARED),
+    "ernie4_5": LLAMA,
+    "exaone4": (*POST_NORMS, *QKVO, *QK_NORMS, *MLP),
+    "gemma": LLAMA,
+    "gemma3": (*LLAMA, *QK_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "glm": (*NORMS, *QKVO, *QKV_BIAS, "mlp.gate_up_proj.weight", "mlp.down_proj"),
+    "glm4": GLM4,
+    "glm4v": GLM4,
+    "glm46v": GLM4,
+    "solar_open": (*NORMS, *QKVO, *EXPERTS, *SHARED, "mlp.gate.e_score_correction_bias"),
+    "youtu": (*NORMS, *LATENT, *MLP),
+    "glm4v_moe": (*NORMS, *QKVO, *QKV_BIAS, *BIASED),
+    "granite": LLAMA,
+    "helium": LLAMA,
+    "nemotron": (*NORMS, *NORM_BIASES, *QKVO, "mlp.up_proj", "mlp.down_proj"),
+    "stablelm": (*LLAMA, *NORM_BIASES, *QKV_BIAS),
+    "mimo": (*LLAMA, *QKV_BIAS),
+    "mixtral": (
+        *(*NORMS, *QKVO, "block_sparse_moe.gate"),
+        *(f"block_sparse_moe.experts.#.w{n}" for n in (1, 2, 3)),
+    ),
+    "olmo2": (*POST_NORMS, *QKVO, *QK_NORMS, *MLP),
+    "olmoe": (*SOFTMAX, *QK_NORMS),
+    "phi3": (
+        *(*NORMS, "self_attn.qkv_proj", "self_attn.o_proj"),
+        *("mlp.gate_up_proj.weight", "mlp.down_proj"),
+    ),
+    "qwen2_5_vl": (*LLAMA, *QKV_BIAS),
+    "qwen2_moe": (*SOFTMAX, *QKV_BIAS, *MLP, *GATED),
+    "qwen3_vl_moe": (
+        *(*NORMS, *QKVO, *QK_NORMS, "mlp.gate", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    ),
+    "smollm3": LLAMA,
     "deepseek_v3": (*NORMS, *LATENT, *BIASED),
     "deepseek_v32": (*NORMS, *LATENT, *INDEXER, *BIASED),
     "gemma3_text": (*LLAMA, *QK_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
@@ -457,11 +543,14 @@ PUBLISHED = {
 """Names of the tensors of a layer, by the indexes of published checkpoints; # stands for an expert. Those
 without an ending are of weights."""
 PREFIXES = {
+    "gemma3": ("language_model.model.", "language_model.lm_head."),
+    **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe"), ("model.language_model.", "lm_head.")),
     "kimi_k25": ("language_model.model.", "language_model.lm_head."),
     "mistral3": ("language_model.model.", "language_model.lm_head."),
     "qwen3_5": ("model.language_model.", "lm_head."),
     "qwen3_5_moe": ("model.language_model.", "lm_head."),
     "qwen3_vl": ("model.language_model.", "lm_head."),
+    "qwen3_vl_moe": ("model.language_model.", "lm_head."),
 }
 """Beginnings of the names of a decoder and of its head in models that read more than text."""
 BARE = ("bias", "A_log", "dt_bias", "sinks", "gate_up_proj", "gate_up_proj_bias", "down_proj_bias")
@@ -469,6 +558,8 @@ BARE = ("bias", "A_log", "dt_bias", "sinks", "gate_up_proj", "gate_up_proj_bias"
 
 def published_name(name: str) -> str:
     kind = name.rpartition(".")[2]
+    if kind == "weight":
+        return name
     stacked = name == "mlp.experts.down_proj"
     return name if kind in BARE or stacked or kind == "e_score_correction_bias" else f"{name}.weight"
 
@@ -481,7 +572,10 @@ def test_the_names_by_a_config_alone_are_those_of_published_checkpoints(tmp_path
     found = {re.sub(r"\.experts\.\d+\.", ".experts.#.", re.sub(r"layers\.\d+\.", "", name)) for name in names}
     decoder, head = PREFIXES.get(family, ("model.", "lm_head."))
     expected = {f"{decoder}{published_name(name)}" for name in PUBLISHED[family]}
-    assert found == {*expected, f"{decoder}embed_tokens.weight", f"{decoder}norm.weight", f"{head}weight"}
+    around = {f"{decoder}embed_tokens.weight", f"{decoder}norm.weight", f"{head}weight"}
+    if spec.geometry.layer_norms:
+        around.add(f"{decoder}norm.bias")
+    assert found == {*expected, *around}
 
 
 def test_every_family_with_checkpoints_of_its_own_has_its_published_names():

@@ -53,6 +53,32 @@ MODELS = {
     "gpt_oss": replace(DENSE, rope=YARN, experts=EXPERTS, activation="clamped_swiglu", linear_biases=True),
     "deepseek_v32": replace(DENSE, attention=SPARSE, rope=YARN, experts=EXPERTS),
     "glm_moe_dsa": replace(DENSE, attention=SPARSE, experts=EXPERTS),
+    "arcee": replace(DENSE, activation="squared_relu"),
+    "deepseek_v2": replace(DENSE, attention=LATENT, rope=YARN, experts=EXPERTS),
+    "ernie4_5": replace(DENSE, rope=Rope(interleaved=True)),
+    "exaone4": DENSE,
+    "gemma": replace(DENSE, activation="geglu"),
+    "gemma3": replace(DENSE, activation="geglu"),
+    "glm": replace(DENSE, rope=Rope(fraction=0.5, interleaved=True)),
+    "glm4": replace(DENSE, rope=Rope(fraction=0.5, interleaved=True)),
+    "glm4v_moe": replace(DENSE, rope=Rope(fraction=0.5), experts=EXPERTS),
+    "granite": DENSE,
+    "nemotron": replace(DENSE, rope=Rope(fraction=0.5), activation="squared_relu"),
+    "stablelm": replace(DENSE, rope=Rope(fraction=0.25)),
+    "glm4v": replace(DENSE, rope=Rope(fraction=0.5, interleaved=True)),
+    "glm46v": replace(DENSE, rope=Rope(fraction=0.5, interleaved=True)),
+    "solar_open": replace(DENSE, experts=EXPERTS),
+    "youtu": replace(DENSE, attention=LATENT),
+    "helium": replace(DENSE, rope=Rope(interleaved=True)),
+    "mimo": DENSE,
+    "mixtral": replace(DENSE, experts=EXPERTS),
+    "olmo2": DENSE,
+    "olmoe": replace(DENSE, experts=EXPERTS),
+    "phi3": DENSE,
+    "qwen2_5_vl": DENSE,
+    "qwen2_moe": replace(DENSE, experts=EXPERTS),
+    "qwen3_vl_moe": replace(DENSE, experts=EXPERTS),
+    "smollm3": DENSE,
     "qwen3 with YaRN": replace(DENSE, rope=YARN),
     "deepseek_v3 without YaRN": replace(DENSE, attention=LATENT, experts=EXPERTS),
 }
@@ -80,7 +106,7 @@ def test_mixtures_of_experts_have_a_fused_permutation_too(model):
 
 
 def test_other_activations_and_biases_have_no_kernel():
-    assert on("gemma3_text") == {ROPE}
+    assert on("gemma3_text") == on("arcee") == {ROPE}
     assert on("gpt_oss") == {PERMUTATION}
     assert ACTIVATION not in {
         name
@@ -95,6 +121,10 @@ def test_the_kernel_that_drops_the_factor_of_yarn_is_never_used_with_it():
         assert ROPE not in on("qwen3 with YaRN", spec, machine)
     with pytest.raises(ValueError, match=r"apply_rope_fusion is true, but .* leaves out the factor of YaRN"):
         chosen_fusions(MODELS["qwen3 with YaRN"], "transformer_engine", H100, {ROPE: True})
+
+
+def test_the_kernel_that_rotates_halves_is_never_used_for_neighbours():
+    assert on("helium") == {ACTIVATION}
 
 
 def test_latent_attention_is_fused_with_yarn_alone():
