@@ -79,7 +79,7 @@ while time.time() < END:
     Attack(
         "fork bomb in a shell",
         "b(){ b|b& };b; sleep 9",
-        ("processes", "wall"),
+        ("processes", "wall", "cpu"),  # whichever the machine reaches first
         shell=True,
         needs_namespaces=True,
     ),

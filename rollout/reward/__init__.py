@@ -107,7 +107,9 @@ class Reward(Protocol):
         A mapping holds the number that trains under the name ``rollout.reward_key``. Each other number is a
         metric: ``reward/NAME`` is its mean over the trajectories of a batch that have it.
 
-        ``response`` is the text of the trajectory's last completion, decoded without special tokens.
+        ``response`` is the text of the trajectory's last completion, with its special tokens, but without
+        the token that ends the turn. ``rollout.judging.reasoning`` says whether the reasoning before an
+        answer is a part of it.
 
         Raise an exception only when the episode cannot be judged, for example because a server is down. Then
         only the judging is tried again, up to ``rollout.judging.attempts`` times, before the group is counted

@@ -1,19 +1,24 @@
 """The program in a response, and the cases that it is tested with, as a prompt set spells them. Pure."""
 
+import ast
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import cast
 
+from slipstream.rollout.reward.code_statements import Uses, uses_of
 from slipstream.rollout.tokens.trajectory import Prompt
 
 FORMS = (
-    "expected a list of {input: ..., output: ...}, {inputs: [...], outputs: [...]}, or a list of assert "
-    "statements, as a value or as JSON"
+    "expected a list of {input: ..., output: ...}, {inputs: [...], outputs: [...]}, the same with the name "
+    "of a function (fn_name), or a list of assert statements, as a value or as JSON"
 )
 
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})\s*(\S*)(.*)")
+_PYTHON = re.compile(r"(?:python|py)[\d.]*|\{\.python\}", re.IGNORECASE)
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -25,31 +30,102 @@ class StdioCase:
 
 
 @dataclass(frozen=True)
+class CallCase:
+    """A function of the program, its arguments, and what it must return. All are values of JSON."""
+
+    function: str
+    arguments: list[object]
+    returns: tuple[object, ...]
+    """Values of which it must return one."""
+
+    def accepts(self, returned: object) -> bool:
+        """True for a value that is right, as ``code_calls.encoded`` writes it. Raises ValueError, TypeError.
+
+        A tuple counts as a list, because JSON has no tuples.
+        """
+        return any(_as_json(returned) == each for each in self.returns)
+
+
+@dataclass(frozen=True)
 class AssertCase:
-    """Statements that must run without an error after the program."""
+    """Statements that must run without an error, and what they use of the program."""
 
     statements: str
+    uses: Uses
 
 
-Case = StdioCase | AssertCase
+Case = StdioCase | CallCase | AssertCase
 
 
-def last_block(response: str) -> str | None:
-    """Return the content of the last fenced block that is closed; None: there is none.
+def program_in(response: str, names: Iterable[str] = ()) -> str | None:
+    """Return the program in a response: a fenced block that is closed. None: there is none.
+
+    Blocks that say that they are Python go before others, and others before what is no program, such as an
+    output. Of several the last counts. Where ``names`` are expected of a program, it is the last block that
+    defines them all, if there is one: a block that uses them may follow.
+    """
+    blocks = list(_blocks(response))
+    python = [text for language, text in blocks if _PYTHON.fullmatch(language)]
+    unnamed = [text for language, text in blocks if not language]
+    candidates = python or unnamed or [text for _, text in blocks]
+    if not candidates:
+        return None
+    last = candidates[-1]
+    wanted = frozenset(names)
+    considered = candidates[-MOST_BLOCKS:]
+    if wanted:
+        return next((text for text in reversed(considered) if wanted <= _defined(text)), last)
+    return next((text for text in reversed(considered) if python or _is_program(text)), last)
+
+
+MOST_BLOCKS = 16
+"""Blocks of a response that are considered, from the last."""
+
+
+def _parsed(text: str) -> list[ast.stmt]:
+    """Return the statements of a program; none if it is no Python."""
+    try:
+        return ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+
+
+def _is_program(text: str) -> bool:
+    """True for Python that does more than naming values, as an output does."""
+    plain = (ast.Constant, ast.Name, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.UnaryOp)
+    return any(not (isinstance(each, ast.Expr) and isinstance(each.value, plain)) for each in _parsed(text))
+
+
+def _defined(text: str) -> frozenset[str]:
+    """Return the names that a program defines, with the methods of its class ``Solution``."""
+    found: set[str] = set()
+    for statement in _parsed(text):
+        for each in ast.walk(statement):
+            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(each.name)
+            elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+                found.add(each.id)
+            elif isinstance(each, ast.alias):
+                found.add(each.asname or each.name)
+    return frozenset(found)
+
+
+def _blocks(response: str) -> Iterator[tuple[str, str]]:
+    """Return the language and the content of each fenced block that is closed.
 
     A block ends with a line of as many of its fence's characters or more, as CommonMark says (4.5).
     """
-    fence, start, last = "", 0, None
+    fence, start, language = "", 0, ""
     lines = response.splitlines()
     for number, line in enumerate(lines):
         mark = _FENCE.fullmatch(line)
         if mark is None:
             continue
         if not fence:
-            fence, start = mark[1], number + 1
-        elif mark[1].startswith(fence) and not mark[2].strip():
-            last, fence = "\n".join(lines[start:number]) + "\n", ""
-    return last
+            fence, start, language = mark[1], number + 1, mark[2]
+        elif mark[1].startswith(fence) and not (mark[2] or mark[3].strip()):
+            yield language, "\n".join(lines[start:number]) + "\n"
+            fence = ""
 
 
 def cases_of(prompt: Prompt, column: str) -> list[Case]:
@@ -59,7 +135,7 @@ def cases_of(prompt: Prompt, column: str) -> list[Case]:
     if isinstance(value, str):
         value = _from_json(value)
     try:
-        cases = list(_cases(value))
+        cases = list(_cases(value, _function(prompt.metadata)))
     except ValueError as error:
         raise ValueError(f"{where}: {error}; {FORMS}") from None
     if not cases:
@@ -76,33 +152,120 @@ def _from_json(text: str) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _cases(value: object) -> Iterator[Case]:
+def _cases(value: object, function: str | None) -> Iterator[Case]:
+    """``function``: the name that the row has beside its cases."""
     if isinstance(value, Mapping):
         columns = cast("Mapping[str, object]", value)
+        function = _function(columns) or function
         inputs, outputs = columns.get("inputs"), columns.get("outputs")
         if not isinstance(inputs, list) or not isinstance(outputs, list):
             raise ValueError("found an object without the lists `inputs` and `outputs`")
         ins, outs = cast("list[object]", inputs), cast("list[object]", outputs)
         if len(ins) != len(outs):
             raise ValueError(f"found {len(ins)} inputs and {len(outs)} outputs")
+        is_function = _is_function(columns, _function(columns))
         for stdin, stdout in zip(ins, outs, strict=True):
-            yield StdioCase(_text(stdin), _text(stdout))
+            yield _call(function, stdin, stdout) if is_function else StdioCase(_text(stdin), _text(stdout))
     elif isinstance(value, list | tuple):
         for each in cast("Sequence[object]", value):
-            yield _case(each)
+            yield _case(each, function)
     else:
         raise ValueError(f"found {type(value).__name__}")
 
 
-def _case(value: object) -> Case:
+def _case(value: object, function: str | None) -> Case:
     kind = type(value).__name__
     if isinstance(value, str):
-        return AssertCase(value)
+        return AssertCase(value, uses_of(value))
     if isinstance(value, Mapping):
         columns = cast("Mapping[str, object]", value)
         if columns.keys() >= {"input", "output"}:
-            return StdioCase(_text(columns["input"]), _text(columns["output"]))
+            stdin, stdout = columns["input"], columns["output"]
+            own = _function(columns)
+            if _is_function(columns, own):
+                return _call(own or function, stdin, stdout)
+            return StdioCase(_text(stdin), _text(stdout))
     raise ValueError(f"found a case of type {kind} without `input` and `output`")
+
+
+def _function(columns: Mapping[str, object]) -> str | None:
+    """Return the name of the function that a row, a label or a case names, as APPS or LiveCodeBench does."""
+    more = columns.get("metadata")
+    if isinstance(more, str):
+        try:
+            more = json.loads(more)
+        except (ValueError, RecursionError):
+            more = None
+    places = [columns]
+    if isinstance(more, Mapping):
+        places.append(cast("Mapping[str, object]", more))
+    for place in places:
+        for key in ("fn_name", "func_name"):
+            name = place.get(key)
+            if name is not None and name != "":
+                if not isinstance(name, str) or not name.isidentifier():
+                    raise ValueError(f"found {key} {name!r}, expected the name of a function")
+                return name
+    return None
+
+
+def _is_function(columns: Mapping[str, object], function: str | None) -> bool:
+    """True if cases are calls of a function: `testtype` says so, or the name that they have themselves."""
+    kind = columns.get("testtype", columns.get("type"))
+    if kind in (None, ""):
+        return function is not None
+    if kind not in ("functional", "function_call", "stdin", "stdin_stdout"):
+        raise ValueError(f"found testtype {kind!r}, expected functional or stdin")
+    return kind in ("functional", "function_call")
+
+
+def _call(function: str | None, arguments: object, returns: object) -> CallCase:
+    """Return the case of a call. Texts hold JSON: of one argument in each line, and of the value."""
+    if function is None:
+        raise ValueError("found testtype functional without the name of the function (fn_name, or func_name)")
+    if isinstance(arguments, str):
+        values = [_json(line, "an input") for line in arguments.split("\n") if line.strip()]
+    elif isinstance(arguments, list):
+        values = cast("list[object]", arguments)
+    else:
+        raise ValueError(f"found an input of type {type(arguments).__name__}, expected a list of arguments")
+    right: list[object] = [returns]
+    if isinstance(returns, str):
+        try:
+            right = [_json(returns, "an output")]
+        except ValueError:
+            if isinstance(arguments, str):
+                raise
+        else:
+            right += (
+                [] if isinstance(arguments, str) else [returns]
+            )  # beside values it may be the value itself
+    elif isinstance(returns, list) and len(cast("list[object]", returns)) == 1:
+        right += cast("list[object]", returns)  # some data sets wrap the value in a list
+    return CallCase(function, values, tuple(right))
+
+
+def _json(text: str, what: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"found {what} of a function that is no JSON: {text[:80]!r}") from None
+
+
+def _as_json(value: object) -> object:
+    """Return plain data as JSON has it. Raises ValueError for another kind, KeyError, TypeError."""
+    if isinstance(value, list):
+        return [_as_json(each) for each in cast("list[object]", value)]
+    if not isinstance(value, dict):
+        return value
+    tagged = cast("dict[str, object]", value)
+    content = cast("list[object]", tagged["of"])
+    if tagged["is"] == "tuple":
+        return _as_json(content)
+    if tagged["is"] in ("dict", "counter"):
+        pairs = cast("list[tuple[object, object]]", content)
+        return {key if isinstance(key, str) else json.dumps(key): _as_json(each) for key, each in pairs}
+    raise ValueError(f"a {tagged['is']} is no value of JSON")
 
 
 def _text(value: object) -> str:
@@ -118,9 +281,28 @@ def _text(value: object) -> str:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """True if two outputs are equal, except for white space at the ends of lines and of the text."""
-    return _lines(printed) == _lines(expected)
+    """True if two outputs are equal, except for white space at the ends of lines and of the text.
+
+    Decimals are equal if their values are: 0.5 and 0.50.
+    """
+    ours, theirs = _lines(printed), _lines(expected)
+    return ours == theirs or (len(ours) == len(theirs) and all(map(_same_line, ours, theirs)))
 
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def _same_line(ours: str, theirs: str) -> bool:
+    if ours == theirs:
+        return True
+    words, expected = re.split(r"(\s+)", ours), re.split(r"(\s+)", theirs)
+    return len(words) == len(expected) and all(map(_same_word, words, expected))
+
+
+def _same_word(ours: str, theirs: str) -> bool:
+    if ours == theirs:
+        return True
+    if "." not in theirs or not (_NUMBER.fullmatch(ours) and _NUMBER.fullmatch(theirs)):
+        return False
+    return Decimal(ours) == Decimal(theirs)

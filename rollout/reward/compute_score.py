@@ -51,7 +51,8 @@ class ComputeScore:
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Raise ValueError for a prompt without a label."""
-        if prompt.label is None:
+        label: object = prompt.label
+        if label is None or label != label:  # NaN stands for a missing value in tables
             raise ValueError(
                 f"{prompt.reference} has no label, which is the ground truth: name its column, as with "
                 "data.columns: {label: reward_model.ground_truth}"

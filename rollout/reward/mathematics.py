@@ -1,11 +1,14 @@
 """The reward that compares mathematical answers with math-verify, which uses SymPy."""
 
 import logging
+import math
+import re
 import time
 from collections.abc import Callable
 from typing import Any, Literal, cast, get_args
 
 from slipstream.rollout.reward.answers import last_boxed
+from slipstream.rollout.reward.reasoning import answer_in
 from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
 
 Answer = Literal["any", "boxed"]
@@ -17,7 +20,8 @@ class MathVerify:
     """1.0 for a response whose answer equals the label by math-verify, 0.0 for any other.
 
     math-verify knows fractions, decimals, percentages, roots, sets, intervals, matrices, equations and units,
-    in LaTeX and in plain text. The label is LaTeX with or without ``$`` or ``\\boxed{...}``, or a number.
+    in LaTeX and in plain text. The label is LaTeX with or without ``$`` or ``\\boxed{...}``, or a number. Of
+    several boxes the last one counts, with either setting of ``answer``. Boxes in the reasoning do not.
 
     A comparison may take minutes. ``score`` is a plain function, so that the time limit of judging ends its
     process: that is a failed attempt at judging, and never a reward of 0. The same response takes as long in
@@ -34,8 +38,8 @@ class MathVerify:
         longest: int = 20_000,
         timeout_s: int | None = None,
     ) -> None:
-        """``answer``: ``boxed`` if only the last ``\\boxed{...}`` counts. ``strict``, ``float_rounding``:
-        those of ``math_verify.verify``. ``longest``: characters of a response that are read, from its end.
+        """``answer``: ``boxed`` if only ``\\boxed{...}`` is an answer. ``strict``, ``float_rounding``: as
+        ``math_verify.verify`` has them. ``longest``: characters of a response that are read, from its end.
         ``timeout_s``: math-verify's own time limit of each step, in whole seconds; None: there is none. It
         ends a step by a signal, without ending the process, and works in the main thread only.
         """
@@ -54,17 +58,21 @@ class MathVerify:
         _as_latex(prompt)
 
     def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
-        labels = self._library.parsed(_as_latex(prompt))
+        label = _as_latex(prompt)
+        labels = self._library.parsed(_readable(label))
         if not labels:
             shown = str(prompt.label)[:LONGEST_LABEL_SHOWN]
             raise ValueError(f"{prompt.reference} has the label {shown!r}, which math-verify cannot read")
-        response = response[-self._longest :]
-        if self._boxed_only:
-            content = last_boxed(response)
-            if content is None:
-                return 0.0
+        response = answer_in(response[-self._longest :])
+        content = last_boxed(response)
+        if content is not None:
+            same = _same_form(last_boxed(label) or label, content)
+            if same is not None:
+                return float(same)
             response = f"\\boxed{{{content}}}"
-        return float(self._library.any_equal(labels, self._library.parsed(response)))
+        elif self._boxed_only:
+            return 0.0
+        return float(self._library.any_equal(labels, self._library.parsed(_readable(response))))
 
 
 class _Library:
@@ -130,10 +138,87 @@ class _Library:
 def _as_latex(prompt: Prompt) -> str:
     """Return the label as math-verify reads it: LaTeX only counts between dollars or in a box."""
     label: object = prompt.label
-    if isinstance(label, bool) or not isinstance(label, str | int | float):
+    is_number = not isinstance(label, float) or math.isfinite(label)
+    is_text = not isinstance(label, str) or label.strip().lower() not in ("nan", "none", "null")
+    if isinstance(label, bool) or not isinstance(label, str | int | float) or not (is_number and is_text):
         raise ValueError(
             f"{prompt.reference} has the label {label!r}, expected a mathematical expression in a text, or a "
             "number"
         )
     text = str(label).strip()
     return text if "$" in text or "\\boxed" in text or "\\(" in text else f"\\boxed{{{text}}}"
+
+
+_JOINED = re.compile(r"(?<=[\d}\s])\\text\s*\{[^{}]*\b(?:and|or)\b[^{}]*\}(?=\s*[-+\d\\])")
+_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?!\w)")
+_ROOT = re.compile(r"\\sqrt\s*\{\s*-\s*(\d{1,12})\s*\}")
+_LAST_POINT = re.compile(r"\.(\s*\}\s*)$")
+
+
+def _readable(latex: str) -> str:
+    """Return LaTeX in which math-verify reads what it otherwise would not.
+
+    These are powers of ten as programs print them, roots of negative numbers, another sign of the empty set,
+    a full stop at the end of a box, and several numbers that are joined by words.
+    """
+    latex = latex.replace("\\varnothing", "\\emptyset")
+    latex = _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", latex)
+    latex = _ROOT.sub(_imaginary, latex)
+    return _LAST_POINT.sub(r"\1", _JOINED.sub(", ", latex))
+
+
+def _imaginary(root: re.Match[str]) -> str:
+    """Return the root of a negative number as a multiple of i."""
+    number = int(root[1])
+    whole = math.isqrt(number)
+    if whole * whole != number:
+        return rf"(i\sqrt{{{root[1]}}})"
+    multiple = f"{whole}i" if whole != 1 else "i"
+    return (
+        f"({multiple})" if root.start() and re.match(r"[\w)}]", root.string[root.start() - 1]) else multiple
+    )
+
+
+_BASE = re.compile(r"([0-9A-Za-z]+)_\{?\s*(\d+)\s*\}?")
+_WORD = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
+_LETTERS = re.compile(r"\(?[A-Z]\)?(?:(?P<between>\s*(?:,|;|\band\b|\s)\s*|)\(?[A-Z]\)?)+")
+
+
+def _same_form(label: str, answer: str) -> bool | None:
+    """Compare what math-verify takes for products of names; None: neither is such a form.
+
+    Numbers in a base, such as ``101_2``: the base counts. Letters of several choices, such as ``A, B, D``.
+    Numbers that ``float_rounding`` would take for 0: they differ by a millionth of the label at most.
+    """
+    label, answer = (" ".join(_WORD.sub(r"\1", each).split()).strip(" .$") for each in (label, answer))
+    numbers = [_small(each) for each in (label, answer)]
+    if numbers[0] is not None and numbers[1] is not None and 0 < abs(numbers[0]) < _SMALL:
+        return abs(numbers[0] - numbers[1]) <= abs(numbers[0]) * 1e-6
+    bases = [_BASE.fullmatch(each) for each in (label, answer)]
+    if bases[0] is not None:
+        return bases[1] is not None and _in_base(bases[0]) == _in_base(bases[1])
+    lists = [_LETTERS.fullmatch(each) for each in (label, answer)]
+    if all(lists) and any(each is not None and each["between"] for each in lists):
+        return sorted(re.findall("[A-Z]", label)) == sorted(re.findall("[A-Z]", answer))
+    return None
+
+
+_SMALL = 1e-4
+_POWER = re.compile(
+    r"([-+]?\d+(?:\.\d+)?)\s*(?:(?:\\times|\\cdot)\s*10\s*\^\s*\{?\s*|[eE])([-+]?\d{1,3})\s*\}?"
+)
+
+
+def _small(text: str) -> float | None:
+    """Return a number that is written with a power of ten, or as a decimal; None: it is another form."""
+    power = _POWER.fullmatch(text)
+    if power is not None:
+        return float(f"{power[1]}e{power[2]}")
+    return float(text) if re.fullmatch(r"[-+]?\d{1,20}(?:\.\d{1,20})?", text) else None
+
+
+def _in_base(number: re.Match[str]) -> object:
+    try:
+        return int(number[1], int(number[2]))
+    except ValueError:
+        return number[1], number[2]

@@ -1,7 +1,9 @@
 """Rewards that compare texts: exactly, by a regular expression, by common words."""
 
+import math
 import re
 import string
+import unicodedata
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import cast
@@ -27,12 +29,15 @@ class FinalAnswer:
         """Raise ValueError for a prompt without a label."""
         if prompt.label is None:
             raise ValueError(f"{prompt.reference} has no label to compare with")
+        _forms(prompt.label, prompt)
 
     async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
         self.check_prompt(prompt)
         _, marker, answer = response.partition(self._marker)
         well_formed = marker != "" and self._marker not in answer and trajectory.finish is Finish.STOP
-        return float(well_formed and answer.strip() == str(prompt.label).strip())
+        return float(
+            well_formed and answer.strip() in [each.strip() for each in _forms(prompt.label, prompt)]
+        )
 
 
 class Exact:
@@ -58,7 +63,7 @@ class Exact:
         return float(answer is not None and self._normal(answer) in labels)
 
     def _normal(self, text: str) -> str:
-        text = " ".join(text.split())
+        text = unicodedata.normalize("NFC", " ".join(text.split()))
         return text.casefold() if self._ignore_case else text
 
 
@@ -127,12 +132,26 @@ def labels_of(prompt: Prompt) -> Sequence[str]:
     """Return the texts that are right. Raises ValueError if there are none: nothing can be judged."""
     label: object = prompt.label
     labels = cast("Sequence[object]", label) if isinstance(label, list | tuple) else [label]
-    texts = [str(each) for each in labels if isinstance(each, str | int | float)]
+    texts = [form for each in labels if isinstance(each, str | int | float) for form in _forms(each, prompt)]
     if not texts or any(each is None for each in labels):
         raise ValueError(
             f"{prompt.reference} has the label {label!r}, expected a text to compare with, or a list of them"
         )
     return texts
+
+
+def _forms(label: object, prompt: Prompt) -> list[str]:
+    """Return the texts that mean a label: columns of tables have 18 as 18.0, and JSON has True as true.
+
+    Raises ValueError for NaN, which stands for a missing value, and for an infinite number.
+    """
+    if isinstance(label, bool):
+        return [str(label), str(label).lower()]
+    if not isinstance(label, float):
+        return [str(label)]
+    if not math.isfinite(label):
+        raise ValueError(f"{prompt.reference} has the label {label!r}, expected a value: it is missing")
+    return [str(int(label)), str(label)] if label.is_integer() else [str(label)]
 
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.rollout.tokens.teacher import TeacherScores
-from slipstream.rollout.tokens.trajectory import Prompt, RewardParts, Trajectory
+from slipstream.rollout.tokens.trajectory import LARGEST_REWARD, Prompt, RewardParts, Trajectory
 
 RESERVED = frozenset({"mean", "std", "turn_mean", "parts", "source_parts"})
 """Names that no part may have: the metrics ``reward/NAME`` are there already."""
@@ -79,6 +79,8 @@ def number_of(value: object) -> float:
         raise NoNumber(_refusal(value)) from error
     if not math.isfinite(result):
         raise NoNumber(_refusal(value))
+    if abs(result) > LARGEST_REWARD:
+        raise NoNumber(f"it returned {result:g}, expected at most {LARGEST_REWARD:g} (float32)")
     return result
 
 
@@ -130,8 +132,8 @@ def check_parts(parts: object) -> None:
         if not isinstance(pair, tuple) or len(cast("tuple[object, ...]", pair)) != 2:
             raise NoNumber(f"its reward_parts have {shown}, expected (name, number)")
         name, value = cast("tuple[object, object]", pair)
-        if type(value) is not float or not math.isfinite(value):
-            raise NoNumber(f"its reward part {_shown(name)} is {_shown(value)}, expected a finite float")
+        if type(value) is not float or not abs(value) <= LARGEST_REWARD:  # NaN is not
+            raise NoNumber(f"its reward part {_shown(name)} is {_shown(value)}, expected a float of float32")
         names.add(_name(name))
     if len(names) != len(pairs) or len(pairs) > MOST_PARTS:
         raise NoNumber(f"it has {len(pairs)} reward_parts, expected {MOST_PARTS} at most, each once")

@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from slipstream.rollout.sandbox import keeper_process
 from slipstream.rollout.sandbox.interface import ExecResult, Isolation, SandboxFailed, SandboxRefused
@@ -97,17 +97,18 @@ class LocalSandbox:
     ) -> ExecResult:
         """Run a command and wait for its end, see ``Sandbox.exec``."""
         limit = self._setup.limits.wall_s
+        command, env = checked_call(command, stdin, env, wall_s)
         seconds = limit if wall_s is None else min(wall_s, limit)
-        request = Exec(checked_command(command), stdin, dict(env or {}), seconds)
+        request = Exec(command, bytes(stdin), env, seconds)
         return (await self._ask(request, Executed, seconds + ANSWER_S)).result
 
     async def upload(self, path: str, data: bytes) -> None:
         """Write a file, see ``Sandbox.upload``."""
-        await self._ask(Upload(path, data), Done, ANSWER_S)
+        await self._ask(Upload(checked_path(path), checked_bytes(data)), Done, ANSWER_S)
 
     async def download(self, path: str) -> bytes:
         """Return a file, see ``Sandbox.download``."""
-        return (await self._ask(Download(path), Content, ANSWER_S)).data
+        return (await self._ask(Download(checked_path(path)), Content, ANSWER_S)).data
 
     async def close(self) -> None:
         """End the sandbox with everything in it."""
@@ -159,15 +160,57 @@ class LocalSandbox:
         writer.transport.abort()
 
 
-def checked_command(command: Sequence[str]) -> tuple[str, ...]:
-    """Return a command that can be run. Raises SandboxRefused."""
-    if isinstance(command, str) or not command or not command[0]:
+def checked_call(
+    command: Sequence[str], stdin: bytes, env: Mapping[str, str] | None, wall_s: float | None
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the command and the variables of a call that can be run. Raises SandboxRefused.
+
+    They may come from a policy, whose texts are those of JSON.
+    """
+    given = cast(object, command)
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence) or not given or not given[0]:
         raise SandboxRefused(
-            f"{command!r} is no command; expected a program and its arguments, such as ['sh', '-c', 'ls']"
+            f"{given!r} is no command; expected a program and its arguments, such as ['sh', '-c', 'ls']"
         )
-    if any("\0" in part for part in command):
-        raise SandboxRefused(f"the command {command!r} contains a NUL character")
-    return tuple(command)
+    parts = tuple(_text(part, "the command", command) for part in cast("Sequence[object]", given))
+    variables: dict[str, str] = {}
+    for name, value in dict(env or {}).items():
+        if not name or "=" in _text(name, "the environment", env):
+            raise SandboxRefused(f"{name!r} is no name of a variable; expected one without `=`")
+        variables[name] = _text(value, "the environment", env)
+    checked_bytes(stdin)
+    seconds = cast(object, wall_s)
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if seconds is not None and not (is_number and cast(float, seconds) > 0):  # NaN is not
+        raise SandboxRefused(f"wall_s is {seconds!r}, expected seconds above 0, or None")
+    return parts, variables
+
+
+def checked_path(path: str) -> str:
+    """Return the path of a file as it can be sent. Raises SandboxRefused."""
+    return _text(path, "the path", path)
+
+
+def checked_bytes(data: bytes) -> bytes:
+    """Return the content of a file or of a standard input. Raises SandboxRefused."""
+    if not isinstance(cast(object, data), bytes | bytearray | memoryview):
+        raise SandboxRefused(f"found data of type {type(data).__name__}, expected bytes")
+    return bytes(data)
+
+
+def _text(value: object, what: str, whole: object) -> str:
+    """Return a text that the kernel can be given. Raises SandboxRefused."""
+    if not isinstance(value, str):
+        raise SandboxRefused(f"{what} {whole!r} contains a {type(value).__name__}, expected texts")
+    if "\0" in value:
+        raise SandboxRefused(f"{what} {whole!r} contains a NUL character")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise SandboxRefused(
+            f"{what} {whole!r} contains half a surrogate pair, expected text of UTF-8"
+        ) from None
+    return value
 
 
 _warned = False

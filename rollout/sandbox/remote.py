@@ -12,7 +12,7 @@ import msgspec
 
 from slipstream.configs.schema.sandbox import RemoteSandboxConfig, SandboxLimits
 from slipstream.rollout.sandbox.interface import ExecResult, Isolation, SandboxFailed, SandboxRefused
-from slipstream.rollout.sandbox.local import CLOSE_S, checked_command
+from slipstream.rollout.sandbox.local import CLOSE_S, checked_bytes, checked_call, checked_path
 from slipstream.rollout.sandbox.protocol import FULL, REFUSED, CreateBody, CreatedBody, ErrorBody, ExecBody
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
@@ -79,7 +79,8 @@ class RemoteSandbox:
         wall_s: float | None = None,
     ) -> ExecResult:
         """Run a command and wait for its end, see ``Sandbox.exec``."""
-        body = msgspec.json.encode(ExecBody(list(checked_command(command)), stdin, dict(env or {}), wall_s))
+        parts, variables = checked_call(command, stdin, env, wall_s)
+        body = msgspec.json.encode(ExecBody(list(parts), bytes(stdin), variables, wall_s))
         limit = self._settings.wall_s
         seconds = (limit if wall_s is None else min(limit, wall_s)) + self._settings.answer_timeout_s
         reply = await self._ask("POST", "/exec", body, seconds, is_repeatable=False)
@@ -87,13 +88,14 @@ class RemoteSandbox:
 
     async def upload(self, path: str, data: bytes) -> None:
         """Write a file, see ``Sandbox.upload``."""
+        path, data = checked_path(path), checked_bytes(data)
         seconds = self._settings.answer_timeout_s
         await self._ask("PUT", "/files", data, seconds, is_repeatable=True, path=path)
 
     async def download(self, path: str) -> bytes:
         """Return a file, see ``Sandbox.download``."""
         seconds = self._settings.answer_timeout_s
-        return await self._ask("GET", "/files", b"", seconds, is_repeatable=True, path=path)
+        return await self._ask("GET", "/files", b"", seconds, is_repeatable=True, path=checked_path(path))
 
     async def close(self) -> None:
         """End the sandbox. A server that cannot be reached does so after ``idle_s``."""

@@ -110,7 +110,7 @@ class SandboxServer:
         except SandboxFailed as error:
             self._drop(request.match_info["name"])
             return _failure(FAILED, str(error))
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeError) as error:
             return _failure(400, f"malformed body: {error}")
         except web.HTTPException as error:
             return _failure(error.status, error.reason)

@@ -162,6 +162,10 @@ def returns_infinity() -> float:
     return float("inf")
 
 
+def returns_more_than_float32() -> float:
+    return 1e39
+
+
 def returns_a_complex_number() -> complex:
     return 1j
 
@@ -492,7 +496,10 @@ class RefusesToStart:
 class StartsWhile:
     """Starts as long as a file exists."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, starts: str | None = None) -> None:
+        if starts is not None:
+            with open(starts, "a") as file:
+                file.write("x")
         Path(path).read_text()
 
     def score(self, prompt: Any, response: str, trajectory: Any) -> float:

@@ -2,15 +2,19 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from slipstream.rollout.collection.collector.judging import Judging, WorkflowReward, last_response
 from slipstream.rollout.reward.judge.judge_errors import JudgingFailed
+from slipstream.rollout.reward.reasoning import answer_in, reads_reasoning
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
@@ -22,11 +26,12 @@ PROMPT = Prompt(7, "what?")
 class Numbers:
     """A tokenizer whose text names the token ids."""
 
+    eos_token_id = -1
+
     def apply_chat_template(self, conversation, **kwargs):
         raise AssertionError
 
     def decode(self, token_ids, **kwargs):
-        assert kwargs == {"skip_special_tokens": True}
         return ",".join(map(str, token_ids))
 
 
@@ -44,6 +49,115 @@ def test_the_response_is_the_last_completion_whatever_its_versions_and_loss(vers
     start = max((i + 1 for i in range(end) if versions[i] == UNSAMPLED), default=0)
     expected = ",".join(map(str, range(start, end)))
     assert last_response(Numbers(), trajectory(versions, mask)) == expected
+
+
+WORDS = [
+    "<s>",
+    "</s>",
+    "<pad>",
+    "<|end|>",
+    "<answer>",
+    "</answer>",
+    "<think>",
+    "</think>",
+    "user",
+    "hm",
+    "4",
+    "5",
+]
+TAGS = ["<|end|>", "<answer>", "</answer>", "<think>", "</think>"]
+
+
+def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of words, all tags of which are special tokens."""
+    backend = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tags = [word for word in words if word in TAGS]
+    return PreTrainedTokenizerFast(tokenizer_object=backend, additional_special_tokens=tags, **names)
+
+
+def read(prompt: str, answer: str, *, reads_reasoning: bool, finish: Finish = Finish.STOP) -> str:
+    words = WORDS if "think" in prompt + answer else [word for word in WORDS if "think" not in word]
+    tokenizer = tokenizer_of(words)
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in (prompt, answer)]
+    whole = trajectory([UNSAMPLED] * len(ids[0]) + [1] * len(ids[1]))
+    whole = replace(whole, tokens_T=np.array([*ids[0], *ids[1]]), finish=finish)
+    judges = Judges()
+    run(Judging(judges, tokenizer, reads_reasoning=reads_reasoning).judge(PROMPT, whole))
+    return " ".join(judges.asked[0][1].split())
+
+
+@pytest.mark.parametrize(
+    ("answer", "finish", "response"),
+    [
+        ("hm <answer> 4 </answer> </s>", Finish.STOP, "hm <answer> 4 </answer>"),
+        ("hm <answer> 4 </answer> <|end|>", Finish.STOP, "hm <answer> 4 </answer>"),
+        ("hm <answer> 4 </answer>", Finish.STOP, "hm <answer> 4 </answer>"),
+        ("<answer> 4 <answer>", Finish.LENGTH, "<answer> 4 <answer>"),
+        ("", Finish.LENGTH, ""),
+    ],
+)
+def test_a_reward_reads_the_special_tokens_that_were_said_and_not_the_end(answer, finish, response):
+    if not answer:
+        assert last_response(tokenizer_of(WORDS), trajectory([UNSAMPLED])) == ""
+        return
+    assert read("user 5", answer, reads_reasoning=False, finish=finish) == response
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "cut", "kept"),
+    [
+        ("user", "<think> hm </think> 4 </s>", "4", "<think> hm </think> 4"),
+        ("user <think>", "hm </think> 4 </s>", "4", "hm </think> 4"),
+        ("user <think>", "hm 4", "", "hm 4"),
+        ("user <think> </think>", "4 </s>", "4", "4"),
+        ("user", "<think> hm 4", "", "<think> hm 4"),
+        ("user", "<think> hm </think> 5 <think> 4 </think>", "", "<think> hm </think> 5 <think> 4 </think>"),
+        ("user", "hm 4 </s>", "hm 4", "hm 4"),
+    ],
+)
+def test_a_reward_of_answers_reads_what_follows_the_reasoning(prompt, answer, cut, kept):
+    assert read(prompt, answer, reads_reasoning=False) == cut
+    assert read(prompt, answer, reads_reasoning=True) == kept
+
+
+OURS = "slipstream.rollout.reward."
+
+
+@pytest.mark.parametrize(
+    ("reading", "path", "args", "reads"),
+    [
+        ("auto", OURS + "MathVerify", {}, False),
+        ("auto", OURS + "Regex", {}, True),
+        ("auto", OURS + "Exact", {"answer": {"after": "</think>"}}, True),
+        ("auto", "my.reward", {}, True),
+        ("cut", "my.reward", {}, False),
+        ("keep", OURS + "Exact", {}, True),
+        ("auto", OURS + "Weighted", {"parts": {"a": {"path": OURS + "Exact"}}}, False),
+        (
+            "auto",
+            OURS + "Weighted",
+            {"parts": {"a": {"path": OURS + "Exact"}, "b": {"path": OURS + "Regex"}}},
+            True,
+        ),
+    ],
+)
+def test_rewards_that_look_for_forms_or_are_the_users_read_the_reasoning(reading, path, args, reads):
+    assert reads_reasoning(reading, path, args) is reads
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>4", "4"),
+        ("<|channel|>analysis<|message|>hm", ""),
+        ("[THINK]hm[/THINK]4", "4"),
+        ("4 < 5", "4 < 5"),
+    ],
+)
+def test_reasoning_has_the_marks_of_several_families(text, answer):
+    assert answer_in(text) == answer
 
 
 @dataclass

@@ -118,6 +118,7 @@ RAISED = {
     "returns_an_array_of_text": r"returned array\('0\.5'.* of type ndarray, expected a finite number",
     "returns_nan": "returned nan of type float",
     "returns_infinity": "returned inf of type float",
+    "returns_more_than_float32": r"returned 1e\+39, expected at most 3\.40282e\+38 \(float32\)",
     "returns_a_complex_number": "returned 1j of type complex",
     "returns_a_complex_scalar": r"returned .*1\+0j.* of type complex64",
     "returns_two_numbers": r"returned array\(\[0\., 0\.\]\) of type ndarray",

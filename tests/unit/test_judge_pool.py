@@ -282,6 +282,22 @@ def test_a_reward_that_cannot_start_again_fails_every_question(judging, tmp_path
     assert all("FileNotFoundError" in str(error) for error in errors)
 
 
+def test_a_reward_that_fails_in_the_same_way_at_each_start_is_started_twice_however_many_attempts_there_are(
+    judging, tmp_path
+):
+    permit, starts = tmp_path / "permit", tmp_path / "starts"
+    permit.write_text("")
+
+    async def ask(pool):
+        permit.unlink()
+        return await score(pool, 0, "1")
+
+    pool = judging.pool("StartsWhile", {"path": str(permit), "starts": str(starts)}, attempts=20)
+    with pytest.raises(JudgeStartFailed, match=r"(?s)failed twice in the same way.*FileNotFoundError"):
+        judging.use(pool, ask)
+    assert len(starts.read_text()) == 3, "the one that the pool was opened with, and two more"
+
+
 def test_a_reward_that_ends_its_process_while_it_is_idle_is_not_started_for_ever(judging):
     async def ask_now_and_then(pool):
         while True:

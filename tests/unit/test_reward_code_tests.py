@@ -9,6 +9,7 @@ from slipstream.rollout.reward import CodeTests, is_accuracy
 from slipstream.rollout.reward.judge.judge_pool import JudgingFailed
 from slipstream.rollout.sandbox.interface import ExecResult, SandboxFailed
 from slipstream.rollout.tokens.trajectory import Prompt
+from tests import reward_hacks
 from tests.unit.judging import Judging, trajectory
 
 LIMITS = {"type": "local", "wall_s": 5, "cpu_s": 2, "memory_mb": 128}
@@ -54,6 +55,51 @@ def test_a_program_gets_the_share_of_the_cases_that_it_passes(label, program, sh
     assert score(label, program, sandbox=LIMITS | {"cpu_s": 1, "wall_s": 3}, reward="all") == float(
         share == 1
     )
+
+
+CALLS = {"fn_name": "double", "inputs": [[2], [-1]], "outputs": [4, -2]}
+
+
+@pytest.mark.parametrize(
+    ("label", "program", "share"),
+    [
+        (CALLS, DOUBLE, 1.0),
+        (CALLS, "class Solution:\n    def double(self, x):\n        print(x)\n        return 2 * x", 1.0),
+        (CALLS, "def double(x):\n    return 4", 0.5),
+        (CALLS, "def double(x):\n    return {2: 2 * x}", 0.0),
+        (CALLS, "", 0.0),
+        ({"fn_name": "pair", "inputs": [[1]], "outputs": [[[1, 1]]]}, "def pair(x):\n    return x, x", 1.0),
+        (["assert double(3) == 6.0"], DOUBLE, 1.0),
+        (["assert double([1]) == [1, 1]", "assert double('a') == 'b'"], DOUBLE, 0.5),
+    ],
+)
+def test_a_function_is_called_and_its_value_compared_as_data(label, program, share):
+    assert score(label, program) == share
+
+
+@pytest.mark.parametrize("statements", ["import missing_module\nassert f() == 1", "1 / 0\nassert f() == 1"])
+def test_statements_that_fail_by_themselves_are_a_failure_and_no_wrong_program(statements):
+    with pytest.raises(
+        ValueError, match=r"the statements cannot test a program: (ModuleNotFound|ZeroDivision)Error"
+    ):
+        score([statements], "f = int")
+
+
+def test_a_function_that_cannot_cross_is_a_failure_and_no_wrong_program():
+    with pytest.raises(ValueError, match="given a container with a value that is no plain data"):
+        score(["assert double(lambda: 1) == 1"], DOUBLE)
+
+
+def test_no_hack_is_paid_and_every_right_program_is():
+    """``python -m tests.reward_hacks`` tries all."""
+    bad, good = list(reward_hacks.hacks()), list(reward_hacks.right())
+    assert reward_hacks.kinds() >= 40 and len(good) == 100
+    always = ("lists: empties its argument in a forged answer", "maps: StopIteration in the call")
+    tried = bad[3::40] + [hack for hack in bad if hack[0] in always]
+    paid = asyncio.run(reward_hacks.rewards(tried))
+    assert len(paid) >= 8 and set(paid.values()) == {0.0}, paid
+    unpaid = asyncio.run(reward_hacks.rewards(good[5::24]))
+    assert set(unpaid.values()) == {1.0}, unpaid
 
 
 def test_a_response_without_a_program_gets_nothing_and_no_sandbox():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.rollout.reward import F1, Choice, Exact, Regex
+from slipstream.rollout.reward import F1, Choice, Exact, FinalAnswer, MathVerify, Regex
 from slipstream.rollout.reward.answers import answer_finder, last_boxed
 from slipstream.rollout.reward.judge.judge_pool import JudgingFailed
 from slipstream.rollout.tokens.trajectory import Prompt
@@ -107,6 +107,12 @@ def test_braces_without_end_take_linear_time(response):
         ({}, "4", " 4\n", 1.0),
         ({}, 4, "4", 1.0),
         ({}, "a  b", "a\nb", 1.0),
+        ({}, 18.0, "18", 1.0),
+        ({}, 18.0, "18.0", 1.0),
+        ({}, 18.5, "18", 0.0),
+        ({}, True, "true", 1.0),
+        ({}, ["a", 3.0], "3", 1.0),
+        ({}, "é", "e\u0301", 1.0),
         ({}, "Paris", "paris", 0.0),
         ({"ignore_case": True}, "STRASSE", "straße", 1.0),
         ({}, ["4", "four"], "four", 1.0),
@@ -126,6 +132,15 @@ def test_exact(args, label, response, reward):
 def test_a_label_that_is_no_text_is_a_failure_and_no_wrong_answer(reward, label):
     with pytest.raises(ValueError, match=r"prompt 3 has the label .* expected a text to compare with"):
         score(reward, label, "4")
+
+
+@pytest.mark.parametrize("label", [float("nan"), float("inf"), ["a", float("nan")]])
+@pytest.mark.parametrize("reward", [Exact(), F1(), Regex("(?P<answer>.)"), FinalAnswer(), MathVerify()])
+def test_a_label_that_is_missing_is_refused_before_the_run(reward, label):
+    if isinstance(label, list) and isinstance(reward, FinalAnswer):
+        return
+    with pytest.raises(ValueError, match="prompt 3 has the label"):
+        reward.check_prompt(Prompt(3, "?", label))
 
 
 # ---- Choice
@@ -187,12 +202,14 @@ def test_letters_beyond_those_of_the_question_are_no_choice():
     assert Choice("ABCD").chosen("The answer is E") is None
 
 
-@pytest.mark.parametrize(("label", "letter"), [("b", "B"), ("(B)", "B"), ("B.", "B"), (1, "B"), (0, "A")])
+@pytest.mark.parametrize(
+    ("label", "letter"), [("b", "B"), ("(B)", "B"), ("B.", "B"), (1, "B"), (0, "A"), (1.0, "B")]
+)
 def test_the_label_may_be_a_letter_or_a_place(label, letter):
     assert score(Choice("ABCD"), label, letter) == 1.0
 
 
-@pytest.mark.parametrize("label", ["E", "AB", "", None, 4, -1, True])
+@pytest.mark.parametrize("label", ["E", "AB", "", None, 4, -1, True, float("nan"), 0.5])
 def test_a_label_that_cannot_be_chosen_is_a_failure(label):
     with pytest.raises(ValueError, match=r"prompt 3 has the label .*, expected one of the letters ABCD"):
         score(Choice("ABCD"), label, "A")

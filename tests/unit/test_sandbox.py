@@ -222,6 +222,43 @@ def test_what_is_no_command_is_refused(command: list[str]):
     in_sandbox(use)
 
 
+HALF = "\ud800"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "reason"),
+    [
+        ("exec", (["echo", HALF], {}), "half a surrogate pair"),
+        ("exec", (["echo", 3], {}), "contains a int"),
+        ("exec", ([None], {}), "no command"),
+        ("exec", (["env"], {"env": {"A": HALF}}), "half a surrogate pair"),
+        ("exec", (["env"], {"env": {HALF: "a"}}), "half a surrogate pair"),
+        ("exec", (["env"], {"env": {"A": "x\0"}}), "NUL"),
+        ("exec", (["env"], {"env": {"A=B": "x"}}), "no name of a variable"),
+        ("exec", (["env"], {"env": {"": "x"}}), "no name of a variable"),
+        ("exec", (["env"], {"env": {"A": 1}}), "contains a int"),
+        ("exec", (["cat"], {"stdin": "text"}), "type str, expected bytes"),
+        ("exec", (["true"], {"wall_s": float("nan")}), "wall_s is nan"),
+        ("exec", (["true"], {"wall_s": -1}), "wall_s is -1"),
+        ("exec", (["true"], {"wall_s": 0}), "wall_s is 0"),
+        ("exec", (["true"], {"wall_s": "9"}), "wall_s is '9'"),
+        ("upload", (HALF, {"data": b"x"}), "half a surrogate pair"),
+        ("upload", ("a", {"data": "x"}), "type str, expected bytes"),
+        ("upload", (7, {"data": b"x"}), "contains a int"),
+        ("download", (HALF, {}), "half a surrogate pair"),
+        ("download", ("a\0", {}), "NUL"),
+    ],
+)
+def test_a_call_that_cannot_be_sent_is_refused_and_the_sandbox_goes_on(name, arguments, reason):
+    async def use(sandbox: LocalSandbox) -> None:
+        first, named = arguments
+        with pytest.raises(SandboxRefused, match=reason):
+            await getattr(sandbox, name)(first, **named)
+        assert not (await sandbox.exec(["true"])).failed
+
+    in_sandbox(use)
+
+
 def test_commands_of_one_sandbox_take_turns():
     async def use(sandbox: LocalSandbox) -> None:
         program = "test ! -e busy && touch busy && sleep 0.05 && rm busy"

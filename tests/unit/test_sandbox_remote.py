@@ -117,6 +117,10 @@ def test_paths_that_lead_out_are_refused_and_the_sandbox_goes_on(url: str, path:
                 await sandbox.upload(path, b"x")
         with pytest.raises(SandboxRefused, match="NUL"):
             await sandbox.exec(["a\0b"])
+        with pytest.raises(SandboxRefused, match="half a surrogate pair"):
+            await sandbox.download("\ud800")
+        with pytest.raises(SandboxRefused, match="wall_s is nan"):
+            await sandbox.exec(["true"], wall_s=float("nan"))
         assert not (await sandbox.exec(["true"])).failed
 
     in_sandbox(use, url)

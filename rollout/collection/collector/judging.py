@@ -10,14 +10,15 @@ waits for       ``Judges.score`` and ``score_group``
 unblocked by    the answer of a judge process, or the end of the last attempt (``JudgePool``)
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
+from typing import Protocol, cast
 
 from slipstream.rollout.collection.collector.recording import Recording
 from slipstream.rollout.reward.judge.judge_pool import JudgeStatus
+from slipstream.rollout.reward.reasoning import Markers, answer_in, markers_of
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.system.time_limit import TimeLimit
-from slipstream.rollout.tokens.tokenizer import Tokenizer
+from slipstream.rollout.tokens.tokenizer import Tokenizer, said
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Prompt, Trajectory
 
 
@@ -47,9 +48,11 @@ class Judges(Protocol):
 class Judging:
     """Judges whole trajectories by their last completion."""
 
-    def __init__(self, judges: Judges, tokenizer: Tokenizer) -> None:
+    def __init__(self, judges: Judges, tokenizer: Tokenizer, *, reads_reasoning: bool = True) -> None:
+        """``reads_reasoning``: the reward gets the reasoning before an answer too."""
         self._judges = judges
         self._tokenizer = tokenizer
+        self._markers = () if reads_reasoning else _markers_of(tokenizer)
 
     @property
     def of_groups(self) -> bool:
@@ -63,13 +66,16 @@ class Judging:
         """
         if self.of_groups:
             return (await self.judge_group(prompt, [trajectory]))[0]
-        response = last_response(self._tokenizer, trajectory)
+        response = self._response(trajectory)
         return await self._judges.score(prompt, response, trajectory)
 
     async def judge_group(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Judgement]:
         """Return the judgement of each trajectory of a group. Raises JudgingFailed."""
-        responses = [last_response(self._tokenizer, trajectory) for trajectory in trajectories]
+        responses = [self._response(trajectory) for trajectory in trajectories]
         return await self._judges.score_group(prompt, responses, trajectories)
+
+    def _response(self, trajectory: Trajectory) -> str:
+        return last_response(self._tokenizer, trajectory, self._markers)
 
 
 class WorkflowReward:
@@ -89,8 +95,12 @@ class WorkflowReward:
             return (await self._judges.score(prompt, response, trajectory)).reward
 
 
-def last_response(tokenizer: Tokenizer, trajectory: Trajectory) -> str:
-    """Return the text of the trajectory's last completion, without special tokens."""
+_TAIL = 16
+"""Tokens of a prompt in which the begin of the reasoning is looked for: templates end with it."""
+
+
+def last_response(tokenizer: Tokenizer, trajectory: Trajectory, markers: Markers = ()) -> str:
+    """Return what the trajectory's last completion says. ``markers``: reasoning between these is cut off."""
     start = end = previous_end = 0
     was_sampled = False
     for version, _, run_end in trajectory.header.runs:
@@ -98,4 +108,14 @@ def last_response(tokenizer: Tokenizer, trajectory: Trajectory) -> str:
         if is_sampled:
             start, end = (start if was_sampled else previous_end), run_end
         was_sampled, previous_end = is_sampled, run_end
-    return tokenizer.decode(trajectory.tokens_T[start:end].tolist(), skip_special_tokens=True)
+    text = said(tokenizer, trajectory.tokens_T[start:end].tolist(), trajectory.finish)
+    if not markers:
+        return text
+    before = tokenizer.decode(trajectory.tokens_T[max(0, start - _TAIL) : start].tolist()).rstrip()
+    return answer_in(text, markers, is_begun=any(before.endswith(begin) for begin, _ in markers))
+
+
+def _markers_of(tokenizer: Tokenizer) -> Markers:
+    template: object = getattr(tokenizer, "chat_template", None)
+    vocabulary = getattr(tokenizer, "get_vocab", dict)
+    return markers_of(template if isinstance(template, str) else "", cast("Collection[str]", vocabulary()))

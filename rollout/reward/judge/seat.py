@@ -11,6 +11,7 @@ So a question is charged with the end of a process only if it was asked alone.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,7 @@ from slipstream.rollout.reward.judge.wire import (
     Withdrawal,
     framed,
 )
+from slipstream.rollout.system.restarts import RestartLimit, Restarts
 
 
 @dataclass(eq=False, slots=True)
@@ -81,6 +83,10 @@ class Seat:
         self._is_retiring = False
         self._answered = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._failures = Restarts(
+            # Attempts are counted one after another, and questions answer for the ends of processes.
+            RestartLimit(f"{setup.section}.attempts", None, math.inf, "nothing was judged")
+        )
         self.restarts = 0
         self.of_groups = False
         """True if the reward judges all episodes of a group at once."""
@@ -108,12 +114,13 @@ class Seat:
                 assert self._process is not None
                 ending = await self._process.ended()
                 self._process = None
-                idle_ends = idle_ends + 1 if self._ended_by_itself() else 0
-                if idle_ends >= self._attempts:
-                    cause = ending.cause("its time")
-                    raise JudgeStartFailed(
-                        f"the reward {self._setup.path} ends its process while it is asked nothing: {cause}"
-                    )
+                if self._ended_by_itself():
+                    idle_ends += 1
+                    cause = f"ends its process while it is asked nothing: {ending.cause('its time')}"
+                    self._failed(JudgeStartFailed(f"the reward {self._setup.path} {cause}"), idle_ends)
+                else:
+                    idle_ends = 0
+                    self._failures.progressed()
                 self._sort_out(ending)
                 self.restarts += 1
                 self._process = await self._restart(idle_ends)
@@ -246,10 +253,17 @@ class Seat:
                 await asyncio.sleep(self._delay(failures))
             try:
                 return await self._start_process()
-            except JudgeStartFailed:
+            except JudgeStartFailed as error:
                 failures += 1
-                if failures >= self._attempts:
-                    raise
+                self._failed(error, failures)
+
+    def _failed(self, error: JudgeStartFailed, failures: int) -> None:
+        """Note a failure of the process itself, of so many in a row. Raises the error if it is the last."""
+        refused = self._failures.refused(str(error))
+        if failures >= self._attempts:
+            raise error
+        if refused is not None:
+            raise JudgeStartFailed(f"the reward {self._setup.path} {refused}") from error
 
     def _ended_by_itself(self) -> bool:
         """True if the process has ended without any reason that a question could have."""

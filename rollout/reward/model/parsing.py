@@ -7,8 +7,8 @@ and the last hint count.
 import re
 
 from slipstream.rollout.reward.model.votes import Vote
+from slipstream.rollout.reward.reasoning import answer_in
 
-END_OF_REASONING = "</think>"
 BOX = "\\boxed"
 
 _CONTENT = re.compile(r"\s*\{\s*([-+]?\d+(?:\.0*)?)\s*\}")
@@ -26,14 +26,6 @@ def read_score(text: str) -> Vote | None:
 def read_hint(text: str) -> Vote | None:
     """Return the decision in an answer, 1 for yes and -1 for no, with its hint; None: there is none."""
     return _vote(text, DECISIONS)
-
-
-def answer_in(text: str) -> str:
-    """Return what follows the reasoning. Reasoning without an end is no answer."""
-    _, end, answer = text.rpartition(END_OF_REASONING)
-    if not end:
-        return "" if "<think>" in text else text
-    return answer
 
 
 def _vote(text: str, scores: tuple[float, ...]) -> Vote | None:
