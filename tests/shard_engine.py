@@ -129,7 +129,7 @@ class ShardEngine:
             assert pipe.poll(120), f"{self.name} has not started in two minutes"
             assert pipe.recv() == "started"
 
-    async def take(self, handles, *, load_format, flush_cache, version) -> None:
+    async def take(self, handles, *, load_format, version) -> None:
         for pipe, handle in zip(self._pipes, handles, strict=True):
             pipe.send(handle)
         for pipe in self._pipes:

@@ -74,15 +74,21 @@ class LayerNormLinear(_Linear):
         **rest: Any,
     ) -> None:
         super().__init__(in_features, out_features, **rest)
-        if normalization != "RMSNorm":
-            raise NotImplementedError(normalization)
         self.eps, self.offset = eps, int(zero_centered_gamma)
         self.layer_norm_weight = Parameter(torch.ones(in_features, dtype=rest["params_dtype"]))
+        self.layer_norm_bias = None
+        if normalization == "LayerNorm":
+            self.layer_norm_bias = Parameter(torch.zeros(in_features, dtype=rest["params_dtype"]))
 
     def forward(self, hidden: Tensor, is_first_microbatch: bool | None = None) -> Any:
         weight = self.offset + self.layer_norm_weight
-        normed = F.rms_norm(hidden, weight.shape, weight, self.eps)
-        return self.linear(normed)
+        return self.linear(_normed(hidden, weight, self.layer_norm_bias, self.eps))
+
+
+def _normed(hidden: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    if bias is None:
+        return F.rms_norm(hidden, weight.shape, weight, eps)
+    return F.layer_norm(hidden, weight.shape, weight, bias, eps)
 
 
 class GroupedLinear(_Linear):
@@ -121,10 +127,16 @@ class RMSNorm(Module):
         self.eps, self.offset = eps, int(zero_centered_gamma)
         size = rest.get("normalized_shape", rest.get("hidden_size"))  # Megatron-Core 0.19 and 0.16
         self.weight = Parameter(torch.ones(size, dtype=params_dtype))
+        self.bias = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        weight = self.offset + self.weight
-        return F.rms_norm(hidden, weight.shape, weight, self.eps)
+        return _normed(hidden, self.offset + self.weight, self.bias, self.eps)
+
+
+class LayerNorm(RMSNorm):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.bias = Parameter(torch.zeros_like(self.weight))
 
 
 class DotProductAttention(Module):
@@ -249,7 +261,7 @@ def install() -> None:
             parent, _, child = name.rpartition(".")
             setattr(modules[parent], child, module)
     modules[""].__version__ = VERSION
-    for made in (Linear, LayerNormLinear, GroupedLinear, RMSNorm, DotProductAttention):
+    for made in (Linear, LayerNormLinear, GroupedLinear, LayerNorm, RMSNorm, DotProductAttention):
         setattr(modules[".pytorch"], made.__name__, made)
 
     class FP8GlobalStateManager:

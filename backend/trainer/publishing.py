@@ -212,8 +212,8 @@ def _timeouts(weights: WeightsConfig) -> Timeouts:
 def _publisher(weights: WeightsConfig, engine: EngineConfig, transport: Transport) -> Publisher:
     return Publisher(
         transport,
-        # Colocated engines are stopped during the training step already.
-        interrupt=None if engine.colocated else weights.interrupt,
+        # Engines that take turns with the trainer are stopped during the training step already.
+        interrupt=None if engine.takes_turns else weights.interrupt,
         timeouts=_timeouts(weights),
     )
 

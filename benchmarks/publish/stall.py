@@ -55,14 +55,12 @@ class RequestsAlone:
 
     async def prepare(self, publication: Publication, buckets: BucketStream) -> None: ...
 
-    async def update(self, publication: Publication, buckets: BucketStream, *, flush_cache: bool) -> None:
+    async def update(self, publication: Publication, buckets: BucketStream) -> None:
         handle = pickle.dumps([("nothing", torch.zeros(256, dtype=torch.uint8))])
         await publication.each("begin", lambda engine: engine.begin_update())
         await publication.each(
             "receive",
-            lambda engine: engine.take(
-                [handle] * engine.ranks, load_format=NOTHING, flush_cache=flush_cache, version=None
-            ),
+            lambda engine: engine.take([handle] * engine.ranks, load_format=NOTHING, version=None),
         )
         await publication.each("end", lambda engine: engine.end_update())
         await publication.each("stamp", lambda engine: engine.rename_version(publication.version))

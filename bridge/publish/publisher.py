@@ -32,7 +32,7 @@ class Transport(Protocol):
         """Do everything that can be done while the engines generate. Raises NoRoom."""
         ...
 
-    async def update(self, publication: Publication, buckets: BucketStream, *, flush_cache: bool) -> None:
+    async def update(self, publication: Publication, buckets: BucketStream) -> None:
         """Give the engines their new weights while they are paused."""
         ...
 
@@ -64,16 +64,14 @@ class Publisher:
         return publication.report
 
     async def _publish(self, publication: Publication, buckets: BucketStream) -> None:
-        # SGLang refuses to flush the cache while requests hold KV, as they do after an in-place pause.
-        flush_cache = self._interrupt != "in_place"
         await publication.each("ask", lambda engine: engine.respond())
         await self._transport.prepare(publication, buckets)
         if self._interrupt is None:
-            await self._transport.update(publication, buckets, flush_cache=flush_cache)
+            await self._transport.update(publication, buckets)
         else:
             pause, paused_at = PAUSE[self._interrupt], time.monotonic()
             await publication.each("pause", lambda engine: engine.pause(pause))
-            await self._transport.update(publication, buckets, flush_cache=flush_cache)
+            await self._transport.update(publication, buckets)
             await publication.each("resume", lambda engine: engine.resume())
             publication.report.stall_s = time.monotonic() - paused_at
         publication.report.updated = [engine.name for engine in publication.engines]

@@ -45,7 +45,7 @@ class AdapterTransport:
             moves_weights=True,
         )
 
-    async def update(self, publication: Publication, buckets: BucketStream, *, flush_cache: bool) -> None:
+    async def update(self, publication: Publication, buckets: BucketStream) -> None:
         """Let the engines serve the adapter. They keep the KV caches of different adapters apart."""
         await publication.each("serve", lambda engine: engine.serve_adapter(publication.version))
 

@@ -62,10 +62,10 @@ class DeltaTransport:
         )
         self._version = publication.version
 
-    async def update(self, publication: Publication, buckets: BucketStream, *, flush_cache: bool) -> None:
+    async def update(self, publication: Publication, buckets: BucketStream) -> None:
         await publication.each(
             "load",
-            lambda engine: engine.load_replica(flush_cache=flush_cache, version=publication.version),
+            lambda engine: engine.load_replica(version=publication.version),
             moves_weights=True,
         )
 

@@ -55,11 +55,11 @@ class DiskTransport:
         if self._written is not None:
             await asyncio.to_thread(self._written, self._folder_of(publication.version))
 
-    async def update(self, publication: Publication, buckets: BucketStream, *, flush_cache: bool) -> None:
+    async def update(self, publication: Publication, buckets: BucketStream) -> None:
         folder, version = self._folder_of(publication.version), publication.version
         await publication.each(
             "load",
-            lambda engine: engine.load_files(folder, flush_cache=flush_cache, version=version),
+            lambda engine: engine.load_files(folder, version=version),
             moves_weights=True,
         )
 

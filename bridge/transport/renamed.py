@@ -13,5 +13,5 @@ class RenamedWeights:
     async def prepare(self, publication: Publication, buckets: BucketStream) -> None:
         """Do nothing."""
 
-    async def update(self, publication: Publication, buckets: BucketStream, *, flush_cache: bool) -> None:
+    async def update(self, publication: Publication, buckets: BucketStream) -> None:
         await publication.each("rename", lambda engine: engine.rename_version(publication.version))

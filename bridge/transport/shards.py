@@ -97,13 +97,11 @@ class ShardTransport:
     async def prepare(self, publication: Publication, buckets: BucketStream) -> None:
         """Do nothing: a transfer reads the shards when it needs them."""
 
-    async def update(self, publication: Publication, buckets: BucketStream, *, flush_cache: bool) -> None:
+    async def update(self, publication: Publication, buckets: BucketStream) -> None:
         await publication.each("begin", lambda engine: engine.begin_update())
         await publication.each("connect", self._connect, moves_weights=True)
         publication.report.unservable = self._unservable
-        sent = await publication.each(
-            "receive", lambda engine: self._transfer(engine, flush_cache), moves_weights=True
-        )
+        sent = await publication.each("receive", lambda engine: self._transfer(engine), moves_weights=True)
         publication.report.bytes_sent += max(sent.values(), default=0)
         await publication.each("end", lambda engine: engine.end_update())
         await publication.each("stamp", lambda engine: engine.rename_version(publication.version))
@@ -160,7 +158,7 @@ class ShardTransport:
         _require_filled(engine, described)
         return tuple(each.table for each in described)
 
-    async def _transfer(self, engine: EngineEndpoint, flush_cache: bool) -> int:
+    async def _transfer(self, engine: EngineEndpoint) -> int:
         """Send the present weights to the engine. Return the number of bytes."""
         connection = self._connections[engine.address]
         longest_s = connection.longest_s
@@ -173,7 +171,7 @@ class ShardTransport:
         limit_s = timeouts.transfer_s if longest_s is None else max(timeouts.answer_s, SLACK * longest_s)
         try:
             async with asyncio.timeout(limit_s):
-                answers = await self._together(engine, connection, order, command, flush_cache=flush_cache)
+                answers = await self._together(engine, connection, order, command)
         except TimeoutError:
             self._drop(engine.address)
             raise TransferFailed(f"no answer in {limit_s:g} s") from None
@@ -189,14 +187,12 @@ class ShardTransport:
         connection: _Connection,
         order: Order,
         command: Command,
-        *,
-        flush_cache: bool = False,
     ) -> list[RankAnswer]:
         """Let the engine and the trainer's ranks work at the same time. Return the answers of the latter.
 
         The first failure of either side ends the step.
         """
-        request = asyncio.ensure_future(self._ordered(engine, order, flush_cache=flush_cache))
+        request = asyncio.ensure_future(self._ordered(engine, order))
         commanded = asyncio.ensure_future(self._commanded(connection, command))
         try:
             done, _ = await asyncio.wait({request, commanded}, return_when=asyncio.FIRST_EXCEPTION)
@@ -210,10 +206,10 @@ class ShardTransport:
 
     # ---- messages
 
-    async def _ordered(self, engine: EngineEndpoint, order: Order, *, flush_cache: bool = False) -> None:
+    async def _ordered(self, engine: EngineEndpoint, order: Order) -> None:
         """Send the order to every rank of the engine, and return when all have carried it out or failed."""
         handle = pickle.dumps([(ORDER, encoded_order(order))])  # the format of SGLang's route
-        await engine.take([handle] * engine.ranks, load_format=TAKE, flush_cache=flush_cache, version=None)
+        await engine.take([handle] * engine.ranks, load_format=TAKE, version=None)
 
     async def _answers(
         self, connection: _Connection, engine: EngineEndpoint, order: Order

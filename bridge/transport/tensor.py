@@ -56,20 +56,19 @@ class TensorTransport:
         with publication.report.timed("gather"):
             await self._advance(buckets)
 
-    async def update(self, publication: Publication, buckets: BucketStream, *, flush_cache: bool) -> None:
+    async def update(self, publication: Publication, buckets: BucketStream) -> None:
         await publication.each("begin", lambda engine: engine.begin_update())
         while (shared := self._next) is not None and publication.engines:
-            await asyncio.gather(self._send(publication, shared, flush_cache), self._advance(buckets))
+            await asyncio.gather(self._send(publication, shared), self._advance(buckets))
         await publication.each("end", lambda engine: engine.end_update())
 
-    async def _send(self, publication: Publication, shared: _Shared, flush_cache: bool) -> None:
+    async def _send(self, publication: Publication, shared: _Shared) -> None:
         last = shared.bucket.last
         await publication.each(
             "send",
             lambda engine: engine.take(
                 [shared.handle() for _ in range(engine.ranks)],
                 load_format="flattened_bucket",
-                flush_cache=flush_cache and last,
                 version=publication.version if last else None,
             ),
             moves_weights=True,

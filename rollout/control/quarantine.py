@@ -1,7 +1,9 @@
 """Finds the groups that kill the trainer, and keeps them from being trained. Pure.
 
-A batch whose training step ends the trainer is tried once more: the reason may have been another one. When
-the step fails again, the groups of the batch are suspects, and every further batch holds only half of them:
+After a step that ends the trainer, the next batch is one of other groups, if there are enough: when the
+trainer fails with any batch, no group is to blame. The failed batch is then tried once more: the reason may
+have been another one. When its step fails again, its groups are suspects, and every further batch that is not
+one of other groups holds only half of them:
 
     suspects   a b c d      withheld   c d      the step fails        suspects a b
                                                 the step is trained   suspects c d
@@ -55,6 +57,7 @@ class Quarantine:
         self._failures: list[list[int]] = []
         self._suspects: list[int] = []
         self._tries = 0
+        self._has_failed = False
         for groups in failures:
             self.failed(groups)
 
@@ -66,12 +69,14 @@ class Quarantine:
     def failed(self, groups: Collection[int]) -> None:
         """Note that a step with these groups has ended the trainer."""
         self._failures.append(sorted(groups))
+        self._has_failed = True
         common = [id_ for id_ in self._suspects if id_ in groups]
         self._tries = self._tries + 1 if common else 1
         self._suspects = common or sorted(groups)
 
     def trained(self, groups: Collection[int]) -> None:
         """Note that these groups were trained: they are innocent."""
+        self._has_failed = False
         self._suspects = [id_ for id_ in self._suspects if id_ not in groups]
         self._failures = [
             left for failed in self._failures if (left := [id_ for id_ in failed if id_ not in groups])
@@ -80,6 +85,13 @@ class Quarantine:
     def given_up(self, id_: int) -> None:
         """Note that a group will never be trained. It explains every failed step that it was in."""
         self._search_anew([failed for failed in self._failures if id_ not in failed])
+
+    @property
+    def accused(self) -> frozenset[int]:
+        """Groups that the next batch is to do without, if it can: those of failed steps. Empty when the last
+        step was trained.
+        """
+        return frozenset(chain.from_iterable(self._failures)) if self._has_failed else frozenset()
 
     def measures(self) -> Measures:
         """Return what to do before the next batch."""

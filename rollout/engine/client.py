@@ -8,6 +8,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
+from typing import cast
 
 import aiohttp
 
@@ -27,8 +28,9 @@ from slipstream.rollout.engine.connection import (
     Malformed,
     RequestRefused,
 )
+from slipstream.rollout.engine.context import InvalidRequest
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.engine.sampling import LiveSampling, Sampling, request_fields
+from slipstream.rollout.engine.sampling import LiveSampling, Sampling, request_fields, violations
 from slipstream.rollout.engine.server_control import EngineMemory, ServerControl
 from slipstream.rollout.engine.shortage import LONGEST_PAUSE_S, SHORTAGES, is_local
 
@@ -48,10 +50,6 @@ __all__ = [
 
 class Silent(Aborted):
     """A server that is well sent nothing about one completion for too long; the client aborted it."""
-
-
-class InvalidRequest(ValueError):
-    """A request that must not be sent: it would stop the server, or could not be completed."""
 
 
 ABORT_TIMEOUT_S = 5.0
@@ -97,6 +95,17 @@ class EngineClient(ServerControl):
         ids = [*input_ids, *completion.tokens]
         max_new_tokens = completion.tokens_left(sampling.max_new_tokens)
         self._check(ids, max_new_tokens)
+        fields = request_fields(
+            sampling,
+            done=len(completion.tokens),
+            tokens_left=max_new_tokens,
+            greedy=greedy,
+            stream_interval=self.address.stream_interval,
+            scores_prompt=completion.wants_prompt,
+        )
+        parameters = cast("dict[str, object]", fields["sampling_params"])
+        if wrong := violations(parameters, self.address.vocab_size):
+            raise InvalidRequest("; ".join(wrong))
         rid = uuid.uuid4().hex
         body: dict[str, object] = {
             "rid": rid,
@@ -105,14 +114,7 @@ class EngineClient(ServerControl):
             "stream": True,
             "extra_key": cache_key,
             **self._adapter_field,
-            **request_fields(
-                sampling,
-                done=len(completion.tokens),
-                tokens_left=max_new_tokens,
-                greedy=greedy,
-                stream_interval=self.address.stream_interval,
-                scores_prompt=completion.wants_prompt,
-            ),
+            **fields,
         }
         stream = CompletionStream(completion, version, self.address.vocab_size)
         length = len(completion.tokens)
@@ -239,5 +241,6 @@ class EngineClient(ServerControl):
             raise InvalidRequest(f"token ids {bad[:5]} are outside the vocabulary of {vocab_size}")
         if len(input_ids) + max_new_tokens > max_length:
             raise InvalidRequest(
-                f"{len(input_ids)} prompt + {max_new_tokens} new tokens exceed the context of {max_length}"
+                f"{len(input_ids)} prompt + {max_new_tokens} new tokens exceed the context of {max_length}",
+                room=max(0, max_length - len(input_ids)),
             )

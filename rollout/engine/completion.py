@@ -41,6 +41,10 @@ FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH}
 """Reasons by which a completion ends, by SGLang's name."""
 
 
+UNCOMPILED = "Aborted by AbortReq."
+"""Message of a request that is aborted while its grammar is compiled. SGLang gives it a status of refusal."""
+
+
 class _FinishReason(TypedDict):
     type: str
     message: str
@@ -144,6 +148,8 @@ class CompletionStream:
         meta = chunk["meta_info"]
         reason = meta["finish_reason"]
         aborted = reason is not None and reason["type"] == "abort"
+        if reason is not None and aborted and reason.get("message") == UNCOMPILED:
+            raise Aborted(UNCOMPILED)
         if reason is not None and aborted and reason.get("status_code"):
             raise Refused(reason["message"], reason.get("status_code"))
         # Everything is read before anything changes: a malformed chunk leaves the completion as it was.

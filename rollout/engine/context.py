@@ -7,6 +7,16 @@ RESERVED = 6
 interrupted there could not go on, so none may get that far."""
 
 
+class InvalidRequest(ValueError):
+    """A request that must not be sent: it would stop the server, or could not be completed."""
+
+    def __init__(self, message: str, *, room: int | None = None) -> None:
+        super().__init__(message)
+        self.room = room
+        """Number of new tokens that the context has room for after the prompt, where more were asked for;
+        None: the request is wrong for another reason."""
+
+
 def served_length(positions: int, args: Mapping[str, object]) -> int:
     """Return the most tokens of a prompt and its completion together; a prompt alone has at least one less.
 

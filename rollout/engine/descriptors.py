@@ -16,7 +16,7 @@ def make_room(requests: int, *, setting: str = "rollout.max_concurrent", each: i
     ``rollout.max_concurrent``, if it is the only collector left. ``each``: descriptors that a request needs.
     A limit that is too low for them is named in the log.
     """
-    limit = _raise_limit()
+    limit = raise_limit()
     if limit >= each * requests + RESERVED:
         return requests
     room = max(1, (limit - RESERVED) // each)
@@ -34,7 +34,7 @@ def make_room(requests: int, *, setting: str = "rollout.max_concurrent", each: i
     return room
 
 
-def _raise_limit() -> int:
+def raise_limit() -> int:
     """Raise the soft limit on open files to the hard one, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:

@@ -5,6 +5,10 @@ lost or aborts the request, the tokens generated so far become the prefix of a f
 While no engine serves, requests wait. An engine is lost when it does not answer, when its weights are wrong,
 or when nothing but malformed replies come from it.
 
+A request of a client may be why its engine is lost. One that ran on a lost engine is on trial: such requests
+are asked one at a time, until their first token comes. If that engine is lost as well, the client gets an
+error in place of a third engine.
+
     limit -> engine -> complete
                ^ |
                | +-> lost or aborted: the completion so far is the prefix of the next request, which has
@@ -16,7 +20,9 @@ which one is in force.
 """
 
 import asyncio
+import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,14 +33,15 @@ from slipstream.rollout.engine.client import (
     EngineError,
     EngineLost,
     Malformed,
+    RequestRefused,
     Silent,
 )
 from slipstream.rollout.engine.completion import Aborted
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.pace import Pace, weights
 from slipstream.rollout.engine.request_trace import RequestTrace, watched
-from slipstream.rollout.engine.routing import LostEngine, PoolStatus, Routing, ServingEngine
-from slipstream.rollout.engine.sampling import Sampling, starts_over
+from slipstream.rollout.engine.routing import LostEngine, PoolStatus, Routing, ServingEngine, Suspect
+from slipstream.rollout.engine.sampling import LiveSampling, Sampling, starts_over
 from slipstream.rollout.system.changes import Changes
 
 
@@ -74,13 +81,14 @@ class Limit:
             if waiter in self._waiters:
                 del self._waiters[waiter]
             else:
-                self._leave()  # admitted and cancelled at the same time
+                self.leave()  # admitted and cancelled at the same time
             raise
 
     async def __aexit__(self, *exc: object) -> None:
-        self._leave()
+        self.leave()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Let a task inside go out, which need not be the caller."""
         self.inside -= 1
         self._admit()
 
@@ -105,6 +113,16 @@ MALFORMED_REPLIES = 3
 """Number of malformed replies in a row after which an engine is given up. One may be the fault of an odd
 request. An engine that has nothing else to give answers faster than the others, and so is the least loaded
 one: it would attract all requests."""
+
+
+TRIAL_S = 10.0
+"""Longest trial of a request that ran on a lost engine, in seconds: its engine may be busy with others."""
+
+MOST_LOSSES = 3
+"""Number of engines that are lost under a request of a client, at whatever time, before it is given up."""
+
+MOST_SUSPECTS = 64
+"""Number of suspects that a status has."""
 
 
 class NoEngine(RuntimeError):
@@ -154,6 +172,9 @@ class _Growth:
     def __init__(self, completion: GrowingCompletion, grown: Callable[[], None] | None) -> None:
         self.completion = completion
         self.known = len(completion.tokens)
+        self.lost: list[str] = []
+        """Engines that were lost while they ran this request of a client."""
+        self.on_trial = False
         self._grown = grown
 
     def tell(self) -> None:
@@ -198,6 +219,8 @@ class EnginePool:
         self._engines: dict[str, _Engine] = {}
         """Engines of the record in force, in its order; some may be out of use."""
         self._requests = Limit(1)
+        self._trial = Limit(1)
+        self._suspects: deque[Suspect] = deque(maxlen=MOST_SUSPECTS)
         self._changes = Changes()
         self._closing: set[asyncio.Task[None]] = set()
         self._number = 0
@@ -221,6 +244,7 @@ class EnginePool:
             tokens_continued=self.tokens_continued,
             requests_resent=self.requests_resent,
             lost=tuple(LostEngine(e.name, e.life, e.lost) for e in engines if e.lost is not None),
+            suspects=tuple(self._suspects),
         )
 
     @property
@@ -291,7 +315,8 @@ class EnginePool:
         from a lower bound to the engine's own. Under a grammar an interrupted completion starts over, so that
         ``grown`` must not be given.
 
-        Raises InvalidRequest, EngineError, NoEngine.
+        Raises InvalidRequest, EngineError, NoEngine; RequestRefused also for a client's request under which
+        engines are lost.
         """
         self.tokens_continued += len(completion.tokens)
         growth, silences, begin = _Growth(completion, grown), 0, len(completion.tokens)
@@ -322,7 +347,28 @@ class EnginePool:
 
         However this ends, the completion then holds no token that was sampled from weights in doubt.
         """
-        engine = await self._acquire()
+        if not growth.lost:
+            await self._ask_engine(await self._acquire(), input_ids, sampling, growth, greedy)
+            return
+        with contextlib.ExitStack() as trial:
+            await self._trial.__aenter__()
+            trial.callback(self._trial.leave)
+            engine = await self._acquire()
+            growth.on_trial = True
+            trial.callback(setattr, growth, "on_trial", False)
+            trial.callback(asyncio.get_running_loop().call_later(TRIAL_S, trial.close).cancel)
+            await self._ask_engine(engine, input_ids, sampling, growth, greedy, trial.close)
+
+    async def _ask_engine(
+        self,
+        engine: _Engine,
+        input_ids: Sequence[int],
+        sampling: Sampling,
+        growth: _Growth,
+        greedy: bool,
+        acquitted: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``acquitted`` is called when the engine has given a token."""
         completion = growth.completion
         completion.newest = None
         length, attested = len(completion.tokens), False
@@ -330,6 +376,7 @@ class EnginePool:
         began_s = clock()
 
         def grown() -> None:
+            acquitted()
             watch.grown()
             newest = completion.newest  # versions are lower bounds: of the weights in doubt may be any token
             if engine.doubted is None or (newest is not None and newest < engine.doubted):
@@ -353,8 +400,9 @@ class EnginePool:
             except Malformed as error:
                 self._blame(engine, growth, error)
                 raise
-            except EngineLost:
+            except EngineLost as error:
                 self._lose(engine, "it does not answer")
+                self._suspect(engine, sampling, growth, error)
                 raise
             except Aborted as cut:
                 attested = cut.attested
@@ -384,6 +432,21 @@ class EnginePool:
         if engine.lost is not None:
             growth.completion.cut(growth.known)
             raise EngineLost(str(error)) from error
+
+    def _suspect(self, engine: _Engine, sampling: Sampling, growth: _Growth, error: EngineLost) -> None:
+        """Note that an engine was lost under a request. Raises RequestRefused if it is to cost no other one.
+
+        Requests of workflows are sampled as the recipe says: no engine is lost for that.
+        """
+        if not isinstance(sampling, LiveSampling):
+            return
+        self._suspects.append(Suspect(engine.name, engine.life, sampling.request))
+        self._tell_driver()
+        growth.lost.append(engine.name)
+        if growth.on_trial or len(growth.lost) >= MOST_LOSSES:
+            engines = " and ".join(growth.lost)
+            log.warning("%s is given up: %s were lost while they ran it", sampling.request, engines)
+            raise RequestRefused(f"{engines} were lost while they ran this request: {error}") from error
 
     async def _vouched_for(self, engine: _Engine, growth: _Growth) -> None:
         """Wait until the engine's weights are trusted. Raises EngineLost when they were wrong."""

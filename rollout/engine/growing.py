@@ -155,7 +155,12 @@ class GrowingCompletion:
             spans.append(Span(version, start, end))
             start = end
         return Completion(
-            tuple(self.tokens), tuple(self.logprobs), tuple(spans), self.finish, self.retractions
+            tuple(self.tokens),
+            tuple(self.logprobs),
+            tuple(spans),
+            self.finish,
+            self.retractions,
+            self.matched,
         )
 
     def _add_run(self, version: int, n: int) -> None:

@@ -13,12 +13,12 @@ Only engines that hold the current policy version are in the roster.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
-from slipstream.rollout.engine.routing import PoolStatus, Routing, ServingEngine
+from slipstream.rollout.engine.routing import PoolStatus, Routing, ServingEngine, Suspect
 from slipstream.rollout.system.changes import Changes
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,9 @@ dead: it was seen to take longer than 5 seconds under load."""
 GATEWAY_TIMEOUT_S = 2.0
 """Time within which a gateway follows a routing record. No code of a user's runs on its event loop. One that
 stands still holds up no update for longer: it loses its connection, and comes back by itself."""
+
+REPORT_S = 1.0
+"""Time in which a gateway says which of its requests ran on an engine that was lost, in seconds."""
 
 RECORDS_OF_AN_EPOCH = 1 << 32
 """Numbers of one driver's records. Those of the next driver are larger, however many the last one made."""
@@ -76,6 +79,10 @@ class EngineRoster:
         self._number = epoch * RECORDS_OF_AN_EPOCH
         self._engines: dict[EngineClient, _Serving] = {}
         self._collectors: dict[str, _Collector] = {}
+        self._suspects: dict[tuple[str, int], set[str]] = {}
+        """Requests that ran on an engine when it was lost, by name and life of the engine."""
+        self._last_lives: dict[str, int] = {}
+        """The last life of each engine that has left."""
         self._gone = PoolStatus()
         """Totals of the collectors that have left."""
         self._holds = 0
@@ -116,7 +123,8 @@ class EngineRoster:
     def remove(self, client: EngineClient) -> None:
         """Remove an engine from those that serve. Its requests end, and go on elsewhere."""
         self.withdrawn.discard(client)
-        if self._engines.pop(client, None) is not None:
+        if (serving := self._engines.pop(client, None)) is not None:
+            self._last_lives[client.name] = serving.life
             self._new_record()
 
     def withdraw(self, client: EngineClient, reason: str) -> None:
@@ -131,6 +139,18 @@ class EngineRoster:
         if client in self._engines:
             self.remove(client)
             self.lost.put_nowait((client, reason))
+
+    async def suspects(self, name: str) -> list[str]:
+        """Return the users' requests that ran on an engine when it was lost last.
+
+        Waits ``REPORT_S`` for the report of a gateway, if there is one.
+        """
+        lost = name, self._last_lives.get(name, 0)
+        if any(collector.limit is not None for collector in self._collectors.values()):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_S):
+                    await self._changes.first(lambda: True if lost in self._suspects else None)
+        return sorted(self._suspects.pop(lost, ()))
 
     @property
     def judge(self) -> tuple[EngineAddress, ...]:
@@ -247,12 +267,21 @@ class EngineRoster:
         if collector is None:
             return
         collector.status = status
+        if collector.limit is not None:
+            self._note_suspects(status.suspects)
         serving = {(client.name, serving.life): client for client, serving in self._engines.items()}
         for lost in status.lost:
             client = serving.get((lost.name, lost.life))
             if client is not None:
                 self.condemn(client, lost.reason)
         self._changes.notify()
+
+    def _note_suspects(self, suspects: Sequence[Suspect]) -> None:
+        """Keep the suspects of the present lives of engines, and of the last ones of those that have left."""
+        lives = {client.name: serving.life for client, serving in self._engines.items()}
+        for suspect in suspects:
+            if suspect.life >= {**self._last_lives, **lives}.get(suspect.name, 0):
+                self._suspects.setdefault((suspect.name, suspect.life), set()).add(suspect.request)
 
     @property
     def number(self) -> int:

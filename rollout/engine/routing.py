@@ -48,6 +48,15 @@ class LostEngine(msgspec.Struct, array_like=True, frozen=True):
     reason: str
 
 
+class Suspect(msgspec.Struct, array_like=True, frozen=True):
+    """A request of a client that ran on an engine when that was lost: it may have been the reason."""
+
+    name: str
+    life: int
+    request: str
+    """The id of the request, and the name of its key."""
+
+
 class PoolStatus(msgspec.Struct, array_like=True, frozen=True):
     """State of one pool. Numbers of tokens and of requests count from the start of its process."""
 
@@ -62,3 +71,5 @@ class PoolStatus(msgspec.Struct, array_like=True, frozen=True):
     requests_resent: int = 0
     lost: tuple[LostEngine, ...] = ()
     """Engines of the record that are out of use. Repeated until a record shows that the driver knows."""
+    suspects: tuple[Suspect, ...] = ()
+    """The latest of them, in their order."""

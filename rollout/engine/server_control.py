@@ -11,7 +11,13 @@ from typing import Literal, TypedDict, cast
 
 from slipstream.rollout.control.concurrency import EngineLoad
 from slipstream.rollout.engine.adapters import adapter_name, leftover_adapters
-from slipstream.rollout.engine.connection import EngineConnection, EngineError, EngineLost, NotSent
+from slipstream.rollout.engine.connection import (
+    EngineConnection,
+    EngineError,
+    EngineLost,
+    NotSent,
+    RequestRefused,
+)
 
 EngineMemory = Literal["weights", "kv_cache", "cuda_graph"]
 """A part of a server's GPU memory that can be released by itself, by SGLang's name."""
@@ -41,6 +47,13 @@ class _Loads(TypedDict):
     loads: list[_RankLoad]
 
 
+IDLE_S = 10.0
+"""Time within which an engine has taken aborted requests out of all of its queues, in seconds."""
+
+NO_MEMORY = "none"
+"""A tag of SGLang's memory that is the tag of none."""
+
+
 class ServerControl(EngineConnection):
     """Every call raises EngineError when the server refuses it, EngineLost when the server does not reply."""
 
@@ -51,9 +64,29 @@ class ServerControl(EngineConnection):
     async def pause(self, mode: str) -> None:
         """Stop generating with ``retract``, ``in_place`` or ``abort``; new requests wait until ``resume``.
 
-        ``abort`` returns when nothing runs any more, which SGLang checks once a second.
+        ``abort`` returns when nothing runs any more, which SGLang checks once a second. But for ``in_place``,
+        the KV cache is empty then, and no request is in a state in which SGLang's scheduler would end at an
+        update of the weights or at a release of memory. ``retract`` cannot do that with a request whose
+        grammar is still compiled: all requests are aborted then, and their senders ask again.
         """
         await self._post("/pause_generation", {"mode": mode})
+        if mode == "retract" and not await self._emptied():
+            await self.resume()  # while it is paused, the scheduler takes no request off the grammars' queue
+            await self._post("/pause_generation", {"mode": "abort"})
+            mode = "abort"
+        if mode == "abort" and not await self._emptied(wait_s=IDLE_S):
+            raise EngineError(f"{self.name}: requests are left {IDLE_S:g} s after all of them were aborted")
+
+    async def _emptied(self, *, wait_s: float = 0.0) -> bool:
+        """Empty the KV cache as soon as no request holds any of it. Return False if some do after ``wait_s``.
+
+        This is asked before an update, and not with it: SGLang's scheduler ends when it cannot do it then.
+        """
+        try:
+            await self._post(f"/flush_cache?timeout={wait_s:g}", {})
+        except RequestRefused:
+            return False
+        return True
 
     async def resume(self) -> None:
         await self._post("/continue_generation", {})
@@ -64,6 +97,10 @@ class ServerControl(EngineConnection):
 
     async def release_memory(self, parts: Sequence[EngineMemory]) -> None:
         """Release GPU memory. The server must be paused, but not ``in_place``."""
+        # SGLang waits for its GPU only after it has released, while kernels of the pause may still read the
+        # KV cache: "illegal memory access". A tag that no memory has makes it wait, and do nothing else.
+        await self._post("/release_memory_occupation", {"tags": [NO_MEMORY]})
+        await self._post("/resume_memory_occupation", {"tags": [NO_MEMORY]})
         await self._post("/release_memory_occupation", {"tags": list(parts)})
 
     async def regain_memory(self, parts: Sequence[EngineMemory]) -> None:
@@ -81,9 +118,7 @@ class ServerControl(EngineConnection):
     async def end_update(self) -> None:
         await self._post("/end_weight_update", {})
 
-    async def take(
-        self, handles: Sequence[bytes], *, load_format: str, flush_cache: bool, version: int | None
-    ) -> None:
+    async def take(self, handles: Sequence[bytes], *, load_format: str, version: int | None) -> None:
         """Load what the handles lead to, one for each rank: a flat bucket in shared memory, or whatever the
         weight loader ``load_format`` makes of it.
         """
@@ -92,16 +127,16 @@ class ServerControl(EngineConnection):
             {
                 "serialized_named_tensors": [base64.b64encode(handle).decode() for handle in handles],
                 "load_format": load_format,
-                "flush_cache": flush_cache,
+                "flush_cache": False,
                 "weight_version": None if version is None else str(version),
             },
         )
 
-    async def load_files(self, folder: Path, *, flush_cache: bool, version: int) -> None:
+    async def load_files(self, folder: Path, *, version: int) -> None:
         """Load all weights from a checkpoint that the server can read."""
         await self._post(
             "/update_weights_from_disk",
-            {"model_path": str(folder), "flush_cache": flush_cache, "weight_version": str(version)},
+            {"model_path": str(folder), "flush_cache": False, "weight_version": str(version)},
         )
 
     async def load_adapter(self, version: int, config: Mapping[str, object], tensors: bytes) -> None:
@@ -163,10 +198,10 @@ class ServerControl(EngineConnection):
     async def replica_commit(self, version: int) -> None:
         await self._request("POST", f"{REPLICA}/commit/{version}", b"")
 
-    async def load_replica(self, *, flush_cache: bool, version: int) -> None:
+    async def load_replica(self, *, version: int) -> None:
         """Load all weights from the replica, if it still holds ``version`` as it was committed."""
         checked = cast(_Replica, await self._request("POST", f"{REPLICA}/check/{version}", b""))
-        await self.load_files(Path(checked["folder"]), flush_cache=flush_cache, version=version)
+        await self.load_files(Path(checked["folder"]), version=version)
 
     async def _replica(self) -> _Replica:
         return cast(_Replica, await self._get(REPLICA))

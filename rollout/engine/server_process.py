@@ -59,7 +59,9 @@ class ServerSpec:
     args: Mapping[str, object] = field(default_factory=dict[str, object])
     """Further ServerArgs, by field name."""
     shared_gpus: tuple[str, ...] = ()
-    """GPUs of the server, if it takes turns on them with the trainer. Empty: those of its parent process."""
+    """GPUs of the server, if the trainer has them too. Empty: those of its parent process."""
+    rests: bool = False
+    """The trainer takes turns on these GPUs: the server then releases their memory."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment variables that the run sets for its engines."""
     replica: "ReplicaSpec | None" = None
@@ -135,9 +137,11 @@ def server_args(spec: ServerSpec) -> dict[str, object]:
         arguments |= {"nnodes": spec.nodes, "node_rank": spec.node}
     if spec.meeting is not None:
         arguments["dist_init_addr"] = f"{spec.meeting.address}:{spec.meeting.port}"
-    if spec.shared_gpus:
+    if spec.rests:
         # Lets the server release its GPU memory; its weights wait on the host meanwhile.
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+        # SGLang ends otherwise: its default, "breakable", cannot release the memory of graphs.
+        arguments["cuda_graph_backend_prefill"] = "disabled"
     if spec.adapters is not None:
         arguments |= spec.adapters.server_args(spec.device)
     return arguments | (cpu.SERVER_ARGS if spec.device == "cpu" else {}) | dict(spec.args)
@@ -383,4 +387,6 @@ def _environment(spec: ServerSpec) -> dict[str, str]:
     if spec.device == "cpu":
         environment |= cpu.environment(spec.ranks, spec.ranks_here)
         environment = cpu.without_other_models(spec.model_path) | environment
+    paths = [str(cpu.STAND_INS / "hidden"), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return environment

@@ -8,6 +8,9 @@ An engine is in the roster only while SERVING. It is lost when its server ends o
 seconds it is asked whether it is well (``unwell``). It is admitted while no publication can intervene. An
 engine is withdrawn when its server is well but its weights are not whole, because the trainer died while it
 sent them.
+
+An engine that is lost while it runs users' requests is started again, and that is not counted: no user ends a
+run.
 """
 
 import asyncio
@@ -16,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
+from slipstream.rollout.system.restarts import RestartLimit, Restarts
 
 LONGEST_PAUSE_S = 5.0
 """Longest time between two questions."""
@@ -35,8 +39,12 @@ async def unwell(client: EngineClient) -> str:
             return f"it does not say within {timeout_s:g} s that it is well"
 
 
+SHOWN = 4
+"""Number of users' requests that a message names."""
+
+
 class EngineGone(RuntimeError):
-    """An engine has failed more often than ``rollout.engine.restarts`` allows."""
+    """An engine must not be started again (``Restarts``)."""
 
 
 class EngineHandle(Protocol):
@@ -76,17 +84,21 @@ class Roster(Protocol):
         """Remove an engine from those that serve."""
         ...
 
+    async def suspects(self, name: str) -> list[str]:
+        """Return the users' requests that ran on an engine when it was lost last."""
+        ...
+
 
 @dataclass
 class _Engine:
     handle: EngineHandle
+    restarts: Restarts
     client: EngineClient | None = None
     """Client of the server as last started; None while it is being started."""
     condemned: asyncio.Event = field(default_factory=asyncio.Event)
     outdated: asyncio.Event = field(default_factory=asyncio.Event)
     """Its server is to be brought up to date again."""
     reason: str = ""
-    restarts: int = 0
 
 
 class Supervisor:
@@ -98,18 +110,17 @@ class Supervisor:
         roster: Roster,
         weights: WeightsSource,
         *,
-        restarts: int | None,
+        limit: RestartLimit,
         note: Callable[[str], None],
         watch: Callable[[EngineClient], Awaitable[str]] = unwell,
         pause_s: float = 0.0,
     ) -> None:
-        """``restarts``: of each engine; None: as many as it takes. ``watch``: waits until a server is not
-        well, and tells why. ``pause_s``: seconds before each restart.
+        """``limit``: of each engine's restarts. ``watch``: waits until a server is not well, and tells why.
+        ``pause_s``: seconds before each restart.
         """
-        self._engines = {handle.name: _Engine(handle) for handle in handles}
+        self._engines = {handle.name: _Engine(handle, Restarts(limit)) for handle in handles}
         self._roster = roster
         self._weights = weights
-        self._restarts_allowed = restarts
         self._note = note
         self._watch = watch
         self._pause_s = pause_s
@@ -117,7 +128,7 @@ class Supervisor:
     @property
     def restarts(self) -> int:
         """Number of restarts of all engines so far."""
-        return sum(engine.restarts for engine in self._engines.values())
+        return sum(engine.restarts.count for engine in self._engines.values())
 
     def condemn(self, name: str, reason: str) -> None:
         """Restart an engine that may hold wrong weights or does not answer.
@@ -167,11 +178,13 @@ class Supervisor:
     async def _keep(self, engine: _Engine, started: asyncio.Event) -> None:
         while True:
             reason = await self._serve(engine, started)
-            engine.restarts += 1
-            if self._restarts_allowed is not None and engine.restarts > self._restarts_allowed:
-                raise EngineGone(
-                    f"{engine.handle.name} failed {engine.restarts} times; the last time {reason}"
+            if users := await self._roster.suspects(engine.handle.name):
+                engine.restarts.excused()
+                reason = (
+                    f"{reason}, while it ran {', '.join(users[:SHOWN])}: not counted as a failure of the run"
                 )
+            elif (refused := engine.restarts.refused(reason)) is not None:
+                raise EngineGone(f"{engine.handle.name} {refused}")
             self._note(f"{engine.handle.name} is started again: {reason}")
             await asyncio.sleep(self._pause_s)
 
@@ -179,8 +192,8 @@ class Supervisor:
         """Run one life of the engine, from its start to its loss. Return the reason of the loss."""
         try:
             client = EngineClient(await engine.handle.start())
-        except Exception as error:  # it may pass; the number of restarts is limited
-            if engine.restarts == 0:  # most likely the recipe is wrong, and would be so again
+        except Exception as error:  # it may pass, unless it repeats
+            if engine.restarts.count == 0:  # most likely the recipe is wrong, and would be so again
                 raise
             return f"it did not start: {error}"
         engine.condemned.clear()
@@ -194,6 +207,7 @@ class Supervisor:
                 if refused is not None:
                     return f"it could not be brought to the current version: {refused}"
                 started.set()
+                engine.restarts.progressed()
                 if (reason := await self._lost(engine)) is not None:
                     return reason
         finally:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from slipstream.backend.megatron.parallel import RankSpec
-from slipstream.configs.schema import RunConfig
-from slipstream.rollout.engine.client import EngineAddress
+from slipstream.configs.schema import RunConfig, SamplingConfig
+from slipstream.rollout.engine.client import EngineAddress, EngineClient
+from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.server_process import ServerProcess, ServerSpec
 from tests.integration.test_megatron_parity import config_for
 from tests.models import make_checkpoint
@@ -32,6 +33,7 @@ SIZES = {
 }
 PROBES = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (2, 30, 100)]
 EVERYTHING = ("weights", "kv_cache", "cuda_graph")
+SAMPLING = SamplingConfig(max_new_tokens=128, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,7 @@ def engine(
         seed=0,
         args=settings,
         shared_gpus=(visible[gpu],) if shared else (),
+        rests=shared,
     )
     process = ServerProcess(spec, log)
     try:
@@ -116,6 +119,32 @@ def test_an_engine_that_rests_gives_up_its_memory_and_answers_as_before_afterwar
         assert server.probe(PROBES) == before
     # What stays is the CUDA context and what NCCL and cuBLAS hold.
     assert resting < 0.15 * held
+
+
+def test_an_engine_is_interrupted_by_its_rests_and_loses_no_request(tmp_path: Path, checkpoint: Path):
+    """Kernels that the pause has started read the KV cache, which is released next."""
+
+    async def rests(client: EngineClient) -> list[int]:
+        requests = [
+            asyncio.create_task(generate(client, np.random.default_rng(n).integers(0, VOCAB, 20).tolist()))
+            for n in range(128)
+        ]
+        for n in range(30):
+            await asyncio.sleep(0.02 * (n % 5))
+            await client.pause("retract")
+            await client.release_memory(EVERYTHING)
+            await client.regain_memory(EVERYTHING)
+            await client.resume()
+        return await asyncio.gather(*requests)
+
+    async def generate(client: EngineClient, prompt: list[int]) -> int:
+        completion = GrowingCompletion()
+        await client.generate(prompt, SAMPLING, completion)
+        return len(completion.completion().tokens)
+
+    with engine(checkpoint, tmp_path / "engine.log", shared=True) as server:
+        [lengths] = server.ask(rests)
+    assert lengths == [SAMPLING.max_new_tokens] * 128
 
 
 def used_bytes() -> int:

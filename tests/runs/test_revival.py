@@ -140,8 +140,26 @@ def test_a_trainer_killed_again_and_again_ends_the_run_with_the_reason(launch: L
     wait_for_record(run, lambda record: record["step"] > 1 and "the trainer goes on" in run.output())
     kill_a_rank(run)
     assert finish(run, 120) == 1
-    assert "run.trainer_restarts allows 1 restarts from one checkpoint" in run.output()
+    assert "run.trainer_restarts allows 1 restart in that time" in run.output()
     assert summary(run)["exit"] == "failed"
+    assert audit_run(run.folder, print).discrepancies == []
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_trainer_that_runs_out_of_memory_in_each_step_ends_at_the_second_one_with_the_settings(
+    launch: Launch,
+):
+    """On the second of two ranks, at the allocator of the CPU. No step is ever trained."""
+    run = launch(*SETTINGS, "actor.parallel.tensor=2", fault="exhaust:1")
+    assert finish(run, 120) == 1
+    output = run.output()
+    assert len(re.findall(r"the trainer is started again from", output)) == 1
+    assert "the trainer has failed twice in the same way, and no training step was committed" in output
+    assert "failed on rank 1: RuntimeError" in output and "on rank 0" not in output
+    assert "Traceback (most recent call last):" in output and "in replacement" in output
+    assert "memory: the memory of a machine has run out. The memory plan has for a rank" in output
+    assert re.search(r"memory: actor\.microbatch_tokens=\d+ \(now \d+\) frees", output)
     assert audit_run(run.folder, print).discrepancies == []
     run.assert_nothing_left()
 

@@ -141,7 +141,7 @@ def publish(transport, engine, version: int, buckets) -> None:
         with ThreadPoolExecutor(1) as thread:
             stream = BucketStream(engine_buckets(buckets, FORMAT), thread)
             await transport.prepare(publication, stream)
-            await transport.update(publication, stream, flush_cache=True)
+            await transport.update(publication, stream)
             await stream.exhaust()
         assert publication.report.failed == {}
 
@@ -160,7 +160,7 @@ class Engine:
         self.sent = 0
         self.tensors: dict[str, torch.Tensor] = {}
 
-    async def load_files(self, folder, *, flush_cache, version):
+    async def load_files(self, folder, *, version):
         self.folder = folder
         self.tensors = in_files(folder)
 
@@ -177,7 +177,7 @@ class Engine:
     async def replica_commit(self, version):
         self.replica.commit(version)
 
-    async def load_replica(self, *, flush_cache, version):
+    async def load_replica(self, *, version):
         self.tensors = in_files(self.folder)
 
 

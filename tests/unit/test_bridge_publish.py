@@ -59,9 +59,9 @@ class FakeEngine:
     async def begin_update(self):
         await self._do("begin")
 
-    async def take(self, handles, *, load_format, flush_cache, version):
+    async def take(self, handles, *, load_format, version):
         assert len(handles) == self.ranks
-        await self._do("take", load_format, flush_cache, version)
+        await self._do("take", load_format, version)
         self._world.log.append((self.name, "taken"))
 
     async def end_update(self):
@@ -114,9 +114,9 @@ def test_the_steps_of_a_publication_happen_in_order(world):
         ("a", "ask"),
         ("a", "pause", "retract"),
         ("a", "begin"),
-        ("a", "take", "flattened_bucket", False, None),
-        ("a", "take", "flattened_bucket", False, None),
-        ("a", "take", "flattened_bucket", True, 7),
+        ("a", "take", "flattened_bucket", None),
+        ("a", "take", "flattened_bucket", None),
+        ("a", "take", "flattened_bucket", 7),
         ("a", "end"),
         ("a", "resume"),
     ]
@@ -127,17 +127,12 @@ def test_the_steps_of_a_publication_happen_in_order(world):
     assert report.total_s >= sum(report.parts_s.values())
 
 
-def test_in_place_updates_keep_the_cache(world):
-    publish(publisher("in_place"), 1, [FakeEngine(world, "a")], FakeExport(world))
-    assert world.did("pause") == [("a", "pause", "in_place")]
-    assert [event[3] for event in world.did("take")] == [False, False, False]
-
-
-@pytest.mark.parametrize(("interrupt", "pause"), [("abort", "abort"), ("drain", "retract")])
-def test_updates_that_keep_no_request_flush_the_cache(world, interrupt, pause):
+@pytest.mark.parametrize(
+    ("interrupt", "pause"), [("in_place", "in_place"), ("abort", "abort"), ("drain", "retract")]
+)
+def test_the_interrupt_says_how_engines_are_paused(world, interrupt, pause):
     publish(publisher(interrupt), 1, [FakeEngine(world, "a")], FakeExport(world))
     assert world.did("pause") == [("a", "pause", pause)]
-    assert [event[3] for event in world.did("take")] == [False, False, True]
 
 
 def test_every_interrupt_of_a_recipe_has_a_pause():
@@ -252,7 +247,7 @@ def test_a_version_for_which_there_is_no_room_reaches_no_engine_and_says_so(worl
         async def prepare(self, publication, buckets):
             raise NoRoom("make room in /versions")
 
-        async def update(self, publication, buckets, *, flush_cache):
+        async def update(self, publication, buckets):
             raise AssertionError
 
     exported = []

@@ -216,7 +216,7 @@ class Engine:
         self.corrupts = corrupts or set()
         self.lost_at = lost_at
         self.received: list[int] = []
-        self.loaded: list[tuple[int, bool]] = []
+        self.loaded: list[int] = []
 
     async def replica_version(self):
         return self.replica.version()
@@ -240,9 +240,9 @@ class Engine:
     async def replica_commit(self, version):
         self.replica.commit(version)
 
-    async def load_replica(self, *, flush_cache, version):
+    async def load_replica(self, *, version):
         self.replica.check(version)
-        self.loaded.append((version, flush_cache))
+        self.loaded.append(version)
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def publish(transport: DeltaTransport, version: int, engines: list[Engine]) -> P
         with ThreadPoolExecutor(1) as thread:
             stream = BucketStream(buckets, thread)
             await transport.prepare(publication, stream)
-            await transport.update(publication, stream, flush_cache=True)
+            await transport.update(publication, stream)
         return publication
 
     return asyncio.run(run())
@@ -313,7 +313,7 @@ def test_engines_follow_from_version_to_version_and_a_new_engine_gets_whole_buck
     publish(transport, 2, [first])
     report = publish(transport, 3, [first, late]).report
     assert report.failed == {}
-    assert first.loaded == [(1, True), (2, True), (3, True)]
+    assert first.loaded == [1, 2, 3]
     assert holds(first.folder, 3)
     assert holds(late.folder, 3)
 
@@ -352,7 +352,7 @@ def test_an_engine_that_damages_whole_buckets_as_well_drops_out(transport, tmp_p
     publish(transport, 1, [bad, good])
     report = publish(transport, 2, [bad, good]).report
     assert report.failed == {"bad": "send for version 2: Refused: the result has another checksum"}
-    assert bad.loaded == [(1, True)]
+    assert bad.loaded == [1]
     assert bad.replica.version() is None
     assert holds(good.folder, 2)
 
@@ -361,7 +361,7 @@ def test_an_engine_that_is_lost_drops_out_and_the_others_go_on(transport, tmp_pa
     lost, good = Engine("lost", tmp_path, lost_at=1), Engine("good", tmp_path)
     report = publish(transport, 1, [lost, good]).report
     assert report.failed == {"lost": "send for version 1: ConnectionResetError: gone"}
-    assert good.loaded == [(1, True)]
+    assert good.loaded == [1]
 
 
 def test_whole_buckets_are_sent_after_the_sender_failed_halfway(transport, tmp_path, monkeypatch):

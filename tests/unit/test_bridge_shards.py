@@ -1,5 +1,7 @@
 """Shard-to-shard publishing between real processes: what arrives, and whom a failure costs."""
 
+import re
+
 import numpy as np
 
 from slipstream.bridge.publish.publication import Timeouts
@@ -56,11 +58,17 @@ def test_weights_that_are_changed_on_their_way_are_never_stamped():
 
 def test_an_engine_that_stands_still_in_a_transfer_holds_the_others_up_for_its_answer_time_out_alone():
     (reports, seconds, versions, weights), _ = run_ranks(
-        2, publish_thrice, {"doomed": "stops"}, 2, Timeouts(30, 10)
+        2, publish_thrice, {"doomed": "stops"}, 2, Timeouts(60, 10)
     )
     assert reports[1].updated == reports[2].updated == ["one", "two"]
-    assert reports[1].failed == {"doomed": "receive for version 2: TransferFailed: no answer in 10 s"}
-    assert 10 < seconds[1] < 25, "its ranks give up after 30 s"
-    assert seconds[2] < 10
+    found = re.fullmatch(
+        r"receive for version 2: TransferFailed: no answer in (.*) s", reports[1].failed["doomed"]
+    )
+    assert found
+    # A machine on which version 1 took long is given longer.
+    limit_s = float(found[1])
+    assert limit_s >= 10
+    assert limit_s < seconds[1] < 50, "its ranks give up after 60 s"
+    assert seconds[2] < limit_s
     assert versions == {"one": 3, "doomed": 1, "two": 3}
     assert_holds(weights, 3)

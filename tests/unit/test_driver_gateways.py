@@ -18,6 +18,7 @@ from slipstream.backend.driver.processes.gateways import GatewayGone, Gateways, 
 from slipstream.configs.schema import GatewayConfig, RunConfig
 from slipstream.configs.schema.run import RunSection
 from slipstream.rollout.gateway.keys import add_key, keys_file, revoke_key
+from slipstream.rollout.system.restarts import RestartLimit
 
 SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 DEAF = [
@@ -75,8 +76,9 @@ def test_the_announcement_says_where_users_reach_the_gateways_and_that_they_need
 class World:
     def __init__(self, folder: Path, *commands: list[str], restarts: int = 3) -> None:
         self.notes: list[str] = []
+        limit = RestartLimit("Slipstream", restarts, 86400.0, "it has not served", same=None)
         self.gateways = Gateways(
-            commands, folder, folder / "logs", self.notes.append, restarts=restarts, first_pause_s=0.01
+            commands, folder, folder / "logs", self.notes.append, limit=limit, first_pause_s=0.01
         )
 
     async def pids(self, count: int, without: set[int] = frozenset()) -> set[int]:
@@ -119,9 +121,9 @@ def test_a_gateway_that_is_killed_is_started_again_and_the_other_one_stays(tmp_p
     run(main)
 
 
-@pytest.mark.parametrize(("code", "lives"), [(1, 3), (2, 1)])
+@pytest.mark.parametrize(("code", "what"), [(1, "has failed 3 times"), (2, "cannot run")])
 def test_a_gateway_that_cannot_run_ends_the_run_at_once_if_its_input_is_wrong(
-    tmp_path: Path, code: int, lives: int
+    tmp_path: Path, code: int, what: str
 ):
     async def main() -> None:
         world = World(tmp_path, exits(code), restarts=2)
@@ -129,7 +131,7 @@ def test_a_gateway_that_cannot_run_ends_the_run_at_once_if_its_input_is_wrong(
             await world.gateways.run()
         [error] = raised.value.exceptions
         assert isinstance(error, GatewayGone)
-        assert f"gateway-0 has ended {lives} times" in str(error)
+        assert f"gateway-0 {what}" in str(error)
         assert f"with code {code}" in str(error) and "gateway-0.log" in str(error)
 
     run(main)

@@ -14,6 +14,7 @@ from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.driver.weights import revival
 from slipstream.backend.driver.weights.revival import Revival, TrainerGone
 from slipstream.backend.driver.weights.trainer_life import TrainerLife
+from slipstream.rollout.system.restarts import RestartLimit, Restarts
 
 
 @dataclass
@@ -33,6 +34,7 @@ class World:
     """New numbers that restored weights need, one for each time that the way back was gone."""
     publications: list[Exception | None] = field(default_factory=list)
     step = 0
+    """Number of training steps that led to the present weights."""
 
     # trainer
 
@@ -88,6 +90,7 @@ class World:
 
     async def to(self, version: int) -> None:
         self.did.append(f"back to {version}")
+        self.step = version
 
     async def copy_begins(self) -> int | None:
         return self.copies.pop(0) if self.copies else None
@@ -99,16 +102,32 @@ class World:
 
     def revival(self, restarts: int = 3) -> Revival:
         this: Any = self
-        return Revival(this, this, this, this, restarts=restarts, note=self.notes.append)
+        limit = RestartLimit("run.trainer_restarts", restarts, 86400.0, "no training step was committed")
+        return Revival(
+            this,
+            this,
+            this,
+            this,
+            step=lambda: self.step,
+            restarts=Restarts(limit),
+            note=self.notes.append,
+        )
 
 
-async def until_restored(world: World, times: int, restarts: int = 3) -> Revival:
-    """Let the trainer fail so many times, each time after it was restored."""
+async def until_restored(
+    world: World, times: int, restarts: int = 3, errors: list[TrainerFailed] | None = None, trained: int = 1
+) -> Revival:
+    """Let the trainer fail so many times, each time after it was restored and has ``trained`` steps.
+
+    ``errors``: how it fails, the last one again and again.
+    """
     made = world.revival(restarts)
     running = asyncio.create_task(made.run())
     try:
         for number in range(times):
-            world.life.fail(TrainerFailed(f"failure {number}"))
+            world.step += trained
+            error = errors[min(number, len(errors) - 1)] if errors else TrainerFailed(f"failure {number}")
+            world.life.fail(error)
             await next_done({running, asyncio.create_task(world.life.alive())})
             if running.done():
                 break
@@ -181,22 +200,61 @@ def test_a_start_that_fails_is_tried_again():
     ]
 
 
-def test_more_failures_from_one_checkpoint_than_allowed_end_the_run_with_the_last_reason():
+def test_more_failures_than_allowed_end_the_run_with_the_last_reason():
     world = World(checkpoints=[4])
     with pytest.raises(ExceptionGroup) as raised:
         asyncio.run(until_restored(world, 3, restarts=2))
     error = leaf(raised.value)
     assert isinstance(error, TrainerGone)
-    assert "has failed 3 times since version 4" in str(error)
+    assert "the trainer has failed 3 times within 24 h (run.restart_window_s)" in str(error)
     assert "run.trainer_restarts allows 2 restarts" in str(error)
     assert str(error).endswith("the last time: failure 2")
     assert world.did[-2:] == ["kill", "settle"], "no trainer is started again"
 
 
-def test_a_newer_checkpoint_forgives_earlier_failures():
-    world = World(checkpoints=[4, 4, 6, 6, 8])
-    made = asyncio.run(until_restored(world, 5, restarts=2))
+def on_rank(rank: int, error: str = "RuntimeError: no kernel") -> TrainerFailed:
+    traceback = f'Traceback (most recent call last):\n  File "/venv/objective.py", line 3, in loss\n{error}'
+    return TrainerFailed(f"the training step from version 0 failed on rank {rank}: {error}", traceback)
+
+
+@pytest.mark.parametrize("checkpoint", [None, 4])
+def test_the_same_failure_without_a_step_in_between_ends_the_run_at_the_second_one(checkpoint: int | None):
+    world = World(checkpoints=[checkpoint])
+    with pytest.raises(ExceptionGroup) as raised:
+        asyncio.run(until_restored(world, 12, restarts=10, errors=[on_rank(1)], trained=0))
+    error = leaf(raised.value)
+    assert isinstance(error, TrainerGone)
+    assert "failed twice in the same way, and no training step was committed in between" in str(error)
+    assert str(error).endswith(on_rank(1).described), "with the traceback"
+    assert world.did.count("create") == 1
+
+
+def test_the_first_traceback_is_shown_though_the_second_failure_is_that_of_another_rank():
+    world = World(checkpoints=[None])
+    with pytest.raises(ExceptionGroup) as raised:
+        asyncio.run(until_restored(world, 2, errors=[on_rank(1), on_rank(0)], trained=0))
+    assert "failed on rank 1" in str(leaf(raised.value)) and "on rank 0" not in str(leaf(raised.value))
+
+
+def test_the_same_failure_is_no_reason_to_end_the_run_when_steps_were_trained_in_between():
+    world = World(checkpoints=[4])
+    made = asyncio.run(until_restored(world, 5, restarts=10, errors=[on_rank(0)], trained=1))
     assert made.restarts == 5
+
+
+def test_other_failures_each_time_are_counted_only():
+    world = World(checkpoints=[None])
+    errors = [on_rank(0, f"{name}Error: wrong") for name in ("Value", "Key", "Index", "Type")]
+    made = asyncio.run(until_restored(world, 4, restarts=10, errors=errors, trained=0))
+    assert made.restarts == 4
+
+
+def test_a_start_that_fails_in_the_same_way_twice_ends_the_run():
+    world = World(checkpoints=[4], connections=[TrainerFailed("no GPU 0"), TrainerFailed("no GPU 1")])
+    with pytest.raises(ExceptionGroup) as raised:
+        asyncio.run(until_restored(world, 1, restarts=10))
+    assert "no training step was committed in between" in str(leaf(raised.value))
+    assert world.did.count("connect") == 2
 
 
 def test_no_restart_may_be_allowed():

@@ -378,9 +378,10 @@ def test_a_driver_that_was_fenced_before_it_opens_the_ledger_does_not_touch_it(
         driver = look(config.run.folder).driver
         assert driver is not None
         other = msgspec.structs.replace(driver, term=driver.term + 1, owner="other", host="elsewhere")
-        write_durably(config.run.folder / "driver.json", msgspec.json.encode(other).decode())
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and "lease" in {thread.name for thread in threading.enumerate()}:
+            # Again and again, as a driver does: a renewal of the first may have been under way.
+            write_durably(config.run.folder / "driver.json", msgspec.json.encode(other).decode())
             time.sleep(0.01)
 
     config = config.model_copy(update={"run": config.run.model_copy(update={"lease_s": 1.0})})

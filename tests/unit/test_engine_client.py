@@ -88,7 +88,9 @@ WHOLE = [*THREE, chunk(4, 1, 5, STOP, weight_versions=attested((3, 0, 2), (5, 2,
 
 def tokens(n: int, *spans: Span, finish=Finish.PARTIAL) -> Completion:
     """The first n tokens of that completion."""
-    return Completion(tuple(range(100, 100 + n)), tuple(-float(i) for i in range(n)), spans, finish)
+    matched = 2 if finish is Finish.STOP else None
+    logprobs = tuple(-float(i) for i in range(n))
+    return Completion(tuple(range(100, 100 + n)), logprobs, spans, finish, matched=matched)
 
 
 class Server:
@@ -206,19 +208,19 @@ def test_prompt_log_probs_ask_for_no_new_token_and_skip_the_first():
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        (lambda c: c.pause("retract"), ("/pause_generation", {"mode": "retract"})),
+        (lambda c: c.pause("in_place"), ("/pause_generation", {"mode": "in_place"})),
         (lambda c: c.resume(), ("/continue_generation", {})),
         (lambda c: c.abort("x"), ("/abort_request", {"rid": "x"})),
         (lambda c: c.begin_update(), ("/begin_weight_update", {})),
         (lambda c: c.end_update(), ("/end_weight_update", {})),
         (
-            lambda c: c.take([b"\x00", b"\x01"], load_format="a.loader", flush_cache=True, version=7),
+            lambda c: c.take([b"\x00", b"\x01"], load_format="a.loader", version=7),
             (
                 "/update_weights_from_tensor",
                 {
                     "serialized_named_tensors": ["AA==", "AQ=="],
                     "load_format": "a.loader",
-                    "flush_cache": True,
+                    "flush_cache": False,
                     "weight_version": "7",
                 },
             ),
@@ -234,10 +236,58 @@ def test_control_calls_are_what_sglang_expects(call, expected):
     asyncio.run(main())
 
 
+def paused(mode: str, *flushes: int) -> list[object]:
+    """Return what a pause asks of a server that answers questions to empty its cache with these statuses."""
+    answers = iter(flushes)
+
+    async def reply(request):
+        asked.append(
+            request.path_qs if request.path == "/flush_cache" else (await request.json()).get("mode")
+        )
+        return web.Response(status=next(answers) if request.path == "/flush_cache" else 200, text="{}")
+
+    async def main():
+        async with serving(reply) as (_, client):
+            await client.pause(mode)
+
+    asked: list[object] = []
+    asyncio.run(main())
+    return asked
+
+
+def test_a_pause_empties_the_cache_unless_requests_keep_their_part_of_it():
+    assert paused("in_place") == ["in_place"]
+    assert paused("retract", 200) == ["retract", "/flush_cache?timeout=0"]
+    assert paused("abort", 200) == ["abort", "/flush_cache?timeout=10"]
+
+
+def test_requests_are_aborted_where_the_cache_cannot_be_emptied_otherwise():
+    """None: the resumption in between. A paused scheduler takes no request off the queue of grammars."""
+    emptied = "/flush_cache?timeout=0", "/flush_cache?timeout=10"
+    assert paused("retract", 400, 200) == ["retract", emptied[0], None, "abort", emptied[1]]
+    with pytest.raises(EngineError, match="engine-0: requests are left 10 s after all of them were aborted"):
+        paused("retract", 400, 400)
+
+
+def test_memory_is_released_once_the_gpu_has_done_all_that_the_pause_asked_of_it():
+    """SGLang waits for its GPU at the end of each release, a release of nothing included."""
+
+    async def main():
+        async with serving({}) as (server, client):
+            await client.release_memory(["weights", "kv_cache"])
+            assert [(path, body["tags"]) for _, path, body in server.requests] == [
+                ("/release_memory_occupation", ["none"]),
+                ("/resume_memory_occupation", ["none"]),
+                ("/release_memory_occupation", ["weights", "kv_cache"]),
+            ]
+
+    asyncio.run(main())
+
+
 def test_a_bucket_before_the_last_names_no_version():
     async def main():
         async with serving({"success": True}) as (server, client):
-            await client.take([b""], load_format="flattened_bucket", flush_cache=False, version=None)
+            await client.take([b""], load_format="flattened_bucket", version=None)
             assert server.requests[0][2]["weight_version"] is None
 
     asyncio.run(main())
@@ -257,20 +307,38 @@ def test_the_client_offers_all_that_publishing_asks_of_an_engine():
 
 
 @pytest.mark.parametrize(
-    ("input_ids", "message"),
+    ("input_ids", "message", "room"),
     [
-        ([], "input_ids is empty"),
-        ([1, VOCAB, 2], r"token ids \[30000\] are outside the vocabulary of 30000"),
-        ([-1], r"token ids \[-1\] are outside"),
-        ([VOCAB] * 9, r"token ids \[(30000, ){4}30000\] are outside"),
-        ([1] * 17, r"17 prompt \+ 4 new tokens exceed the context of 20"),
+        ([], "input_ids is empty", None),
+        ([1, VOCAB, 2], r"token ids \[30000\] are outside the vocabulary of 30000", None),
+        ([-1], r"token ids \[-1\] are outside", None),
+        ([VOCAB] * 9, r"token ids \[(30000, ){4}30000\] are outside", None),
+        ([1] * 17, r"17 prompt \+ 4 new tokens exceed the context of 20", 3),
+        ([1] * 21, r"21 prompt \+ 4 new tokens exceed the context of 20", 0),
     ],
 )
-def test_a_request_that_would_harm_the_server_never_leaves(input_ids, message):
+def test_a_request_that_would_harm_the_server_never_leaves(input_ids, message, room):
     async def main():
         async with serving(REPLY) as (server, client):
-            with pytest.raises(InvalidRequest, match=message):
+            with pytest.raises(InvalidRequest, match=message) as refused:
                 await ask(client, input_ids, version=0)
+            assert refused.value.room == room
+            assert server.requests == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_values_that_would_harm_the_server_never_leave(live):
+    harmful = {"logit_bias": {"3": -1e39}, "top_k": 2**31}
+    sampling = LiveSampling(4, harmful, 0) if live else SamplingConfig(max_new_tokens=4, args=harmful)
+
+    async def main():
+        async with serving(REPLY) as (server, client):
+            with pytest.raises(
+                InvalidRequest, match=r"top_k: .*2147483648; logit_bias of token 3: .*-1e\+39"
+            ):
+                await ask(client, [1], sampling, version=0)
             assert server.requests == []
 
     asyncio.run(main())

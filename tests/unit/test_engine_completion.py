@@ -33,7 +33,9 @@ REPLY = {
         "output_token_logprobs": [[-0.5, 11, None], [-1.5, 12, None], [-2.5, 13, None]],
     },
 }
-COMPLETION = Completion((11, 12, 13), (-0.5, -1.5, -2.5), (Span(3, 0, 2), Span(4, 2, 3)), Finish.STOP, 1)
+COMPLETION = Completion(
+    (11, 12, 13), (-0.5, -1.5, -2.5), (Span(3, 0, 2), Span(4, 2, 3)), Finish.STOP, 1, matched=13
+)
 
 
 def reply(**meta) -> dict:
@@ -265,7 +267,7 @@ def test_chunks_make_the_whole_completion_whether_they_repeat_what_came_before_o
             assert completion.finish is Finish.PARTIAL
     tokens = tuple(range(100, 100 + total))
     assert completion.completion() == Completion(
-        tokens, tuple(-float(i) for i in range(total)), (Span(5, 0, total),), Finish.STOP
+        tokens, tuple(-float(i) for i in range(total)), (Span(5, 0, total),), Finish.STOP, matched=2
     )
 
 
@@ -326,6 +328,7 @@ def test_a_reply_continues_what_is_there_and_leaves_it_as_it_was():
         (Span(7, 0, 2), Span(9, 2, 5)),
         Finish.STOP,
         retractions=6,
+        matched=2,
     )
 
 
@@ -449,3 +452,12 @@ def test_fewer_alternatives_than_tokens_are_malformed_and_change_nothing():
     with pytest.raises(ValueError, match="alternatives to 1 tokens, expected 2"):
         stream.add(chunk(2, 2, 3, output_top_logprobs=[[[-0.1, 7, None]]]))
     assert len(completion.tokens) == 0
+
+
+def test_a_request_that_is_aborted_while_its_grammar_is_compiled_is_not_refused():
+    """SGLang gives neither tokens nor log-probs then, and a status as for a grammar that is wrong."""
+    meta = {"finish_reason": {"type": "abort", "message": "Aborted by AbortReq.", "status_code": 400}}
+    completion = GrowingCompletion()
+    with pytest.raises(Aborted, match="Aborted by AbortReq"):
+        CompletionStream(completion, 0, 100).add({"output_ids": [], "meta_info": meta})
+    assert not len(completion.tokens)

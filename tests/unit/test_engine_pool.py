@@ -7,10 +7,18 @@ from itertools import pairwise
 import pytest
 
 from slipstream.configs.schema import SamplingConfig
-from slipstream.rollout.engine.client import Aborted, EngineError, EngineLost, InvalidRequest, Silent
-from slipstream.rollout.engine.engine_pool import SILENCES, NoEngine
+from slipstream.rollout.engine.client import (
+    Aborted,
+    EngineError,
+    EngineLost,
+    InvalidRequest,
+    RequestRefused,
+    Silent,
+)
+from slipstream.rollout.engine.engine_pool import MOST_LOSSES, SILENCES, NoEngine
 from slipstream.rollout.engine.request_trace import RequestTrace
-from slipstream.rollout.engine.routing import LostEngine
+from slipstream.rollout.engine.routing import LostEngine, Suspect
+from slipstream.rollout.engine.sampling import LiveSampling
 from slipstream.rollout.tokens.trajectory import Completion, Finish, Span
 from tests.unit.driven_pool import (
     COMPLETION,
@@ -557,5 +565,117 @@ def test_a_request_without_a_completion_is_traced_as_interrupted(end):
         assert trace.interrupted
         assert trace.new_tokens == (1 if end == "cancelled" else 0)
         assert (trace.first_token_s is None) == (end != "cancelled")
+
+    asyncio.run(main())
+
+
+# ---- requests of clients under which engines are lost
+
+BY_ANNA = LiveSampling(4, {}, 100, request="request 5 of the key anna")
+
+
+def test_a_request_that_costs_a_second_engine_is_given_up():
+    async def main():
+        engines = [FakeEngine(name) for name in "abc"]
+        driver = Driver(engines[0])
+        (task,) = start(driver, sampling=BY_ANNA)
+        await settle()
+        driver.add(engines[1])
+        engines[0].end(EngineLost("gone"))
+        await settle()
+        driver.add(engines[2])
+        engines[1].end(EngineLost("gone, too"))
+        with pytest.raises(RequestRefused, match="a and b were lost while they ran this request: gone, too"):
+            await task
+        assert engines[2].requests == []
+        suspects = [Suspect(name, life, BY_ANNA.request) for name, life in (("a", 1), ("b", 2))]
+        assert list(driver.pool.status().suspects) == suspects
+        await assert_nothing_left(driver, engines[2], 10)
+
+    asyncio.run(main())
+
+
+def test_requests_of_a_lost_engine_are_tried_one_at_a_time_until_a_token_comes():
+    async def main():
+        bad, good = FakeEngine("bad"), FakeEngine("good")
+        driver = Driver(bad)
+        tasks = start(driver, 3, sampling=BY_ANNA)
+        await settle()
+        driver.add(good)
+        bad.end(EngineLost("gone"), n=3)
+        await settle()
+        assert good.running == 1
+        tasks += start(driver, sampling=BY_ANNA)
+        await settle()
+        assert good.running == 2, "others are not held up"
+        good.grow(part(1))
+        await settle()
+        assert good.running == 3
+        good.end(n=3)
+        await settle()
+        assert good.running == 1, "one that has ended has been tried"
+        good.end()
+        assert await asyncio.gather(*tasks) == [COMPLETION] * 4
+        await assert_nothing_left(driver, good, 10)
+
+    asyncio.run(main())
+
+
+def test_whoever_shares_an_engine_with_a_suspect_is_not_blamed_for_it():
+    async def main():
+        engines = [FakeEngine(name) for name in "abc"]
+        driver = Driver(engines[0])
+        (guilty,) = start(driver, sampling=BY_ANNA)
+        await settle()
+        driver.add(engines[1])
+        engines[0].end(EngineLost("gone"))
+        await settle()
+        (other,) = start(driver, sampling=BY_ANNA)
+        await settle()
+        driver.add(engines[2])
+        engines[1].end(EngineLost("gone"), n=2)
+        await settle()
+        with pytest.raises(RequestRefused):
+            await guilty
+        engines[2].end()
+        assert await other == COMPLETION
+
+    asyncio.run(main())
+
+
+def test_a_request_under_which_engines_are_lost_again_and_again_is_given_up_though_tokens_come():
+    async def main():
+        engines = [FakeEngine(str(number)) for number in range(MOST_LOSSES + 1)]
+        driver = Driver()
+        task, _ = watched(driver, sampling=BY_ANNA)
+        for engine in engines[:MOST_LOSSES]:
+            driver.add(engine)
+            await settle()
+            engine.grow(part(*range(1, 2)))
+            engine.end(EngineLost("gone"))
+            await settle()
+        driver.add(engines[-1])
+        with pytest.raises(RequestRefused, match="0 and 1 and 2 were lost"):
+            await task
+        assert engines[-1].requests == []
+
+    asyncio.run(main())
+
+
+def test_requests_of_workflows_are_no_suspects():
+    async def main():
+        engines = [FakeEngine(str(number)) for number in range(MOST_LOSSES + 1)]
+        driver = Driver()
+        tasks = start(driver, 2)
+        for engine in engines[:MOST_LOSSES]:
+            driver.add(engine)
+            await settle()
+            assert engine.running == 2
+            engine.end(EngineLost("gone"), n=2)
+        driver.add(engines[-1])
+        await settle()
+        engines[-1].end(n=2)
+        assert await asyncio.gather(*tasks) == [COMPLETION] * 2
+        assert driver.pool.status().suspects == ()
 
     asyncio.run(main())

@@ -149,6 +149,21 @@ def test_server_arguments_are_the_fields_of_server_args():
     }
 
 
+def test_an_engine_that_gives_up_its_memory_captures_only_graphs_that_can_give_up_theirs():
+    assert (
+        server_args(spec(shared_gpus=("0",), rests=True)).items()
+        >= {
+            "enable_memory_saver": True,
+            "enable_weights_cpu_backup": True,
+            "cuda_graph_backend_prefill": "disabled",
+        }.items()
+    )
+
+
+def test_an_engine_that_works_beside_the_trainer_keeps_its_memory():
+    assert server_args(spec(port=30000, shared_gpus=("0",))) == server_args(spec(port=30000))
+
+
 MEETING = MeetingPoint("10.0.0.1", 20_000)
 
 
@@ -265,6 +280,9 @@ def test_a_server_is_started_with_its_arguments_and_found_healthy(tmp_path, monk
         assert environment["SGLANG_PYSPY_DUMP_BEFORE_CRASH"] == "1", "the user asks for it"
         assert environment["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"] == "0"
         assert ("SGLANG_USE_CPU_ENGINE" in environment) == (device == "cpu")
+        imports = [sys.executable, "-c", "import megatron"]
+        refused = subprocess.run(imports, env=environment, capture_output=True, text=True, timeout=60)
+        assert "ImportError: Megatron is hidden from engines" in refused.stderr
         assert server.access.url == f"http://127.0.0.1:{reported['arguments']['port']}"
 
 

@@ -6,10 +6,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from slipstream.configs.schema import SamplingConfig
+from slipstream.rollout.engine import roster
 from slipstream.rollout.engine.client import EngineAddress, EngineLost
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.roster import EngineRoster
+from slipstream.rollout.engine.routing import PoolStatus, Suspect
 from slipstream.rollout.engine.supervisor import EngineGone, Supervisor
+from slipstream.rollout.system.restarts import RestartLimit
 from tests.unit.doubles import Collector
 
 
@@ -62,7 +65,7 @@ class World:
             self.handles,
             self.roster,
             self,
-            restarts=restarts,
+            limit=RestartLimit("rollout.engine.restarts", restarts, 86400.0, "it has not served"),
             note=self.notes.append,
             watch=lambda client: self.unwell.get(),
             pause_s=pause_s,
@@ -234,6 +237,46 @@ def test_an_engine_whose_request_is_lost_is_started_again():
     asyncio.run(main())
 
 
+def test_engines_that_are_lost_under_requests_of_users_do_not_end_the_run():
+    async def main():
+        async with supervised(restarts=1) as world:
+            await world.serving.wait()
+            world.roster.joined("gateway", limit=8)
+            for start in range(1, 5):
+                await until(lambda start=start: world.handle.starts == start and world.urls)
+                (engine,) = world.roster.routing_for("gateway").engines
+                suspects = (Suspect("engine-0", engine.life, "request 5 of the key anna"),)
+                world.roster.reported("gateway", PoolStatus(suspects=suspects))
+                world.handle.exit(1)
+            await until(lambda: world.handle.starts == 5)
+            assert world.supervisor.restarts == 4
+            assert (
+                world.notes
+                == [
+                    "engine-0 is started again: its server exited with code 1, while it ran request 5 of the "
+                    "key anna: not counted as a failure of the run"
+                ]
+                * 4
+            )
+
+    asyncio.run(main())
+
+
+def test_losses_without_requests_of_users_are_counted_beside_a_gateway(monkeypatch):
+    async def main():
+        async with supervised(restarts=1) as world:
+            await world.serving.wait()
+            world.roster.joined("gateway", limit=8)
+            world.roster.reported("gateway", PoolStatus(suspects=(Suspect("engine-0", 0, "long ago"),)))
+            world.handle.exit(1)
+            await until(lambda: world.handle.starts == 2 and world.urls)
+            world.handle.exit(1)
+            assert isinstance(await failure(world), EngineGone)
+
+    monkeypatch.setattr(roster, "REPORT_S", 0.01)
+    asyncio.run(main())
+
+
 def test_a_late_loss_of_the_old_server_does_not_condemn_the_new_one():
     """Requests that were running on a server end as lost when its client is closed: as the next one starts.
 
@@ -383,9 +426,10 @@ def test_an_engine_that_fails_too_often_ends_the_run(restarts):
                 world.handle.exit(number)
             error = await failure(world)
             assert isinstance(error, EngineGone)
-            assert str(error) == (
-                f"engine-0 failed {restarts + 1} times; the last time its server exited with code {restarts}"
+            assert str(error).startswith(
+                f"engine-0 has failed {'once' if not restarts else '3 times'} within"
             )
+            assert str(error).endswith(f"the last time: its server exited with code {restarts}")
             assert world.handle.starts == restarts + 1
             assert world.urls == []
 
@@ -429,7 +473,56 @@ def test_a_restart_that_fails_is_tried_again_within_the_budget():
             ]
             world.handle.exit(1)
             error = await failure(world)
-            assert str(error) == "engine-0 failed 4 times; the last time its server exited with code 1"
+            assert "engine-0 has failed 4 times" in str(error)
+            assert str(error).endswith("the last time: its server exited with code 1")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("restarts", [10, None])
+def test_an_engine_that_dies_at_each_start_for_the_same_reason_ends_the_run(restarts):
+    """Whatever its log says of times, ports and memory."""
+
+    async def main():
+        async with supervised(restarts=restarts) as world:
+            await world.serving.wait()
+            world.handle.start_errors = [
+                RuntimeError(
+                    "SGLang exited with code 1 while starting; the end of /logs/engine-0.log:\n"
+                    f"[12:0{number}] Scheduler hit an exception: Traceback (most recent call last):\n"
+                    '  File "/sglang/model_runner.py", line 9, in init\n'
+                    f"RuntimeError: port 300{number} is taken"
+                )
+                for number in range(9)
+            ]
+            world.handle.exit(1)
+            error = await failure(world)
+            assert isinstance(error, EngineGone)
+            assert "engine-0 has failed twice in the same way, and it has not served in between" in str(error)
+            assert "port 3000 is taken" in str(error) and "port 3001" not in str(error)
+            assert world.handle.starts == 3
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_is_refused_in_the_same_way_again_ends_the_run():
+    async def main():
+        async with supervised(restarts=10) as world:
+            world.refusals = ["join for version 4: no answer", "join for version 5: no answer"]
+            error = await failure(world)
+            assert "it has not served in between" in str(error)
+            assert world.handle.starts == 2
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_serves_in_between_is_started_again_after_the_same_failure():
+    async def main():
+        async with supervised(restarts=10) as world:
+            for number in range(1, 6):
+                await until(lambda number=number: world.urls == [f"http://127.0.0.1:{number}"])
+                world.handle.exit(-9)
+            await until(lambda: world.urls == ["http://127.0.0.1:6"])
 
     asyncio.run(main())
 

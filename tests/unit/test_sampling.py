@@ -1,6 +1,7 @@
 """How requests are sampled: what engines are asked for, what recipes may not say, and seeds."""
 
 import asyncio
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from slipstream.configs.violations import RecipeError
 from slipstream.rollout.collection.collector.parts import evaluation_sampling
 from slipstream.rollout.collection.collector.seeded import SeededEngines, seeded_engines
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.engine.sampling import LiveSampling, request_fields, starts_over
+from slipstream.rollout.engine.sampling import LiveSampling, request_fields, starts_over, violations
 
 DETERMINISTIC = "rollout.engine.args={enable_deterministic_inference: true}"
 
@@ -171,3 +172,82 @@ def test_a_client_keeps_the_seed_that_it_sends():
 def test_without_a_seed_the_engines_are_asked_as_they_are():
     heard = Heard()
     assert seeded_engines(heard, None, 1, 2) is heard
+
+
+# ---- values
+
+NESTED = '{"items":' * 65 + "{}" + "}" * 65
+ALTERNATIVES = "a" * 8_193
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        (
+            {"logit_bias": {"3": 1e39}},
+            "logit_bias of token 3: expected a number from -100 to 100, found 1e+39",
+        ),
+        ({"logit_bias": {str(i): -1e39 for i in range(30)}}, "logit_bias of token 0: "),
+        (
+            {"logit_bias": {3: math.nan}},
+            "logit_bias of token 3: expected a number from -100 to 100, found nan",
+        ),
+        ({"logit_bias": {"30": 1.0}}, "logit_bias: expected token ids below 30, found '30'"),
+        ({"logit_bias": [1]}, "logit_bias: expected an object of numbers by token id, found list"),
+        ({"temperature": 1e-320}, "temperature: expected 0, or a number from 1e-06 on, found 1e-320"),
+        ({"temperature": 1e39}, "temperature: expected a number from 0 to 100, found 1e+39"),
+        ({"temperature": -0.5}, "temperature: "),
+        ({"top_p": 1e-320}, "top_p: expected a number from 1e-06 to 1, found 1e-320"),
+        ({"min_p": math.inf}, "min_p: "),
+        ({"min_p": True}, "min_p: "),
+        ({"frequency_penalty": -2.5}, "frequency_penalty: "),
+        ({"presence_penalty": "1"}, "presence_penalty: expected a number from -2 to 2, found '1'"),
+        (
+            {"repetition_penalty": 1e-320},
+            "repetition_penalty: expected a number from 0.01 to 2, found 1e-320",
+        ),
+        ({"top_k": 2**31}, "top_k: "),
+        ({"top_k": 0}, "top_k: "),
+        ({"stop": ["x"] * 33}, "stop: expected at most 32 texts, found 33"),
+        ({"stop": "é" * 129}, "stop: expected texts of at most 256 bytes, found one of 258"),
+        ({"stop": [3]}, "stop: expected a text or a list of texts, found list"),
+        ({"stop_token_ids": [30]}, "stop_token_ids: expected token ids from 0 to 29, found list"),
+        ({"stop_token_ids": list(range(16))}, "stop_token_ids: expected at most 15, found 16"),
+        ({"stop_regex": "(a|aa)+$"}, "stop_regex: '(a|aa)+$' can take too long"),
+        ({"stop_regex": ["x", "(a?){40}a{40}"]}, "stop_regex: '(a?){40}a{40}' can take too long"),
+        ({"stop_regex": "a?" * 60 + "a" * 60}, "stop_regex: 'a?a?"),
+        ({"stop_regex": "(?=.*x)"}, "stop_regex: '(?=.*x)' can take too long"),
+        ({"stop_regex": "["}, "stop_regex: '[' is no expression of Python's re: "),
+        ({"regex": ALTERNATIVES}, "regex: expected at most 8192 bytes, found 8193"),
+        ({"json_schema": NESTED}, "json_schema: expected at most 64 levels of nesting, found 66"),
+        ({"json_schema": {}}, None),
+        ({"json_schema": ["a"]}, "json_schema: expected a text, found list"),
+        ({"regex": "a", "ebnf": "b"}, "expected one grammar, found regex and ebnf"),
+        ({"regex": "a", "min_new_tokens": 3}, "min_new_tokens: cannot be given together with regex"),
+    ],
+)
+def test_values_that_an_engine_cannot_compute_with_are_named(parameters, message):
+    found = violations(parameters, vocab_size=30)
+    assert [len(found)] == [0 if message is None else 1], found
+    assert message is None or found[0].startswith(message), found
+
+
+def test_all_values_are_named_at_once():
+    assert len(violations({"temperature": -1, "top_k": 0, "stop": [1], "regex": 3}, vocab_size=30)) == 4
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"temperature": None, "logit_bias": None, "stop": None},
+        {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0.5, "repetition_penalty": 2.0},
+        {"temperature": 1e-6, "top_p": 1e-6, "top_k": 1 << 30},
+        {"logit_bias": {"29": -100, 0: 100.0}, "stop_token_ids": [29], "stop": ["é" * 128] * 32},
+        {"stop_regex": ["^yes|no$", r"\bEND\b", "[0-9]{1,20}x{1,20}", "(ab){3}c?"]},
+        {"regex": "[0-9]+", "min_new_tokens": 0, "ebnf": ""},
+        asked(SamplingConfig()),
+    ],
+)
+def test_values_that_an_engine_can_compute_with_pass(parameters):
+    assert violations(parameters, vocab_size=30) == []

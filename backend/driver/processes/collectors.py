@@ -11,13 +11,14 @@ from pathlib import Path
 
 from slipstream.backend.cluster.actors import CollectorActors
 from slipstream.backend.cluster.configured_ray import ray
-from slipstream.backend.cluster.handles import kill
+from slipstream.backend.cluster.handles import kill, traceback_of
 from slipstream.rollout.collection.collector.spec import CollectorSpec
 from slipstream.rollout.system.key import Key
+from slipstream.rollout.system.restarts import RestartLimit, Restarts
 
 
 class CollectorGone(RuntimeError):
-    """A collector has failed more often than ``rollout.collector_restarts`` allows, or cannot start."""
+    """A collector must not be started again (``Restarts``), or cannot start."""
 
 
 class Collectors:
@@ -25,7 +26,8 @@ class Collectors:
 
     def __init__(
         self,
-        restarts: int,
+        limit: RestartLimit,
+        has_progressed: Callable[[str], bool],
         actors: CollectorActors,
         logs: Path,
         key: Key,
@@ -33,18 +35,23 @@ class Collectors:
         context: int,
         note: Callable[[str], None],
     ) -> None:
-        """``restarts``: of each collector, at most. ``key``: secret of the run. ``vocab_size``: number of
+        """``limit``: of each collector's restarts. ``has_progressed``: returns whether the life of a
+        collector has done something, by its name. ``key``: secret of the run. ``vocab_size``: number of
         token ids of the model. ``context``: largest number of tokens of prompt and completion together.
         """
-        self._most_restarts = restarts
+        self._restarts = [Restarts(limit) for _ in range(actors.count)]
+        self._has_progressed = has_progressed
         self._actors = actors
         self._logs = logs
         self._key = key
         self._vocab_size = vocab_size
         self._context = context
         self._note = note
-        self.restarts = 0
+
+    @property
+    def restarts(self) -> int:
         """Number of restarts of all collectors so far."""
+        return sum(restarts.count for restarts in self._restarts)
 
     @property
     def count(self) -> int:
@@ -77,10 +84,11 @@ class Collectors:
             )
             reason = await self._live(number, spec)
             life += 1
-            self.restarts += 1
-            if life > self._most_restarts:
-                raise CollectorGone(f"{spec.collector} failed {life} times; the last time {reason}")
-            self._note(f"{spec.collector} is started again: {reason}")
+            if self._has_progressed(spec.name):
+                self._restarts[number].progressed()
+            if (refused := self._restarts[number].refused(reason)) is not None:
+                raise CollectorGone(f"{spec.collector} {refused}")
+            self._note(f"{spec.collector} is started again: {reason.splitlines()[0]}")
 
     async def _live(self, number: int, spec: CollectorSpec) -> str:
         """Run one life of a collector. Return the reason of its end."""
@@ -90,9 +98,11 @@ class Collectors:
             return "its connection has ended"
         except ray.exceptions.RayTaskError as error:
             cause = error.cause or error
-            if spec.life == 0:  # most likely the recipe is wrong, and would be so again
+            if spec.life == 0 and not self._has_progressed(
+                spec.name
+            ):  # most likely the recipe is wrong, and would be so again
                 raise CollectorGone(f"{spec.collector}: {cause} (logs: {self._logs})") from error
-            return f"{type(cause).__name__}: {cause}"
+            return f"{type(cause).__name__}: {cause}\n{traceback_of(error)}"
         except ray.exceptions.RayActorError:
             return f"its process has ended (log: {self._logs / spec.collector}.log)"
         finally:

@@ -45,8 +45,8 @@ class EngineLimits:
         engine: EngineConfig, geometry: Geometry, step_timeout_s: float, *, adapter: str | None = None
     ) -> "EngineLimits":
         """``step_timeout_s``: longest time of a training step."""
-        # A request stands still while a colocated trainer takes its turn.
-        turn_s = step_timeout_s if engine.colocated else 0.0
+        # A request stands still while a trainer on the same GPUs takes its turn.
+        turn_s = step_timeout_s if engine.takes_turns else 0.0
         return EngineLimits(
             ranks=engine.ranks,
             vocab_size=geometry.vocab,

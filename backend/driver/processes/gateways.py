@@ -22,15 +22,13 @@ from pathlib import Path
 from slipstream.backend.cluster.kept_process import KeptProcess
 from slipstream.configs.schema import GatewayConfig
 from slipstream.rollout.gateway.keys import KEY_VARIABLE, KeysError, keys_file, read_keys
+from slipstream.rollout.system.restarts import RestartLimit, Restarts
 
 MODULE = "slipstream.rollout.gateway.gateway_process"
 """Program of a gateway. Its argument is the JSON of ``specification``."""
 
 LINGER_S = 600.0
 """Longest time that a gateway waits for a driver: a resumed run loads its models and checkpoints first."""
-
-RESTARTS = 16
-"""Number of times that one gateway may be started again."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Times before a gateway is started again. A port, for example, may be in use for a while."""
@@ -95,19 +93,22 @@ class Gateways:
         logs: Path,
         note: Callable[[str], None],
         *,
-        restarts: int = RESTARTS,
+        limit: RestartLimit,
         first_pause_s: float = FIRST_PAUSE_S,
     ) -> None:
-        """``commands``: one for each gateway. ``folder``: run folder."""
+        """``commands``: one for each gateway. ``folder``: run folder. ``limit``: of a gateway's restarts."""
         self._commands = commands
         self._folder = folder / FOLDER
         self._logs = logs
         self._note = note
-        self._restarts_allowed = restarts
+        self._restarts = [Restarts(limit) for _ in commands]
         self._first_pause_s = first_pause_s
         self._processes: dict[int, KeptProcess] = {}
-        self.restarts = 0
+
+    @property
+    def restarts(self) -> int:
         """Number of restarts of all gateways so far."""
+        return sum(restarts.count for restarts in self._restarts)
 
     async def run(self) -> None:
         """Keep all gateways running. Ends by cancellation only; they go on until ``stop``.
@@ -127,7 +128,7 @@ class Gateways:
         clock = asyncio.get_running_loop().time
         name, command = f"gateway-{number}", self._commands[number]
         file, log = self._folder / f"process-{number}.json", self._logs / f"{name}.log"
-        lives, pause_s = 0, self._first_pause_s
+        pause_s = self._first_pause_s
         process = KeptProcess.taken_over(command, file)
         if process is not None:
             self._note(f"{name} has outlived its driver and goes on (process {process.pid})")
@@ -137,11 +138,12 @@ class Gateways:
             code = await process.wait()
             del self._processes[number]
             reason = "it has ended" if code is None else f"it has ended with code {code}"
-            lives += 1
-            if code == WRONG_INPUT or lives > self._restarts_allowed:
-                raise GatewayGone(f"{name} has ended {lives} times; the last time: {reason} (log: {log})")
-            self.restarts += 1
-            self._note(f"{name} is started again: {reason} (log: {log})")
+            reason = f"{reason} (log: {log})"
+            if code == WRONG_INPUT:
+                raise GatewayGone(f"{name} cannot run: {reason}")
+            if (refused := self._restarts[number].refused(reason)) is not None:
+                raise GatewayGone(f"{name} {refused}")
+            self._note(f"{name} is started again: {reason}")
             process = None
             pause_s = self._first_pause_s if clock() - began > LASTING_S else pause_s
             await asyncio.sleep(pause_s)

@@ -3,7 +3,8 @@
     supervisor ──add, remove──► serving list ──addresses──► roster ──► questions to judge processes
 
 They are never given weights. One that is lost is started again, as often as it takes: an outage of the judge
-stops nothing. Votes are missing meanwhile, and turns wait.
+stops nothing. Votes are missing meanwhile, and turns wait. Only an engine whose starts fail twice in a row in
+the same way ends the run.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from slipstream.backend.cluster.actors import JudgeEngineActors
 from slipstream.backend.cluster.placement import Placement
 from slipstream.backend.driver.processes.devices import Separate
 from slipstream.backend.driver.processes.engines import START_GRACE_S, EngineLimits, InitialWeights, RayEngine
+from slipstream.backend.driver.processes.restart_limits import judge_engine_limit
 from slipstream.configs.schema import ModelJudge, RunConfig
 from slipstream.configs.schema.judge import OwnEngines, own_engines
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
@@ -48,6 +50,10 @@ class JudgeRoster:
             self._clients.remove(client)
             self._tell()
 
+    async def suspects(self, name: str) -> list[str]:
+        """Return nothing: users ask the policy's engines alone."""
+        return []
+
     def _tell(self) -> None:
         self._changed(tuple(client.address for client in self._clients))
 
@@ -70,7 +76,12 @@ def judge_supervisor(
         for number in range(engines.count)
     ]
     return Supervisor(
-        handles, JudgeRoster(changed), InitialWeights(), restarts=None, note=note, pause_s=RESTART_PAUSE_S
+        handles,
+        JudgeRoster(changed),
+        InitialWeights(),
+        limit=judge_engine_limit(config),
+        note=note,
+        pause_s=RESTART_PAUSE_S,
     )
 
 

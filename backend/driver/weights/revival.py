@@ -21,6 +21,7 @@ from slipstream.backend.driver.weights.checkpointing import TrainerCheckpoints
 from slipstream.backend.driver.weights.rewind import Rewind
 from slipstream.backend.driver.weights.served_weights import ServedWeights
 from slipstream.rollout.engine.client import EngineClient
+from slipstream.rollout.system.restarts import Restarts
 
 WATCH_S = 5.0
 """Seconds between two questions to the trainer while no other call runs. Ray reports the end of an actor only
@@ -28,7 +29,7 @@ to the callers of its methods."""
 
 
 class TrainerGone(RuntimeError):
-    """The trainer has failed more often than ``run.trainer_restarts`` allows, or cannot be restored."""
+    """The trainer must not be started again (``Restarts``), or cannot be restored."""
 
 
 class Revival:
@@ -41,23 +42,26 @@ class Revival:
         checkpoints: TrainerCheckpoints,
         rewind: Rewind,
         *,
-        restarts: int,
+        step: Callable[[], int],
+        restarts: Restarts,
         note: Callable[[str], None],
     ) -> None:
-        """``restarts``: ``run.trainer_restarts``."""
+        """``step``: returns the number of training steps that led to the present weights."""
         self._trainer = trainer
         self._weights = weights
         self._life = weights.life
         self._checkpoints = checkpoints
         self._rewind = rewind
-        self._restarts_allowed = restarts
+        self._step = step
+        self._began = step()
+        """Step from which the present trainer has trained."""
+        self._restarts = restarts
         self._note = note
-        self._from: int | None = None
-        """Version of the checkpoint that the trainer was restored from last, or was to be."""
-        self._failures = 0
-        """Number of failures since then."""
-        self.restarts = 0
+
+    @property
+    def restarts(self) -> int:
         """Number of restarts so far."""
+        return self._restarts.count
 
     async def run(self) -> None:
         """Restore the trainer whenever it has failed. Ends by cancellation only.
@@ -98,11 +102,13 @@ class Revival:
         self._trainer.kill()
         await self._checkpoints.settled()
         checkpoint = await self._newest(error)
-        self._count(checkpoint.record.version if checkpoint else 0, error)
+        version = checkpoint.record.version if checkpoint else 0
+        self._count(version, error)
         async with self._weights.starting():
             self._trainer.create()
             with _beside(asyncio.ensure_future(self._trainer.connect())) as connecting:
-                await self._rewind.to(checkpoint.record.version if checkpoint else 0)
+                await self._rewind.to(version)
+                self._began = self._step()
                 self._checkpoints.restored(self._rewind.step)
                 await connecting
             if checkpoint is not None:
@@ -121,17 +127,14 @@ class Revival:
         return checkpoint
 
     def _count(self, version: int, error: Exception) -> None:
-        """Count a failure against the checkpoint of ``version``. Raises TrainerGone."""
-        if version != self._from:
-            self._from, self._failures = version, 0
-        self._failures += 1
+        """Count a failure before the trainer is restored from ``version``. Raises TrainerGone."""
+        if self._step() > self._began:
+            self._restarts.progressed()
+        self._began = self._step()
+        failure = error.described if isinstance(error, TrainerFailed) else str(error)
+        if (reason := self._restarts.refused(failure)) is not None:
+            raise TrainerGone(f"the trainer {reason}") from error
         source = f"version {version}" if version else "the initial weights"
-        if self._failures > self._restarts_allowed:
-            raise TrainerGone(
-                f"the trainer has failed {self._failures} times since {source}, and run.trainer_restarts "
-                f"allows {self._restarts_allowed} restarts from one checkpoint; the last time: {error}"
-            ) from error
-        self.restarts += 1
         self._note(f"the trainer is started again from {source}: {error}")
 
 

@@ -429,9 +429,7 @@ def test_token_ids_outside_the_vocabulary_never_reach_the_server(server: Server)
 
 def test_a_refused_update_names_the_reason(server: Server):
     with pytest.raises(EngineError, match="begin_weight_update"):
-        server.ask(
-            lambda client: client.take([b""], load_format="flattened_bucket", flush_cache=False, version=9)
-        )
+        server.ask(lambda client: client.take([b""], load_format="flattened_bucket", version=9))
 
 
 def test_what_a_killed_engine_has_generated_is_continued_by_another_one(

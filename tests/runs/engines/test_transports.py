@@ -68,11 +68,11 @@ def test_engines_hold_the_trainers_weights_to_the_last_bit(
                 await client.prompt_logprobs(text, version=VERSIONS), expected, atol=1e-4
             )
             published = await client.checksum()
-            await client.load_files(checkpoint, flush_cache=True, version=0)
+            await client.load_files(checkpoint, version=0)
             assert await client.checksum() != published
-            await client.load_files(tmp_path / "exported", flush_cache=True, version=VERSIONS)
+            await client.load_files(tmp_path / "exported", version=VERSIONS)
             assert await client.checksum() == published
-            await client.load_files(checkpoint, flush_cache=True, version=0)
+            await client.load_files(checkpoint, version=0)
 
     for server in servers:
         asyncio.run(examine(server.address))
