@@ -166,6 +166,16 @@ async def _serve(folder: Path, settings: dict[str, Any]) -> None:
         "release_log": entries.release,
     }
 
+    lags_s: list[float] = []
+    """By how much the event loop was late, looked at a hundred times a second."""
+
+    async def look_at_the_loop() -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            due_s = clock() + 0.01
+            await asyncio.sleep(0.01)
+            lags_s.append(clock() - due_s)
+
     async def control(request: Request) -> dict[str, Any]:
         orders = await request.json()
         for name in orders.keys() & actions.keys():
@@ -181,6 +191,7 @@ async def _serve(folder: Path, settings: dict[str, Any]) -> None:
             "cancelled": source.cancelled,
             "exceptions": exceptions.texts,
             "running": serving.turns.answers,
+            "lag_p99_ms": 1000 * sorted(lags_s)[len(lags_s) * 99 // 100] if lags_s else 0.0,
             "answers": [
                 {
                     "session": session,
@@ -211,11 +222,13 @@ async def _serve(folder: Path, settings: dict[str, Any]) -> None:
     server = uvicorn.Server(uvicorn.Config(serving.app, host="127.0.0.1", port=0, log_level="warning"))
     for name in (None, "uvicorn"):  # which hands nothing on to the root
         logging.getLogger(name).addHandler(exceptions)
+    looking = asyncio.ensure_future(look_at_the_loop())
     serve = asyncio.ensure_future(server.serve())
     while not server.started and not serve.done():
         await asyncio.sleep(0.01)  # uvicorn announces its start by this flag alone
     print("port", server.servers[0].sockets[0].getsockname()[1], flush=True)
     await serve
+    looking.cancel()
     await serving.close()
 
 

@@ -193,6 +193,7 @@ async def _tick(lag: Lag) -> None:
 async def _drive(task: LiveRunTask) -> None:
     from slipstream.backend.driver.loops.live_users import LiveUsers
     from slipstream.backend.driver.processes.gateways import Gateways, gateway_command
+    from slipstream.backend.driver.processes.restart_limits import gateway_limit
     from slipstream.rollout.control.core import RolloutControl
     from slipstream.rollout.engine.client import EngineAddress, EngineClient
     from slipstream.rollout.engine.roster import EngineRoster
@@ -233,7 +234,8 @@ async def _drive(task: LiveRunTask) -> None:
         return [*whole[:-1], json.dumps({**json.loads(whole[-1]), "linger_s": LINGER_S})]
 
     commands = [command(number) for number in range(gateway.processes)]
-    kept = Gateways(commands, run, run / "logs", note, first_pause_s=0.0)
+    limit = gateway_limit(config)
+    kept = Gateways(commands, run, run / "logs", note, limit=limit, first_pause_s=0.0)
     judging = LiveJudging(
         CodeJudge(), LiveJudgingConfig(), turns.verdicts, _instant, SimpleNamespace(note=note)
     )

@@ -222,7 +222,8 @@ def _sampling(request: TokenRequest) -> LiveSampling:
     parameters = dict(request.sampling)
     parameters.pop("n", None)
     max_new_tokens = cast(int, parameters.pop("max_new_tokens"))
-    return LiveSampling(max_new_tokens, parameters, request.priority, request.top_logprobs)
+    name = f"request {request.id} of the key {request.key}"
+    return LiveSampling(max_new_tokens, parameters, request.priority, request.top_logprobs, name)
 
 
 def _texts(value: object) -> list[str]:

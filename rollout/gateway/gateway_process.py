@@ -21,7 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 
-from slipstream.rollout.engine.descriptors import make_room
+from slipstream.rollout.engine.descriptors import RESERVED, make_room, raise_limit
 from slipstream.rollout.engine.engine_pool import EnginePool
 from slipstream.rollout.engine.server_process import let_import_sglang
 from slipstream.rollout.gateway.administration import Administration
@@ -122,7 +122,10 @@ async def serve(
             stack.push_async_callback(forwarding.close)
             app = forwarding
         look_seldom_for_garbage()
-        await _Process(spec, shared_secret(spec.run), journal, link, served, app).run(stop, ready)
+        places = max(
+            1, raise_limit() - RESERVED - room
+        )  # each answer that runs has a connection to an engine, too
+        await _Process(spec, shared_secret(spec.run), journal, link, served, app, places).run(stop, ready)
 
 
 class _Process:
@@ -136,7 +139,10 @@ class _Process:
         link: DriverLink,
         served: Served,
         app: Application,
+        places: int,
     ) -> None:
+        """``places``: number of connections that users may have."""
+        self._places = places
         self._spec = spec
         self._secret = secret
         self._journal = journal
@@ -239,7 +245,7 @@ class _Process:
             raise
         users, administration, peers = opened
         return (
-            PortServer(self._app, users),
+            PortServer(self._app, users, most_connections=self._places),
             PortServer(admin, administration),
             PortServer(PeersOnly(self._served.app, self._secret), peers),
         )

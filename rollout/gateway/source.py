@@ -51,6 +51,8 @@ class TokenRequest:
     """The log-probs of the prompt's tokens are wanted, too."""
     key: str = ""
     """Name of the client's API key."""
+    id: str = ""
+    """Id of the client's request, which messages to the user name."""
 
 
 @dataclass(frozen=True, slots=True)

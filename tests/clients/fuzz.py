@@ -1,16 +1,23 @@
 """Requests of every kind, valid and not, for every route of the gateway: none may make it fail.
 
     python -m tests.clients.fuzz --requests 10000 --seed 1
+    python -m tests.clients.fuzz --values --requests 10000
 
 Bodies come from the application's own OpenAPI document; most have some fields set to anything, some are
 hostile: numbers and nestings without measure, halves of characters, bytes that are no text. The gateway is a
 process with scripted tokens. Replies are read to their end. The last line is a JSON object; the exit code is
 1 after a status of 500 and above, an exception in the application, a stream with an error, a reply that is
 neither JSON nor events, or one that does not end.
+
+With ``--values`` the bodies are well formed, and what they ask for is hostile: sampling values, grammars,
+stops, long texts and tools. ``engines_lost`` counts the requests that have reached the source of tokens
+although an engine's scheduler would end with them: computed here in float32, as SGLang does, and not by the
+gateway's own bounds. ``loop_lag_p99_ms`` is how late the event loop of the gateway is.
 """
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -21,6 +28,7 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
@@ -162,12 +170,14 @@ class Outcome:
     hung: int = 0
     exceptions: int = 0
     """Exceptions that the application has logged."""
+    engines_lost: int = 0
+    loop_lag_p99_ms: float = 0.0
     by_status: Counter[int] = field(default_factory=Counter[int])
     shown: list[str] = field(default_factory=list[str])
 
     @property
     def is_good(self) -> bool:
-        return not (self.failed or self.unparsable or self.hung or self.exceptions)
+        return not (self.failed or self.unparsable or self.hung or self.exceptions or self.engines_lost)
 
     def note(self, case: Case, problem: str) -> None:
         if len(self.shown) < SHOWN:
@@ -179,13 +189,139 @@ class Outcome:
         return json.dumps(
             {
                 "requests": self.requests,
-                "5xx": self.failed,
+                "status_5xx": self.failed,
+                "engines_lost": self.engines_lost,
+                "loop_lag_p99_ms": round(self.loop_lag_p99_ms, 1),
                 "unparsable": self.unparsable,
                 "hung": self.hung,
                 "exceptions": self.exceptions,
                 "by_status": statuses,
             }
         )
+
+
+# ---- hostile values
+
+NUMBERS = [
+    0,
+    -0.0,
+    1,
+    -1,
+    0.5,
+    2,
+    1e-320,
+    -1e-320,
+    1e-45,
+    1e-7,
+    1e38,
+    1e39,
+    -1e39,
+    1e308,
+    2**31,
+    2**63,
+    -(2**31),
+]
+EVERY_TOKEN = range(265)
+"""The vocabulary of the chat model."""
+VALUES: dict[str, list[Any]] = {
+    **dict.fromkeys(
+        ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+        NUMBERS,
+    ),
+    "top_k": [-1, 0, 1, 7, 2**30, 2**30 + 1, 2**31 - 1, 2**31, 2**63],
+    "logit_bias": [
+        *({str(token): value for token in EVERY_TOKEN} for value in (-1e39, 1e39, -100, 100, 0, -1e308)),
+        *({"3": value} for value in NUMBERS),
+        {"264": 1, "265": 1},
+        {"-1": 1},
+        {"٣": 1},
+        {},
+    ],
+    "stop": [["x"] * 33, "x" * 257, ["l", ""], "", ["é" * 128] * 32, "x" * 50_000],
+    "stop_token_ids": [[264], [265], [2**31], [-1], list(EVERY_TOKEN), [3] * 65, []],
+    "regex": ["a+", "(" * 70 + ")" * 70, "(a|b)" * 4_000, "[", "(?!a)", ""],
+    "ebnf": ['root ::= "a"', "root ::= root", '"a"' * 9_000, "x"],
+    "min_tokens": [0, 1, 5, 2**31, -1],
+    "ignore_eos": [True, False],
+}
+"""By their names in a chat request."""
+NATIVE_VALUES: dict[str, list[Any]] = {
+    **{name: values for name, values in VALUES.items() if name != "min_tokens"},
+    "min_new_tokens": [0, 1, 5, 2**31],
+    "stop_regex": [
+        "a",
+        "(a+)+$",
+        "(a|aa){1,50}b",
+        "a?" * 60 + "a" * 60,
+        "(?=.*x)",
+        "[a-z]{1,9}",
+        "[",
+        [],
+        "\\b",
+    ],
+    "json_schema": ["{}", '{"items":' * 70 + "{}" + "}" * 70, '{"type":"string","x":"' + "x" * 66_000 + '"}'],
+    "sampling_seed": [0, 2**63 - 1, -(2**63), 2**63],
+}
+LONG: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "word " * 12_000}]},
+    {"messages": [{"role": "user", "content": "a" * 60_000}]},
+    {
+        "messages": SAY,
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": "f",
+                    "parameters": {
+                        "type": "object",
+                        "properties": {str(number): {"type": "string"} for number in range(1_500)},
+                    },
+                },
+            }
+        ],
+    },
+]
+
+
+@st.composite
+def valued(draw: st.DrawFn) -> Case:
+    """A well-formed request with up to three hostile values, or a very long one."""
+    path = draw(st.sampled_from(["/v1/chat/completions", "/v1/completions", "/generate"]))
+    body = json.loads(json.dumps(draw(st.sampled_from(SEEDS[path]))))
+    table = NATIVE_VALUES if path == "/generate" else VALUES
+    names = draw(st.lists(st.sampled_from(sorted(table)), min_size=1, max_size=3, unique=True))
+    values = {name: draw(st.sampled_from(table[name])) for name in names}
+    if path == "/generate":
+        body["sampling_params"] = body.get("sampling_params", {}) | values
+    else:
+        body |= values
+        if path == "/v1/chat/completions" and draw(st.integers(0, 19)) == 0:
+            body = draw(st.sampled_from(LONG))
+    headers = {"authorization": draw(st.sampled_from(KEYS)).encode(), "content-type": b"application/json"}
+    return Case("POST", path, headers, json.dumps(body).encode())
+
+
+def ends_scheduler(sampling: Mapping[str, Any], vocabulary: int = len(EVERY_TOKEN)) -> bool:
+    """Return True if SGLang's scheduler would end while it samples a token with these parameters."""
+    try:
+        top_k = torch.tensor([sampling.get("top_k") or -1], dtype=torch.int32)
+        logits = torch.linspace(-5, 5, vocabulary)
+        for token, value in (sampling.get("logit_bias") or {}).items():
+            logits[int(token)] += torch.tensor(value, dtype=torch.float32)
+        penalty = torch.tensor(sampling.get("repetition_penalty") or 1.0, dtype=torch.float32)
+        logits = torch.where(logits < 0, logits * penalty, logits / penalty)
+        if sampling.get("min_new_tokens"):
+            logits[sorted(sampling.get("stop_token_ids") or [])] = -torch.inf
+        temperature = torch.tensor(sampling.get("temperature") or 1.0, dtype=torch.float32)
+        if sampling.get("temperature") and sampling["temperature"] >= 1e-6:
+            logits = logits / temperature
+        probabilities = torch.softmax(logits, 0)
+        torch.multinomial(probabilities, 1)
+    except (RuntimeError, IndexError, ValueError, OverflowError):
+        return True
+    expressions = sampling.get("stop_regex") or []
+    expressions = [expressions] if isinstance(expressions, str) else expressions
+    return bool(top_k[0] == 0) or any(re.search(r"[+*]|\?\?\)|\?a\?", text) for text in expressions)
 
 
 # ---- requests
@@ -347,8 +483,8 @@ def problem_of_events(text: str) -> str | None:
     return None
 
 
-def fuzz(gateway: GatewayProcess, requests: int, first_seed: int) -> Outcome:
-    """Send so many requests, the same ones for the same seed."""
+def fuzz(gateway: GatewayProcess, requests: int, first_seed: int, *, values: bool = False) -> Outcome:
+    """Send so many requests, the same ones for the same seed. ``values``: well-formed ones, see above."""
     outcome = Outcome()
     document = gateway.control(openapi=True, release=True)["openapi"]
     with httpx.Client(base_url=gateway.url, timeout=TIMEOUT_S) as http:
@@ -362,7 +498,7 @@ def fuzz(gateway: GatewayProcess, requests: int, first_seed: int) -> Outcome:
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )
-        @given(cases(document))
+        @given(valued() if values else cases(document))
         def run(case: Case) -> None:
             if outcome.requests < requests:
                 send(http, case, outcome)
@@ -370,6 +506,11 @@ def fuzz(gateway: GatewayProcess, requests: int, first_seed: int) -> Outcome:
         run()
         state = gateway.control()
     outcome.exceptions = len(state["exceptions"])
+    outcome.loop_lag_p99_ms = state["lag_p99_ms"]
+    for sampling in state["requests"] if values else ():
+        if ends_scheduler(sampling):
+            outcome.engines_lost += 1
+            outcome.shown.append(f"it has reached the engine: {str(sampling)[:300]}")
     outcome.shown += state["exceptions"][:SHOWN]
     if state["running"]:
         outcome.hung += 1
@@ -381,11 +522,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--values", action="store_true", help="well-formed bodies with hostile values")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = write_chat_model(Path(folder), weights=False)
         with GatewayProcess(model, tool_parser="qwen25", reasoning_parser="qwen3", limits=LIMITS) as gateway:
-            outcome = fuzz(gateway, arguments.requests, arguments.seed)
+            outcome = fuzz(gateway, arguments.requests, arguments.seed, values=arguments.values)
     for problem in outcome.shown:
         print(problem, file=sys.stderr)
     print(outcome.as_json())

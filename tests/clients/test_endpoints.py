@@ -225,11 +225,21 @@ class TestGenerate:
         assert reply["output_ids"] == []
 
     def test_sampling_parameters_reach_the_engine(self, http, gateway):
-        parameters = {"temperature": 0.3, "top_k": 7, "stop": ["l"], "regex": "a+", "min_new_tokens": 1}
+        parameters = {"temperature": 0.3, "top_k": 7, "stop": ["l"], "regex": "a+", "min_p": 0.1}
         reply = http.post(GENERATE, json={"text": "#say Hello", "sampling_params": parameters}).json()
         assert reply["text"] == "He"
         assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": "l"}
         assert parameters.items() <= gateway.control()["requests"][-1].items()
+
+    def test_values_that_would_end_an_engine_are_refused_before_they_reach_it(self, http, gateway):
+        before = len(gateway.control()["requests"])
+        harmful = {"logit_bias": {"3": -1e39}, "stop_regex": "(a+)+$", "min_p": 2.0}
+        native = http.post(GENERATE, json={"text": "#say Hello", "sampling_params": harmful})
+        chat = http.post(CHAT, json={**BODIES[CHAT], "logit_bias": {"3": -1e39}, "top_k": 2**31})
+        assert (native.status_code, chat.status_code) == (400, 400)
+        assert all(name in native.text for name in harmful), native.text
+        assert "logit_bias" in chat.text and "top_k" in chat.text, chat.text
+        assert len(gateway.control()["requests"]) == before
 
     def test_a_batch_gives_a_list(self, http):
         reply = http.post(GENERATE, json={"text": ["#say a", "#say b"]}).json()
@@ -244,6 +254,24 @@ class TestGenerate:
         parts = [json.loads(event) for event in events[:-1]]
         assert [part["text"] for part in parts] == ["He", "Hell", "Hello"]
         assert len(parts[-1]["output_ids"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 60_000}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "#say a " + " b" * 9_000}]}),
+        (COMPLETION, {"prompt": ["#say a", "x" * 60_000]}),
+        (RESPONSES, {"input": "x" * 60_000}),
+        (ANTHROPIC, {**BODIES[ANTHROPIC], "system": "x" * 60_000}),
+        (COUNT, {**BODIES[COUNT], "system": "x" * 60_000}),
+        (GENERATE, {"text": "x" * 60_000}),
+    ],
+)
+def test_a_prompt_that_cannot_fit_is_refused_at_every_endpoint(http, path, body):
+    reply = http.post(path, json=body)
+    assert reply.status_code == 400
+    assert "and the model's context ends at 2048" in reply.text
 
 
 class TestSessions:

@@ -612,8 +612,9 @@ def test_rewards_name_turns_by_their_place_in_the_session(gateway):
             gateway.sessions.reward(User("key"), session, 1.0, turn)
     with pytest.raises(UnknownTurn):
         gateway.sessions.reward(User("other"), "s", 1.0, 0)
-    with pytest.raises(ValueError, match="expected a finite number"):
-        gateway.sessions.reward(User("key"), "s", float("nan"), 0)
+    for reward in (float("nan"), -1e39):
+        with pytest.raises(ValueError, match="expected a finite number of float32"):
+            gateway.sessions.reward(User("key"), "s", reward, 0)
 
 
 def test_what_is_forgotten_leaves_no_trace_and_running_answers_are_not_recorded(gateway):

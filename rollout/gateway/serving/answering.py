@@ -8,15 +8,18 @@ change here: where its prompts go (``LiveCall.begin``), where its tokens come fr
 
 import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from concurrent.futures import Future
+from contextlib import aclosing, contextmanager, suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self, cast
 
 import orjson
 from fastapi.responses import ORJSONResponse
 from openai_harmony import Message
+from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 from sglang.srt.entrypoints.harmony_utils import parse_response_input
 from sglang.srt.entrypoints.openai import serving_chat
@@ -41,6 +44,7 @@ from slipstream.rollout.gateway.serving.call import LiveCall
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.messages import StreamedMessages, as_template_reads
 from slipstream.rollout.gateway.serving.stand_in import StandIn
+from slipstream.rollout.gateway.serving.workers import finished
 from slipstream.rollout.tokens.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -78,6 +82,8 @@ class AppliedTemplate:
     settings: Mapping[str, object]
     encoding: Mapping[str, Any]
     text: str
+    ids: Sequence[int] | None = None
+    """Token ids of the text; None: it is not encoded yet."""
 
     def render(self, messages: Sequence[ChatMessage], *, answer: bool) -> str:
         try:
@@ -92,7 +98,24 @@ class AppliedTemplate:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     def encode(self, text: str) -> list[int]:
+        if self.ids is not None and text == self.text:
+            return list(self.ids)
         return self.tokenizer.encode(text, **self.encoding)
+
+
+def _least_length(messages: Sequence[Any], tools: Sequence[Any] | None) -> int:
+    """Return a number of characters that a prompt has at least: no template leaves texts or tools out."""
+    texts: list[str] = []
+    for message in messages:
+        if message.role == "assistant":
+            continue  # templates leave the reasoning out
+        content = message.content
+        parts = (
+            [content] if isinstance(content, str) else [getattr(part, "text", "") for part in content or ()]
+        )
+        texts += [part.strip() for part in parts if isinstance(part, str)]
+    schemas = [tool.function.parameters for tool in tools or () if tool.function.parameters]
+    return sum(map(len, texts)) + sum(len(orjson.dumps(schema)) for schema in schemas)
 
 
 @contextmanager
@@ -175,6 +198,7 @@ class Chatting(OpenAIServingChat):
         self, request: ChatCompletionRequest, is_multimodal: bool
     ) -> MessageProcessingResult:
         with _reading(self.call):
+            self.call.check_length(_least_length(request.messages, request.tools))
             _read_answers(request.messages)
             return super()._process_messages(request, is_multimodal)
 
@@ -200,7 +224,10 @@ class Chatting(OpenAIServingChat):
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, return_dict=False, **settings
         )
-        applied = self._applied = AppliedTemplate(tokenizer, messages, settings, encode_kwargs, text)
+        applied = AppliedTemplate(tokenizer, messages, settings, encode_kwargs, text)
+        has_answers = any(message.get("role") == "assistant" for message in messages)
+        ids = self.call.measured(text, applied.encode, has_answers=has_answers)
+        self._applied = applied = replace(applied, ids=ids)
         return applied.encode(text) if self.encodes_prompts else text, None
 
     def _append_assistant_prefix_to_prompt_ids(self, prompt_ids: Any, assistant_prefix: str) -> list[int]:
@@ -228,11 +255,33 @@ class Chatting(OpenAIServingChat):
 class Chat(Chatting):
     """/v1/chat/completions, and what /v1/messages is translated to."""
 
+    _prepared: Future[tuple[GenerateReqInput, ChatCompletionRequest]]
+    _invalid: str | None = None
+    """Why SGLang refuses the request; None: it does not."""
+
+    def prepare(self, request: ChatCompletionRequest) -> None:
+        """Do all that depends on the request alone: check it, apply the template, encode what is long.
+
+        SGLang's endpoint finds it done, and the error that there was.
+        """
+        self._prepared = Future()
+        try:
+            with _reading(self.call):
+                self.call.check_length(_least_length(request.messages, request.tools))
+                self._invalid = super()._validate_request(request)
+                if self._invalid is None:
+                    self._prepared.set_result(super()._convert_to_internal_request(request, None))  # pyright: ignore
+        except Exception as error:
+            self._prepared.set_exception(error)
+
+    def _validate_request(self, request: ChatCompletionRequest) -> str | None:
+        return self._invalid
+
     def _convert_to_internal_request(
         self, request: ChatCompletionRequest, raw_request: object = None
     ) -> tuple[GenerateReqInput, ChatCompletionRequest]:
         with _reading(self.call):
-            converted, request = super()._convert_to_internal_request(request, raw_request)  # pyright: ignore
+            converted, request = self._prepared.result(timeout=0)  # it never waits: the event loop would
             self.call.one_by_one = bool(request.stream) and self._is_parsed(
                 bool(self._effective_tools(request))
             )
@@ -272,6 +321,20 @@ class Messages(AnthropicServing):
     """/v1/messages and /v1/messages/count_tokens."""
 
     openai_serving_chat: Chat
+    _translated: ChatCompletionRequest | None = None
+
+    def prepare(self, request: AnthropicMessagesRequest) -> None:
+        """Do all that depends on the request alone, as ``Chat.prepare`` does."""
+        with suppress(Exception):  # SGLang's endpoint gets the same error, and tells the client
+            self._translated = self._convert_to_chat_completion_request(request)
+            self.openai_serving_chat.prepare(self._translated)
+
+    def _convert_to_chat_completion_request(
+        self, anthropic_request: AnthropicMessagesRequest
+    ) -> ChatCompletionRequest:
+        if self._translated is not None:
+            return self._translated
+        return super()._convert_to_chat_completion_request(anthropic_request)
 
     def bound_to(self, call: LiveCall) -> Self:
         """Return a copy that answers one request."""
@@ -291,10 +354,13 @@ class TextCompletion(OpenAIServingCompletion):
 
     tokenizer_manager: StandIn  # pyright: ignore[reportIncompatibleVariableOverride]
     call: LiveCall
+    _encoded: dict[str, list[int]]
+    """Ids of each prompt."""
 
     def bound_to(self, call: LiveCall) -> Self:
         """Return a copy that answers one request."""
         bound = copy(self)
+        bound._encoded = {}
         bound.call = call
         bound.tokenizer_manager = self.tokenizer_manager.bound_to(call)
         return bound
@@ -302,10 +368,24 @@ class TextCompletion(OpenAIServingCompletion):
     def _resolve_lora_path(self, request_model: str, explicit_lora_path: object) -> None:
         """No name of a model means an adapter."""
 
+    def prepare(self, request: CompletionRequest) -> None:
+        """Do all that depends on the request alone: encode its prompts."""
+        texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+        try:
+            with _reading(self.call):
+                for text in texts:
+                    if isinstance(text, str):
+                        self.call.check_length(len(text))
+                        self._encoded[text] = self.tokenizer_manager.encode(text)
+        except ValueError:
+            pass  # SGLang's endpoint gets the refusal
+
     def _convert_to_internal_request(
         self, request: CompletionRequest, raw_request: object = None
     ) -> tuple[GenerateReqInput, CompletionRequest]:
         with _reading(self.call):
+            if self.call.refusal is not None:
+                raise self.call.refusal
             scores_prompt = bool(request.echo) and request.logprobs is not None
             if scores_prompt and not request.logprobs:
                 raise Refusal(400, "logprobs: expected at least 1 with echo, found 0", param="logprobs")
@@ -325,7 +405,7 @@ class TextCompletion(OpenAIServingCompletion):
         """Yield text and ids of each prompt. There is no text where the client has sent ids."""
         if converted.text is not None:
             for text in [converted.text] if isinstance(converted.text, str) else converted.text:
-                yield text, self.tokenizer_manager.encode(text)
+                yield text, self._encoded[text]
         else:
             for ids in as_batch(converted.input_ids):
                 yield None, self.tokenizer_manager.checked(ids)
@@ -397,7 +477,8 @@ class Responses(Chatting, OpenAIServingResponses):
         self, request: ResponsesRequest, prev_response: ResponsesResponse | None, tokenizer: object
     ) -> object:
         with _reading(self.call):
-            messages, _, _, processed = await super()._make_request(request, prev_response, tokenizer)
+            made = super()._make_request(request, prev_response, tokenizer)
+            messages, _, _, processed = await self.call.prepared(partial(finished, made))
             sampling = self._sampling(request, processed.stop, processed.tool_call_constraint)
             if not processed.skip_special_tokens:
                 sampling["skip_special_tokens"] = False

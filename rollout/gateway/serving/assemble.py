@@ -23,6 +23,7 @@ from slipstream.rollout.gateway.serving.handling import RequestHandler
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
 from slipstream.rollout.gateway.serving.running import Conversations, RunningTurns
 from slipstream.rollout.gateway.serving.stand_in import ServedModel, StandIn
+from slipstream.rollout.gateway.serving.workers import Workers
 from slipstream.rollout.gateway.source import TokenSource
 
 
@@ -34,10 +35,12 @@ class Serving:
     admin: FastAPI
     metrics: ServingMetrics
     turns: RunningTurns
+    workers: Workers
 
     async def close(self) -> None:
         """Cancel all turns that run, and wait until they are recorded."""
         await self.turns.close()
+        self.workers.close()
 
 
 def assemble(
@@ -59,6 +62,7 @@ def assemble(
     """
     stand_in = StandIn(model)
     turns = RunningTurns(source, conversations, entries)
+    workers = Workers()
     shared = SharedParts(
         turns=turns,
         conversations=conversations,
@@ -70,6 +74,8 @@ def assemble(
         end_tokens=frozenset(stand_in.tokenizer.all_special_ids),
         contents=AnswerContents(stand_in.tokenizer, lambda: source.version),  # pyright: ignore[reportArgumentType]
         entries=entries,
+        workers=workers,
+        longest_token=stand_in.longest_token,
         mint=mint,
     )
 
@@ -97,7 +103,7 @@ def assemble(
         answers=lambda: turns.answers,
     )
     admin = create_admin_app(source, metrics, lambda: turns.answers)
-    return Serving(app, admin, metrics, turns)
+    return Serving(app, admin, metrics, turns, workers)
 
 
 def served_model(

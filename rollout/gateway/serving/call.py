@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -36,6 +36,7 @@ from slipstream.rollout.gateway.serving.contents import (
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.running import AnswerPart, Conversations, RunningAnswer, RunningTurns
 from slipstream.rollout.gateway.serving.text import GrowingText
+from slipstream.rollout.gateway.serving.workers import INLINE_BYTES, Workers
 from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.gateway.source import Exhausted, Rejected, TokenRequest
 from slipstream.rollout.tokens.tokenizer import Tokenizer
@@ -45,6 +46,18 @@ TEXT_ONLY = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_tr
 
 MOST_ALTERNATIVES = 20
 """Largest number of alternatives for each token, as OpenAI has it."""
+
+INLINE_CHARACTERS = 32_768
+"""Length of a text that is encoded within about ten milliseconds."""
+
+PLAUSIBLE = 10
+"""Characters for each token of the context up to which a text may well fit."""
+
+CERTAINLY = 1.25
+"""A prompt that is longer than the context by this factor is refused before it is compared with its session,
+whose ids of the same text may be others."""
+
+T = TypeVar("T")
 
 FULL_AGAIN_S = 1.0
 """Seconds after which a client may ask again when this process generates all that it may."""
@@ -67,6 +80,9 @@ class SharedParts:
     """Token ids that may end an answer."""
     contents: AnswerContents
     entries: EntryLog
+    workers: Workers
+    longest_token: int | None
+    """Largest number of characters that a token stands for; None: there is no such number."""
     mint: Callable[[], str]
     """Returns an id that nobody can guess and that belongs to this process."""
 
@@ -74,9 +90,10 @@ class SharedParts:
 class LiveCall:
     """One HTTP request."""
 
-    def __init__(self, shared: SharedParts, arrival: Arrival, body: Mapping[str, object]) -> None:
-        """``arrival``: without a prompt. ``body``: as the client has sent it."""
+    def __init__(self, shared: SharedParts, arrival: Arrival, body: Mapping[str, object], size: int) -> None:
+        """``arrival``: without a prompt. ``body``: as the client has sent it, in ``size`` bytes."""
         self._shared = shared
+        self._size = size
         self._arrival = arrival
         self.body = body
         self.answers: list[RunningAnswer] = []
@@ -118,6 +135,35 @@ class LiveCall:
 
     # ---- prompts
 
+    async def prepared(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` makes of the request, in a thread if it may take long. Raises as it does."""
+        if self._size <= INLINE_BYTES:
+            return work()
+        return await self._shared.workers.run(self._arrival.user.name, work, self._size)
+
+    def check_length(self, characters: int) -> None:
+        """Raise Refusal if a prompt with so many characters cannot fit into the context."""
+        longest, context = self._shared.longest_token, self._shared.context
+        if longest is not None and characters > longest * context:
+            raise self._too_long(characters // longest, "at least ")
+
+    def measured(
+        self, text: str, encode: Callable[[str], list[int]], *, has_answers: bool
+    ) -> list[int] | None:
+        """Return the ids of a long text; None: it is short enough to be encoded on the event loop.
+
+        ``has_answers``: the text has earlier answers. It probably repeats a conversation, of whose ids most
+        are known: then only what is new is encoded. Raises Refusal if it is so much longer than the context
+        that no history can make it fit.
+        """
+        self.check_length(len(text))
+        if len(text) <= (PLAUSIBLE * self._shared.context if has_answers else INLINE_CHARACTERS):
+            return None
+        ids = encode(text)
+        if len(ids) > CERTAINLY * self._shared.context:
+            raise self._too_long(len(ids))
+        return ids
+
     def prompt(
         self,
         ids: Sequence[int] | None,
@@ -158,6 +204,7 @@ class LiveCall:
                     top_logprobs=top_logprobs,
                     scores_prompt=scores_prompt,
                     key=self._arrival.user.name,
+                    id=running.request,
                 )
                 for choice in range(choices)
             ]
@@ -185,10 +232,10 @@ class LiveCall:
         except (ValueError, TypeError, AttributeError) as error:
             raise Refusal(400, f"sampling parameters: {error}") from error
 
-    def _too_long(self, length: int) -> Refusal:
+    def _too_long(self, length: int, bound: str = "") -> Refusal:
         return Refusal(
             400,
-            f"the prompt has {length} tokens, and the model's context ends at {self._shared.context}",
+            f"the prompt has {bound}{length} tokens, and the model's context ends at {self._shared.context}",
             code="context_length_exceeded",
         )
 

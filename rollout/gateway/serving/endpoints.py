@@ -20,6 +20,7 @@ from slipstream.rollout.gateway.serving.native import GenerateBody, Native
 from slipstream.rollout.gateway.serving.replies import Protocols, Result
 from slipstream.rollout.gateway.serving.schema import Endpoint
 from slipstream.rollout.gateway.serving.stand_in import StandIn
+from slipstream.rollout.gateway.serving.workers import finished
 
 
 class Endpoints:
@@ -71,12 +72,16 @@ class Endpoints:
             for message in body.messages:
                 if message.role == "developer":
                     message.role = "system"
-        return _result(await self._chat.bound_to(call).handle_request(body, _no_headers()))
+        bound = self._chat.bound_to(call)
+        await call.prepared(lambda: bound.prepare(body))
+        return _result(await bound.handle_request(body, _no_headers()))
 
     async def _answer_completion(self, call: LiveCall, body: CompletionRequest) -> Result:
         if "model" not in body.model_fields_set:
             body.model = self._model
-        return _result(await self._completion.bound_to(call).handle_request(body, _no_headers()))
+        bound = self._completion.bound_to(call)
+        await call.prepared(lambda: bound.prepare(body))
+        return _result(await bound.handle_request(body, _no_headers()))
 
     async def _answer_responses(self, call: LiveCall, body: ResponsesRequest) -> Result:
         body.model = body.model or self._model
@@ -85,11 +90,14 @@ class Endpoints:
 
     async def _answer_messages(self, call: LiveCall, body: AnthropicMessagesRequest) -> Result:
         _drop_attribution(body)
-        return _result(await self._messages.bound_to(call).handle_messages(body, _no_headers()))
+        bound = self._messages.bound_to(call)
+        await call.prepared(lambda: bound.prepare(body))
+        return _result(await bound.handle_messages(body, _no_headers()))
 
     async def _count_tokens(self, call: LiveCall, body: AnthropicCountTokensRequest) -> Result:
         _drop_attribution(body)
-        return _result(await self._messages.counting(call).handle_count_tokens(body, _no_headers()))
+        counting = self._messages.counting(call).handle_count_tokens(body, _no_headers())
+        return _result(await call.prepared(lambda: finished(counting)))
 
 
 def _drop_attribution(body: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> None:

@@ -147,7 +147,7 @@ class RequestHandler:
         )
         if endpoint.generates:
             self._check_capacity()
-        call = LiveCall(self._shared, arrival, body)
+        call = LiveCall(self._shared, arrival, body, len(raw))
         self._calls[call] = user.name
         is_streamed = False
         try:

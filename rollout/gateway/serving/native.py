@@ -85,7 +85,7 @@ class Native:
         top = body.top_logprobs_num if body.return_logprob else 0
         sampling = body.sampling_params.model_dump(exclude_none=True)
         try:
-            for text, ids in self._prompts(body):
+            for text, ids in await call.prepared(lambda: list(self._prompts(call, body))):
                 call.begin(
                     call.prompt(ids, text=text),
                     sampling,
@@ -102,9 +102,10 @@ class Native:
         single = not body.is_batch and isinstance(contents, dict)
         return contents if single else contents if isinstance(contents, list) else [contents]
 
-    def _prompts(self, body: GenerateBody):
+    def _prompts(self, call: LiveCall, body: GenerateBody):
         if body.text is not None:
             for text in [body.text] if isinstance(body.text, str) else body.text:
+                call.check_length(len(text))
                 yield text, self._stand_in.encode(text)
         else:
             for ids in as_batch(body.input_ids):

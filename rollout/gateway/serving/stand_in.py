@@ -22,8 +22,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 from transformers import AutoConfig, PreTrainedTokenizerBase
+from xgrammar import TokenizerInfo
 
 from slipstream.configs.schema import SamplingConfig
+from slipstream.rollout.engine.sampling import GRAMMARS, violations
 from slipstream.rollout.gateway.serving.call import LiveCall
 from slipstream.rollout.gateway.serving.contents import Content, Form
 from slipstream.rollout.tokens.tokenizer import with_template_args
@@ -126,6 +128,10 @@ class StandIn:
             ),
         }
         self._thought_end = self._end_of_thought()
+        vocabulary = TokenizerInfo.from_huggingface(self.tokenizer).decoded_vocab
+        self._spells_all = spells_all(vocabulary)
+        # What is not in the vocabulary may be one token together, however long.
+        self.longest_token = max(map(len, vocabulary)) if self._spells_all else None
         log.info("parsers: %s", self._settings)
         # SGLang logs requests that it refuses, with what is in them.
         logging.getLogger("sglang").setLevel(logging.CRITICAL)
@@ -159,12 +165,17 @@ class StandIn:
         """Do nothing: only background responses are aborted by name, and there are none."""
 
     def check_sampling(self, parameters: Mapping[str, object]) -> None:
-        """Check sampling parameters as SGLang does. Raises ValueError or TypeError."""
+        """Check sampling parameters as engines and SGLang do. Raises ValueError or TypeError."""
+        if wrong := violations(parameters, self.vocab_size):
+            raise ValueError("; ".join(wrong))
+        if any(parameters.get(name) for name in GRAMMARS) and not self._spells_all:
+            raise ValueError(
+                "the vocabulary of this model cannot spell every text, so that no token may be left that a "
+                "grammar, a response format or a required tool call allows: send none of these"
+            )
         sampling = SamplingParams(**parameters)  # pyright: ignore[reportArgumentType]
         sampling.normalize(self.tokenizer)
         sampling.verify(self.vocab_size)
-        # An engine looks them up in its logits, and ends with all its requests if one is not there.
-        self.checked(sorted(sampling.stop_token_ids or ()))
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a plain text, with the special tokens that the tokenizer adds."""
@@ -194,6 +205,19 @@ class StandIn:
         end = ReasoningParser(model_type=parser, tokenizer=self.tokenizer).detector.think_end_token
         ids = self.tokenizer.encode(end, add_special_tokens=False) if end else []
         return ids[0] if len(ids) == 1 else None
+
+
+UTF8_BYTES = frozenset((*range(0xC0), *range(0xC2, 0xF5)))
+"""All bytes that texts can have."""
+
+
+def spells_all(vocabulary: Sequence[bytes]) -> bool:
+    """Return True if a vocabulary has a token for every byte that texts can have.
+
+    An engine whose model has none of the tokens that a grammar allows next samples from a distribution
+    without any token, and its scheduler ends.
+    """
+    return {token[0] for token in vocabulary if len(token) == 1} >= UTF8_BYTES
 
 
 def _parser(setting: str, name: str | None, suggested: str | None, known: Collection[str]) -> str | None:

@@ -10,7 +10,6 @@ them to the journal at once and in this order. What arises elsewhere leaves with
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from math import isfinite
 from typing import TypeVar
 
 import msgspec
@@ -41,6 +40,7 @@ from slipstream.rollout.gateway.sessions.sampling import SamplingVerdict, judge_
 from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState, append_answer
 from slipstream.rollout.tokens.conversation.chains import Decode, ids_of, length_of
 from slipstream.rollout.tokens.conversation.sameness import Mark, marks_of
+from slipstream.rollout.tokens.trajectory import LARGEST_REWARD
 from slipstream.rollout.tokens.turn_entries import (
     Entry,
     Forgotten,
@@ -183,8 +183,8 @@ class Sessions:
 
         Raises UnknownTurn, and ValueError for a reward that is not finite.
         """
-        if not isfinite(reward):
-            raise ValueError(f"the reward is {reward}, expected a finite number")
+        if not abs(reward) <= LARGEST_REWARD:  # NaN is not
+            raise ValueError(f"the reward is {reward}, expected a finite number of float32")
         numbers = self._known(user, session).numbers
         place = len(numbers) - 1 if turn is None else turn
         if not 0 <= place < len(numbers):

@@ -1,0 +1,89 @@
+"""Requests are prepared in threads: one of a key at a time, and the event loop goes on."""
+
+import asyncio
+import threading
+
+import pytest
+
+from slipstream.rollout.gateway.serving.limits import Refusal
+from slipstream.rollout.gateway.serving.workers import MOST_WAITING, THREADS, Workers
+
+
+class Work:
+    """Work that takes until the test says."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def __call__(self) -> str:
+        self.begun.set()
+        assert self.may_end.wait(10)
+        return "done"
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_one_request_of_a_key_is_prepared_at_a_time_and_those_of_others_beside_it():
+    async def main():
+        workers, works = Workers(), [Work() for _ in range(3)]
+        tasks = [
+            asyncio.create_task(workers.run(key, work, 0))
+            for key, work in zip(("anna", "anna", "bert"), works, strict=True)
+        ]
+        assert await asyncio.to_thread(works[0].begun.wait, 10)
+        assert await asyncio.to_thread(works[2].begun.wait, 10)
+        assert not works[1].begun.is_set()
+        for work in works:
+            work.may_end.set()
+        assert await asyncio.gather(*tasks) == ["done"] * 3
+        workers.close()
+
+    asyncio.run(main())
+
+
+def test_a_request_that_is_cancelled_keeps_the_turn_of_its_key_until_its_work_has_ended():
+    async def main():
+        workers, first, second = Workers(), Work(), Work()
+        gone = asyncio.create_task(workers.run("anna", first, 0))
+        assert await asyncio.to_thread(first.begun.wait, 10)
+        gone.cancel()
+        waiting = asyncio.create_task(workers.run("anna", second, 0))
+        await settle()
+        assert gone.cancelled() and not second.begun.is_set()
+        second.may_end.set()
+        first.may_end.set()
+        assert await waiting == "done"
+        workers.close()
+
+    asyncio.run(main())
+
+
+def test_no_more_requests_of_a_key_wait_than_memory_is_meant_for():
+    async def main():
+        workers, work = Workers(), Work()
+        size = MOST_WAITING // 4
+        tasks = [asyncio.create_task(workers.run("anna", work, size)) for _ in range(5)]
+        await settle()
+        with pytest.raises(Refusal) as refused:
+            await workers.run("anna", work, 1)
+        assert (refused.value.status, refused.value.retry_after_s) == (429, 1.0)
+        work.may_end.set()
+        assert await workers.run("bert", work, size) == "done"
+        assert await asyncio.gather(*tasks) == ["done"] * len(tasks)
+        workers.close()
+
+    asyncio.run(main())
+
+
+def test_an_error_of_the_work_is_the_callers_and_ends_its_turn():
+    async def main():
+        workers = Workers()
+        for _ in range(THREADS + 1):
+            with pytest.raises(ZeroDivisionError):
+                await workers.run("anna", lambda: 1 // 0, 0)
+        workers.close()
+
+    asyncio.run(main())
