@@ -12,7 +12,7 @@ from slipstream.rollout.prompts.reading import (
     read_prompts,
     text_in,
 )
-from slipstream.rollout.prompts.rows import PromptError
+from slipstream.rollout.prompts.rows import PromptError, row_word
 from slipstream.rollout.prompts.stored import PromptSet, SourcePrompts, StoredPrompts
 
 __all__ = [
@@ -30,5 +30,6 @@ __all__ = [
     "ends_with_answer",
     "read_examples",
     "read_prompts",
+    "row_word",
     "text_in",
 ]

@@ -13,6 +13,15 @@ READ_BYTES = 2**16
 ROWS_AT_A_TIME = 1024
 """Rows of a parquet file in memory beside those that are kept."""
 
+UNPACKED_BYTES = 2**28
+"""Bytes that the rows of any parquet file may unpack to, and ``UNPACKED_TIMES`` its own bytes if those are
+more. A value that rows repeat is stored once: a file of some kilobytes can hold a terabyte."""
+UNPACKED_TIMES = 1000
+ROW_BYTES = 64
+"""Bytes for which each row counts beside its values."""
+REPEATED_BYTES = 2**26
+"""Bytes of the rows that are read at one time from a file with less than a byte for each of its rows."""
+
 
 class PromptError(ValueError):
     """A prompt file cannot be used. Each line of the message names the file, the line and what was
@@ -114,12 +123,62 @@ def _parquet_rows(path: Path) -> Iterator[object]:
     import pyarrow.parquet  # pyright: ignore[reportMissingTypeStubs]
 
     arrow, parquet = cast("Any", pyarrow), cast("Any", pyarrow.parquet)  # pyarrow has no types
+    stored, unpacked, count = path.stat().st_size, 0, 0
+    most = max(UNPACKED_BYTES, UNPACKED_TIMES * stored)
     try:
         # By default the bytes of all row groups are fetched ahead, and kept: the whole file in memory.
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=READ_BYTES) as file:
-            for batch in file.iter_batches(batch_size=ROWS_AT_A_TIME):
+            largest = _largest_chunk(file.metadata)
+            if largest > most:
+                raise PromptError(_unpacks(path, stored, f"a column unpacks to {largest:,} bytes", most))
+            at_a_time = ROWS_AT_A_TIME
+            if stored < file.metadata.num_rows:
+                at_a_time = min(at_a_time, max(1, REPEATED_BYTES // max(1, largest)))
+            for batch in file.iter_batches(batch_size=at_a_time):
+                count += batch.num_rows
+                unpacked += ROW_BYTES * batch.num_rows + sum(map(_unpacked_bytes, batch.columns))
+                if unpacked > most:
+                    found = f"its first {count:,} rows unpack to {unpacked:,} bytes"
+                    raise PromptError(_unpacks(path, stored, found, most))
                 yield from batch.to_pylist()
     except arrow.ArrowInvalid as error:
         raise PromptError(
             f"{path}: not a parquet file: {error}; write it again, or name it .jsonl if it holds JSON lines"
         ) from None
+
+
+def _largest_chunk(footer: Any) -> int:
+    """Return the bytes of the largest part of a column, without compression, as the footer has it."""
+    return max(
+        (
+            footer.row_group(group).column(column).total_uncompressed_size
+            for group in range(footer.num_row_groups)
+            for column in range(footer.num_columns)
+        ),
+        default=0,
+    )
+
+
+def _unpacked_bytes(column: Any) -> int:
+    """Return the bytes of an Arrow array in which no value stands for several."""
+    import pyarrow.compute  # pyright: ignore[reportMissingTypeStubs]
+
+    compute, types = cast("Any", pyarrow.compute), cast("Any", pyarrow.types)
+    kind = column.type
+    if types.is_dictionary(kind):
+        sized = types.is_string(kind.value_type) or types.is_binary(kind.value_type)
+        lengths = compute.binary_length(column.dictionary) if sized else None
+        return column.nbytes if lengths is None else compute.sum(lengths.take(column.indices)).as_py() or 0
+    if types.is_struct(kind):
+        return sum(map(_unpacked_bytes, column.flatten()))
+    if types.is_list(kind) or types.is_large_list(kind):
+        return column.nbytes if not types.is_nested(kind.value_type) else _unpacked_bytes(column.flatten())
+    return column.nbytes
+
+
+def _unpacks(path: Path, stored: int, found: str, most: int) -> str:
+    return (
+        f"{path}: {found}, and the file has {stored:,}; expected at most {most:,}, which is "
+        f"{UNPACKED_TIMES} times its size or 256 MiB. Leave out rows that repeat each other, or write it as "
+        ".jsonl"
+    )

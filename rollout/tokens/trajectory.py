@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
-from math import isfinite
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -116,6 +115,8 @@ class Completion:
     finish: Finish
     retractions: int = 0
     """Number of times that the engine took the request off the GPU and computed its KV cache again."""
+    matched: int | str | None = None
+    """The token id or the stop text that has ended the completion, as the engine says; None: neither."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):
@@ -140,6 +141,9 @@ UNSAMPLED = int(np.iinfo(np.int32).min)
 
 RewardParts = NamedNumbers
 """Numbers that a reward has given beside the one that trains."""
+
+LARGEST_REWARD = float(np.finfo(np.float32).max)
+"""Largest magnitude of a reward: trainers compute with them in float32."""
 
 
 Run = tuple[int, bool, int]
@@ -279,9 +283,10 @@ class Trajectory:
                     f"a turn ends at token {end}, but the turn before it ends at {start} and the trajectory "
                     f"has {len(self.tokens_T)} tokens: turns must be in order, each with at least one token"
                 )
-            if reward is not None and not isfinite(reward):
+            if reward is not None and not abs(reward) <= LARGEST_REWARD:  # NaN is not
                 raise ValueError(
-                    f"the turn that ends at token {end} has the reward {reward}, expected a finite number"
+                    f"the turn that ends at token {end} has the reward {reward}, expected a finite number of "
+                    "float32"
                 )
             start = end
 

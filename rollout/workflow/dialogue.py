@@ -18,6 +18,7 @@ trajectory that has it.
 from collections.abc import Mapping, Sequence
 
 from slipstream.configs.schema import SamplingConfig
+from slipstream.rollout.engine.context import InvalidRequest
 from slipstream.rollout.tokens.conversation.chains import (
     Segment,
     append,
@@ -26,6 +27,7 @@ from slipstream.rollout.tokens.conversation.chains import (
     ids_of,
     segments_of,
 )
+from slipstream.rollout.tokens.tokenizer import said
 from slipstream.rollout.tokens.trajectory import Completion, Finish, Messages, Trajectory, TrajectoryBuilder
 from slipstream.rollout.workflow.contract import WorkflowContext
 
@@ -49,6 +51,11 @@ class Dialogue:
         """Ends of the branches that were left."""
 
     @property
+    def has_begun(self) -> bool:
+        """True if something was sampled."""
+        return self._tail is not None
+
+    @property
     def is_cut_off(self) -> bool:
         """True if the last completion has ended by its length."""
         return self._finish is Finish.LENGTH
@@ -59,27 +66,44 @@ class Dialogue:
         extended = continue_text(self._tail, text, self._encode, self._decode, self._closing)
         return extended.tail
 
+    def is_continued_by(self, messages: Messages) -> bool:
+        """True if the prompt of a conversation repeats everything so far. Raises what the template raises."""
+        return self._tail in segments_of(self.prompt(messages))
+
     async def complete(
         self, messages: Messages, sampling: SamplingConfig | None = None, *, prompt: Segment | None = None
     ) -> Completion:
-        """Generate the answer to a conversation. ``prompt``: its chain, if it is known already."""
+        """Generate the answer to a conversation. ``prompt``: its chain, if it is known already.
+
+        Where the context has no room for ``sampling.max_new_tokens``, the answer gets the room that is left.
+        Raises InvalidRequest, whose ``room`` is 0, where none is left.
+        """
         tail = prompt or self.prompt(messages)
+        ids = ids_of(tail).tolist()
+        completion = await self._generated(ids, sampling or self._context.sampling)
         if self._tail is not None and self._tail not in segments_of(tail):
             self._ends.append(self._tail)
-        ids = ids_of(tail).tolist()
-        completion = await self._context.generator.generate(ids, sampling or self._context.sampling)
         answer = {"role": "assistant", "content": self.text(completion)}
         self._tail = append(tail, completion.tokens, None, answer, completion.finish)
         self._completions[id(self._tail)] = (self._tail, completion)
         self._finish = completion.finish
         return completion
 
+    async def _generated(self, ids: Sequence[int], sampling: SamplingConfig) -> Completion:
+        try:
+            return await self._context.generator.generate(ids, sampling)
+        except InvalidRequest as error:
+            if not error.room:
+                raise
+            left = {
+                "max_new_tokens": error.room,
+                "min_new_tokens": min(sampling.min_new_tokens, error.room),
+            }
+            return await self._context.generator.generate(ids, sampling.model_copy(update=left))
+
     def text(self, completion: Completion) -> str:
-        """Return the text of a completion, without the token that has ended it."""
-        tokens = list(completion.tokens)
-        if completion.finish is Finish.STOP and tokens:
-            tokens.pop()
-        return self._context.tokenizer.decode(tokens)
+        """Return what a completion says: all of its text, without the token that ends the turn."""
+        return said(self._context.tokenizer, completion.tokens, completion.finish, completion.matched)
 
     def reward_turn(self, reward: float) -> None:
         """Give the last completion a reward of its own."""

@@ -3,6 +3,7 @@
 reset ──► messages ──► completion ──► step ──► messages ──► completion ──► ... ──► done, or a limit
 """
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,14 +11,23 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from slipstream.configs.schema.plugin import Plugin, PluginConfig
+from slipstream.rollout.engine.context import InvalidRequest
 from slipstream.rollout.system import plugins
 from slipstream.rollout.tokens.trajectory import Messages, Prompt, Trajectory, joined
 from slipstream.rollout.workflow.contract import WorkflowContext
 from slipstream.rollout.workflow.dialogue import Dialogue
-from slipstream.rollout.workflow.environment.contract import Action, Environment
+from slipstream.rollout.workflow.environment.contract import Action, Environment, Step
 from slipstream.rollout.workflow.environment.environment_pool import EnvironmentPool
-from slipstream.rollout.workflow.environment.tools import ToolEnvironment
+from slipstream.rollout.workflow.environment.tools import (
+    HARMONY,
+    ToolEnvironment,
+    answer_message,
+    parts_parser,
+)
 from slipstream.rollout.workflow.limited import OnLimit, limited, wrong_on_limit
+
+CHANNEL = "<|channel|>"
+"""Begins a channel in the format of gpt-oss, whose template refuses it within the content of a message."""
 
 _PLUGIN: TypeAdapter[PluginConfig] = TypeAdapter(Plugin)
 
@@ -45,7 +55,8 @@ class MultiTurn:
     ) -> None:
         """``environment``: import path, ``{path: ..., args: {...}}``, or what makes one. ``max_turns``: most
         completions. ``max_tokens``: largest number of tokens of a conversation, its next completion
-        included; None: as many as the engines have room for. ``on_limit``: treatment of an episode that ends
+        included; None: as many as the context of the model has room for, the last completion of which gets
+        what is left. ``on_limit``: treatment of an episode that ends
         by one of the two, by a completion that was cut off, or by a limit of the environment.
         ``environments``, ``reset_timeout_s``, ``reset_attempts``: see ``EnvironmentPool``. ``template``:
         settings of the chat template.
@@ -90,7 +101,12 @@ class MultiTurn:
                     return False
                 most = min(room, sampling.max_new_tokens)
                 sampling = sampling.model_copy(update={"max_new_tokens": most})
-            completion = await dialogue.complete(messages, sampling, prompt=prompt)
+            try:
+                completion = await dialogue.complete(messages, sampling, prompt=prompt)
+            except InvalidRequest as error:
+                if error.room == 0 and dialogue.has_begun:
+                    return False
+                raise
             action = Action(dialogue.text(completion), completion.finish)
             step = await environment.step(action)
             if step.reward is not None:
@@ -99,12 +115,41 @@ class MultiTurn:
                 return False
             if step.is_done:
                 return not dialogue.is_cut_off
-            messages += [{"role": "assistant", "content": action.text}, *step.messages]
+            messages = await _continued(dialogue, messages, action, step)
         return False
 
     async def close(self) -> None:
         """Close all environments."""
         await self._pool.close()
+
+
+async def _continued(dialogue: Dialogue, messages: Messages, action: Action, step: Step) -> Messages:
+    """Return a conversation with an action and the reaction to it.
+
+    An answer goes on as the message in which the template repeats what was sampled: with its reasoning and
+    its calls apart, or as a text. Raises what the template raises if it writes neither.
+    """
+    apart = step.answer
+    if apart is None and CHANNEL in action.text:
+        parts = await asyncio.to_thread(parts_parser, HARMONY, ())
+        apart = answer_message(*parts(action.text))
+    text: dict[str, Any] = {"role": "assistant", "content": action.text}
+    if apart is None:
+        return [*messages, text, *step.messages]
+    written: list[Messages] = []
+    failure: Exception | None = None
+    for answer in (dict(apart), text):
+        conversation = [*messages, answer, *step.messages]
+        try:
+            if dialogue.is_continued_by(conversation):
+                return conversation
+            written.append(conversation)
+        except Exception as error:  # the template is code of the model's
+            failure = failure or error
+    if written:
+        return written[0]
+    assert failure is not None
+    raise failure
 
 
 class ToolUse(MultiTurn):

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.configs.schema import SamplingConfig
+from slipstream.rollout.collection.collector.judging import last_response
+from slipstream.rollout.engine.context import InvalidRequest
 from slipstream.rollout.system.plugins import PluginError
+from slipstream.rollout.tokens.tokenizer import said
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Completion, Finish, Prompt, Span, Trajectory
 from slipstream.rollout.workflow import Dialogue, MultiTurn, ToolUse, WorkflowContext
 from slipstream.rollout.workflow.environment import Action, Step, ToolEnvironment, ToolError
@@ -38,6 +41,10 @@ def without_sglang():
         patch.setattr(
             "slipstream.rollout.workflow.environment.tools.call_parser", lambda name, tools: CALL.findall
         )
+        patch.setattr(
+            "slipstream.rollout.workflow.environment.tools.parts_parser",
+            lambda name, tools: lambda text: ("", CALL.sub("", text).strip()),
+        )
         yield
 
 
@@ -48,8 +55,14 @@ class Scripted:
     tokenizer: Any
     answers: Sequence[str]
     asked: list[tuple[list[int], Completion]] = field(default_factory=list)
+    context: int = 10**6
+    """Largest number of tokens of a prompt and its completion."""
 
     async def generate(self, input_ids: Sequence[int], sampling: SamplingConfig) -> Completion:
+        if len(input_ids) + sampling.max_new_tokens > self.context:
+            room = max(0, self.context - len(input_ids))
+            raise InvalidRequest("it exceeds the context", room=room)
+        assert sampling.min_new_tokens <= sampling.max_new_tokens
         text = self.answers[len(self.asked)]
         ids = self.tokenizer.encode(text + END)[: sampling.max_new_tokens]
         finish = (
@@ -151,6 +164,57 @@ def test_a_conversation_that_goes_on_is_one_trajectory():
     assert episode.turn_rewards == tuple(zip(ends.tolist(), (1.0, 2.0, 3.0), strict=True))
 
 
+SPECIAL = ("<answer>", "</answer>", "<|obs|>", "<|eom|>", "<|call|>")
+
+
+@pytest.mark.parametrize(
+    ("sampled", "matched", "read"),
+    [
+        ("It is 5." + END, END, "It is 5."),
+        ("It is 5.<|eom|>", "<|eom|>", "It is 5."),
+        ("<search>France</search>", None, "<search>France</search>"),
+        (call := "<tool_call>\n{}\n</tool_call>", None, call),
+        ("<answer>5</answer>", None, "<answer>5</answer>"),
+        ("<answer>5</answer>" + END, END, "<answer>5</answer>"),
+        ("I look.<|obs|>", None, "I look.<|obs|>"),
+        ('to=add <|message|>{"a": 2}<|call|>', "<|call|>", 'to=add <|message|>{"a": 2}<|call|>'),
+        (END, END, ""),
+    ],
+)
+def test_what_is_said_is_read_without_the_end_of_the_turn_alone(sampled, matched, read):
+    """``matched``: the token that has ended the answer; None: a stop text has."""
+    tokenizer = build_tokenizer(APPENDING)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": list(SPECIAL)}, replace_extra_special_tokens=False
+    )
+    ids = tokenizer.encode(sampled)
+    stop = sampled[-5:] if matched is None else tokenizer.convert_tokens_to_ids(matched)
+    n = len(ids)
+    completion = Completion(tuple(ids), (-1.0,) * n, (Span(0, 0, n),), Finish.STOP, matched=stop)
+
+    class Once:
+        async def generate(self, *_) -> Completion:
+            return completion
+
+    class Notes:
+        async def reset(self, prompt: Prompt):
+            return prompt.messages()
+
+        async def step(self, action: Action) -> Step:
+            seen.append(action.text)
+            return Step(is_done=True)
+
+        async def close(self) -> None: ...
+
+    seen: list[str] = []
+    ctx = WorkflowContext(Once(), tokenizer, NoReward(), SamplingConfig())
+    episode = asyncio.run(MultiTurn(Notes).run(PROMPT, ctx))
+    assert seen == [read]
+    if "<|obs|>" not in sampled:  # a trajectory does not know which stop text has ended it
+        assert last_response(tokenizer, episode) == read
+    assert said(tokenizer, ids, Finish.LENGTH) == sampled
+
+
 # ---- tools
 
 
@@ -198,6 +262,44 @@ def test_results_of_calls_follow_the_answer(text, results):
     assert not step.is_done
     assert [message["content"] for message in step.messages] == results
     assert len({message["tool_call_id"] for message in step.messages}) == len(results)
+
+
+@pytest.mark.parametrize(
+    ("read", "said"),
+    [
+        ([("nope", "{}")], "error: there is no tool nope; there are add, fails"),
+        ([("", "")], "error: a call cannot be read: "),
+        ([("add", '{"a": 2}'), ("", "")], "3\nerror: a call cannot be read: "),
+    ],
+)
+def test_a_wrong_call_is_said_to_the_policy(read, said, monkeypatch):
+    environment = tools()
+    monkeypatch.setattr(environment._reader, "_parser", lambda text: read)
+    step = asyncio.run(environment.step(Action("a call", Finish.STOP)))
+    assert not step.is_done and step.messages[0]["content"].startswith(said)
+
+
+def test_a_call_that_was_cut_off_is_no_mistake(monkeypatch):
+    environment = tools()
+    monkeypatch.setattr(environment._reader, "_parser", lambda text: [("", "")])
+    assert asyncio.run(environment.step(Action("a call", Finish.LENGTH))).is_done
+
+
+CALLS_APART = APPENDING.replace(
+    "{%- for message in messages %}",
+    "{%- for message in messages %}{%- if '<tool_call>' in message.content %}"
+    "{{ raise_exception('a call in the content') }}{%- endif %}",
+)
+
+
+@pytest.mark.parametrize("template", [APPENDING, CALLS_APART], ids=["text", "apart"])
+def test_a_conversation_of_three_turns_with_tools_repeats_what_was_sampled(template):
+    answers = [call("add", '{"a": 2, "b": 3}'), call("nope", '{"a": 1}'), "It is 5."]
+    ctx, generator = context(build_tokenizer(template), answers)
+    episode = asyncio.run(ToolUse([f"{__name__}.add"], parser="qwen25").run(PROMPT, ctx))
+    assert len(generator.asked) == 3 and not episode.siblings
+    check_tokens([episode], generator)
+    assert "there is no tool nope" in ctx.tokenizer.decode(generator.asked[2][0])
 
 
 def test_an_answer_without_a_call_ends_the_episode():
@@ -257,6 +359,12 @@ for name, text in (
     ("llama3", '<|python_tag|>{"name": "add", "parameters": {"a": 2}}'),
     ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2}}]'),
     ("qwen25", "I add nothing."),
+    ("qwen25", '<tool_call>\\n{"name": "nope", "arguments": {}}\\n</tool_call>'),
+    ("llama3", '<|python_tag|>{"name": "nope", "parameters": {"a": 2}}'),
+    ("qwen25", '<tool_call>\\n{"name": "add", "arguments": {"a": 2\\n</tool_call>'),
+    ("llama3", '{"answer": 5}'),
+    ("gpt-oss", '<|channel|>commentary to=functions.nope <|constrain|>json<|message|>{"a": 2}<|call|>'),
+    ("gpt-oss", '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2<|call|>'),
 ):
     print(call_parser(name, tools)(text))
 try:
@@ -282,7 +390,16 @@ def parsed() -> list[str]:
 
 def test_sglangs_parsers_read_calls_and_an_unknown_one_is_named_with_those_that_there_are(parsed):
     *calls, unknown = parsed[2:]
-    assert calls == [*["[('add', '{\"a\": 2}')]"] * 3, "[]"]
+    assert calls == [
+        *["[('add', '{\"a\": 2}')]"] * 3,
+        "[]",
+        "[('nope', '{}')]",
+        "[('nope', '{\"a\": 2}')]",
+        "[('', '')]",
+        "[]",
+        "[('nope', '{\"a\": 2}')]",
+        "[('', '')]",
+    ]
     assert unknown.startswith("there is no parser of tool calls 'none'; SGLang has ") and "qwen25" in unknown
 
 
@@ -313,6 +430,41 @@ def test_an_episode_that_a_limit_ends_is_treated_as_asked(on_limit, limit):
         assert len(generator.asked) == 2
     else:
         assert len(episode.tokens_T) <= 420
+
+
+class Chats:
+    """An environment that never ends an episode."""
+
+    async def reset(self, prompt: Prompt):
+        return prompt.messages()
+
+    async def step(self, answer: Action) -> Step:
+        return Step([{"role": "user", "content": "go on " * 5}])
+
+    async def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("on_limit", ["train", "mask", "drop"])
+@pytest.mark.parametrize("size", [200, 213, 241, 268, 300])
+@pytest.mark.parametrize("least", [0, 90])
+def test_a_conversation_that_fills_the_context_is_a_limit_and_no_error(on_limit, size, least):
+    ctx, generator = context(build_tokenizer(APPENDING), ["fine"] * 50, most=100)
+    ctx = replace(ctx, sampling=SamplingConfig(max_new_tokens=100, min_new_tokens=least))
+    generator.context = size
+    episode = asyncio.run(MultiTurn(Chats, max_turns=50, on_limit=on_limit).run(PROMPT, ctx))
+    assert 1 < len(generator.asked) < 8 and len(episode.tokens_T) <= size
+    assert episode.loss_mask_T.any() == (on_limit == "train")
+    assert episode.is_dropped == (on_limit == "drop")
+    assert size - len(episode.tokens_T) < 80  # no room for another question
+    if on_limit == "train":
+        check_tokens(episode.split(), generator)
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_an_error():
+    ctx, generator = context(build_tokenizer(APPENDING), ["fine"])
+    generator.context = 20
+    with pytest.raises(InvalidRequest):
+        asyncio.run(MultiTurn(Chats).run(PROMPT, ctx))
 
 
 def test_a_completion_that_is_cut_off_is_a_limit():

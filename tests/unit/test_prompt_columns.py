@@ -1,7 +1,9 @@
 """Columns, templates and files as other systems write them: what becomes a prompt, and what is refused."""
 
 import json
+import tracemalloc
 
+import numpy
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -177,3 +179,45 @@ def test_a_chat_ends_with_the_answer_to_learn(tmp_path):
         written(tmp_path, [{"messages": wrong}])
         with pytest.raises(PromptError, match="of which the last one is a text of the role assistant"):
             read_prompts(file, [ends_with_answer])
+
+
+def repeated(path, value, count, compression="zstd"):
+    """A file whose rows all have the value, which it stores once."""
+    indices = pyarrow.array(numpy.zeros(count, numpy.int32))
+    column = pyarrow.DictionaryArray.from_arrays(indices, [value])
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": column}), path, compression=compression)
+    return path
+
+
+def test_a_small_file_that_unpacks_to_a_terabyte_is_refused_at_its_first_rows(tmp_path):
+    path = repeated(tmp_path / "rows.parquet", "x" * 10**6, 10**6)
+    assert path.stat().st_size < 10_000
+    tracemalloc.start()
+    with pytest.raises(PromptError, match=r"its first \d+ rows unpack to [\d,]+ bytes, and the file has 2,"):
+        read(path)
+    assert tracemalloc.get_traced_memory()[1] < 400 * 2**20
+    tracemalloc.stop()
+
+
+def test_repeated_values_count_as_often_as_they_are_there_whoever_has_written_the_file(tmp_path):
+    """Without Arrow's own schema in the file, the reader unpacks them itself."""
+    path = tmp_path / "rows.parquet"
+    rows = pyarrow.table({"prompt": ["x" * 10**6] * 300})
+    pyarrow.parquet.write_table(rows, path, compression="zstd", store_schema=False)
+    with pytest.raises(PromptError, match="rows unpack to"):
+        read(path)
+
+
+def test_a_footer_that_speaks_of_more_than_a_file_can_hold_is_refused_unread(tmp_path):
+    path = tmp_path / "rows.parquet"
+    texts = [f"{number}" + " " * 2**20 for number in range(300)]
+    pyarrow.parquet.write_table(
+        pyarrow.table({"prompt": texts}), path, compression="zstd", use_dictionary=False
+    )
+    assert path.stat().st_size < 2**18
+    with pytest.raises(PromptError, match=r"a column unpacks to 31\d,\d\d\d,\d\d\d bytes"):
+        read(path)
+
+
+def test_rows_that_repeat_each_other_within_reason_are_read(tmp_path):
+    assert len(read(repeated(tmp_path / "rows.parquet", "play", 20_000))) == 20_000

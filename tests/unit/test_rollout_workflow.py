@@ -57,6 +57,8 @@ def test_an_empty_marker_is_refused():
 class Letters:
     """A tokenizer: the characters of the chat; id 0 is special."""
 
+    eos_token_id = 0
+
     def apply_chat_template(self, conversation, **kwargs):
         assert kwargs == {"add_generation_prompt": True, "return_dict": False}
         return [ord(c) for message in conversation for c in message["content"]] + [0]

@@ -1,7 +1,8 @@
 """The contract between a workflow and an environment: plain data and one Protocol."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from slipstream.rollout.tokens.trajectory import Finish, Messages, Prompt
 
@@ -11,7 +12,7 @@ class Action:
     """One turn of the policy."""
 
     text: str
-    """Everything that was sampled, without the token that has ended it."""
+    """Everything that was sampled, stop texts included, without the token that ends the turn."""
     finish: Finish
 
 
@@ -27,6 +28,9 @@ class Step:
     """The episode ends here."""
     is_truncated: bool = False
     """The episode ends here because of a limit of the environment."""
+    answer: Mapping[str, Any] | None = None
+    """The action as a message with its reasoning and its calls apart, for templates that write them. None:
+    its text is the message."""
 
 
 class Environment(Protocol):

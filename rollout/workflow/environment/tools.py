@@ -2,8 +2,8 @@
 
 An answer with calls is followed by their results, one message each; an answer without a call ends the
 episode. Calls are read by SGLang's parser of the model family. What the policy has done wrong (a tool that
-does not exist, arguments that are no JSON or do not fit) is said to the policy; what a tool raises is not its
-fault, and the attempt at the episode fails, unless it is a ToolError.
+does not exist, a call that cannot be read, arguments that do not fit) is said to the policy; what a tool
+raises is not its fault, and the attempt at the episode fails, unless it is a ToolError.
 """
 
 import asyncio
@@ -12,27 +12,39 @@ import inspect
 import json
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from pydantic import ValidationError, create_model
 from pydantic.fields import FieldInfo
 
 from slipstream.rollout.engine.server_process import importing_sglang
 from slipstream.rollout.system import plugins
-from slipstream.rollout.tokens.trajectory import Messages, Prompt
+from slipstream.rollout.tokens.trajectory import Finish, Messages, Prompt
 from slipstream.rollout.workflow.environment.contract import Action, Step
 
 CallParser = Callable[[str], Sequence[tuple[str, str]]]
-"""Returns (name, arguments as JSON) of each call in the text of an answer."""
+"""Returns (name, arguments as JSON) of each call in the text of an answer; ("", "") for each call that cannot
+be read."""
+
+PartsParser = Callable[[str], tuple[str, str]]
+"""Returns the reasoning in the text of an answer, and what is said beside reasoning and calls."""
 
 _IMPORTING = threading.Lock()
 """Environments ask for parsers in threads. Each import puts the process's variables back as it found them."""
+
+
+HARMONY = "gpt-oss"
+"""SGLang's name for the format of gpt-oss, with channels: of its parsers of calls and of reasoning."""
+_ANSWERS = "<|start|>assistant"
+"""End of a prompt in that format. Its parser finds no call that begins an answer without it."""
+_END_OF_REASONING = "</think>"
 
 
 def call_parser(name: str, tools: Sequence[Mapping[str, object]]) -> CallParser:
     """Return SGLang's parser of this name. Raises ValueError for a name that it does not have."""
     with _IMPORTING, importing_sglang():
         from sglang.srt.entrypoints.openai.protocol import Tool  # pyright: ignore[reportMissingTypeStubs]
+        from sglang.srt.environ import envs  # pyright: ignore[reportMissingTypeStubs]
         from sglang.srt.function_call.function_call_parser import (  # pyright: ignore[reportMissingTypeStubs]
             FunctionCallParser,
         )
@@ -43,10 +55,72 @@ def call_parser(name: str, tools: Sequence[Mapping[str, object]]) -> CallParser:
     described = [Tool.model_validate(tool) for tool in tools]
 
     def calls_of(text: str) -> Sequence[tuple[str, str]]:
-        _, calls = FunctionCallParser(described, name).parse_non_stream(text)
-        return [(call.name or "", call.parameters) for call in calls]
+        parser = FunctionCallParser(described, name)
+        written = _ANSWERS + text if name == HARMONY else text
+        with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):
+            _, read = parser.parse_non_stream(written)
+        calls = [(call.name, call.parameters) for call in read if call.name]
+        unread = _begun(parser.detector, written) - len(calls)
+        return [*calls, *[("", "")] * unread]
 
     return calls_of
+
+
+def _begun(detector: Any, text: str) -> int:
+    """Return the least number of calls that an answer has begun. Several may follow one mark."""
+    if not detector.has_tool_call(text) or _is_json(text):  # a parser may take any JSON for a call
+        return 0
+    said = text.rpartition(_END_OF_REASONING)[2]
+    if isinstance(detector.bot_token, str) and detector.bot_token and not text.startswith(_ANSWERS):
+        return said.count(detector.bot_token)
+    return 1
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def parts_parser(name: str, tools: Sequence[Mapping[str, object]]) -> PartsParser:
+    """Return SGLang's parsers of reasoning and of calls, by the name of the one for calls."""
+    with _IMPORTING, importing_sglang():
+        from sglang.srt.entrypoints.openai.protocol import Tool  # pyright: ignore[reportMissingTypeStubs]
+        from sglang.srt.function_call.function_call_parser import (  # pyright: ignore[reportMissingTypeStubs]
+            FunctionCallParser,
+        )
+        from sglang.srt.parser.reasoning_parser import (  # pyright: ignore[reportMissingTypeStubs]
+            ReasoningParser,
+        )
+
+    described = [Tool.model_validate(tool) for tool in tools]
+
+    def parts_of(text: str) -> tuple[str, str]:
+        reasoning, said = "", text
+        if name == HARMONY or _END_OF_REASONING in text:
+            # This one also reads a reasoning that the prompt has begun.
+            kind = HARMONY if name == HARMONY else "deepseek-r1"
+            read = ReasoningParser(model_type=kind).parse_non_stream(text)
+            reasoning, said = read[0] or "", read[1] or ""
+        content, _ = FunctionCallParser(described, name).parse_non_stream(said)
+        return reasoning, content
+
+    return parts_of
+
+
+def answer_message(
+    reasoning: str, content: str, calls: Sequence[Mapping[str, object]] = ()
+) -> dict[str, object]:
+    """Return an answer as the message that chat templates write: its reasoning and its calls apart."""
+    message: dict[str, object] = {"role": "assistant", "content": content}
+    if reasoning:
+        # Templates read one of the two names. That of gpt-oss refuses a content beside it.
+        message |= {"reasoning_content": reasoning, "thinking": reasoning}
+    if calls:
+        message["tool_calls"] = list(calls)
+    return message
 
 
 Function = Callable[..., Awaitable[object]]
@@ -127,16 +201,34 @@ class _Reader:
         self._name = parser
         self._schemas = schemas
         self._parser: CallParser | None = None
+        self._parts: PartsParser | None = None
 
     async def prepare(self) -> None:
-        """Make the parser. Raises ValueError for one that there is not."""
+        """Make the parsers. Raises ValueError for one that there is not."""
         if self._parser is None:
             self._parser = await asyncio.to_thread(call_parser, self._name, self._schemas)
+            self._parts = parts_parser(self._name, self._schemas)
 
     def calls_in(self, text: str) -> Sequence[tuple[str, str]]:
-        """Return (name, arguments as JSON) of each call."""
+        """Return (name, arguments as JSON) of each call; ("", "") for each that cannot be read."""
         assert self._parser is not None, "no episode has begun"
         return self._parser(text)
+
+    def message(self, text: str, calls: Sequence[tuple[str, str, str]]) -> dict[str, object] | None:
+        """Return an answer as a message. ``calls``: (id, name, arguments as JSON) of each. None: the
+        arguments of a call are no object."""
+        assert self._parts is not None, "no episode has begun"
+        written: list[dict[str, object]] = []
+        for number, name, arguments in calls:
+            try:
+                given: object = json.loads(arguments or "{}")
+            except ValueError:
+                return None
+            if not isinstance(given, dict):
+                return None
+            function = {"name": name, "arguments": cast("dict[str, object]", given)}
+            written.append({"id": number, "type": "function", "function": function})
+        return answer_message(*self._parts(text), written)
 
 
 class ToolEnvironment:
@@ -188,16 +280,36 @@ class ToolEnvironment:
 
     async def step(self, action: Action) -> Step:
         """Call the tools of an answer side by side."""
-        calls = self._reader.calls_in(action.text)
-        if not calls:
+        read = self._reader.calls_in(action.text)
+        calls = [call for call in read if call[0]]
+        # The end of an answer that was cut off is missing, which is no mistake of the policy.
+        has_unread = len(calls) < len(read) and action.finish is Finish.STOP
+        if not calls and not has_unread:
             return Step(is_done=True)
+        if not calls:
+            return Step([{"role": "user", "content": self._unread}])
         results = await asyncio.gather(*(self._result(place, *call) for place, call in enumerate(calls)))
         first, self._calls = self._calls + 1, self._calls + len(calls)
+        if has_unread:
+            results[-1] += f"\n{self._unread}"
+        # Templates of Mistral refuse ids that have not nine letters or digits.
+        numbers = [f"call{number:05d}" for number in range(first, self._calls + 1)]
         return Step(
             [
-                {"role": "tool", "tool_call_id": f"call_{number}", "name": name, "content": result}
-                for number, ((name, _), result) in enumerate(zip(calls, results, strict=True), first)
-            ]
+                {"role": "tool", "tool_call_id": number, "name": name, "content": result}
+                for number, (name, _), result in zip(numbers, calls, results, strict=True)
+            ],
+            answer=self._reader.message(
+                action.text, [(number, *call) for number, call in zip(numbers, calls, strict=True)]
+            ),
+        )
+
+    @property
+    def _unread(self) -> str:
+        """What is said of a call that cannot be read."""
+        return (
+            "error: a call cannot be read: expected the name of a tool and its arguments as the tools are "
+            f"described; there are {', '.join(self._tools)}"
         )
 
     async def _result(self, place: int, name: str, arguments: str) -> str:
