@@ -65,6 +65,25 @@ def locate(
     return tuple(path), section, field
 
 
+ALGORITHMS: Mapping[str, str] = {
+    "grpo": "'ppo' here, with `actor.advantage: [{type: reward, estimator: grpo}]`",
+    "dr_grpo": "'ppo' here, with `actor.advantage: [{type: reward, estimator: dr_grpo}]`",
+    "rloo": "'ppo' here, with `actor.advantage: [{type: reward, estimator: rloo}]`",
+    "dapo": "'ppo' here, with `clip_high: 0.28` and the rollout.group_filter of the recipe "
+    "dapo-qwen2.5-32b-8n8g-tp8dp3-async2",
+    "reinforce_pp": "'ppo' here, with `actor.advantage: [{type: reward, estimator: reinforce_pp}]`",
+    "reinforce++": "'ppo' here, with `actor.advantage: [{type: reward, estimator: reinforce_pp}]`",
+}
+"""Algorithms that are no objectives of their own, and what they are here."""
+
+
+def nearest_type(name: str, sections: Mapping[str, type[Section]]) -> str | None:
+    """Return the type of a section that ``name`` probably means; None: none is like it."""
+    if "ppo" in sections and name.lower() in ALGORITHMS:
+        return "ppo"
+    return nearest(name, [type_ for type_ in sections if type_])
+
+
 def expectation(problem: ErrorDetails, field: FieldInfo) -> str:
     """Return in words which values ``field`` accepts, as the reason for a refusal."""
     kind, sections = "list_type" if is_item(problem) else problem["type"], sections_of(field)
@@ -75,7 +94,10 @@ def expectation(problem: ErrorDetails, field: FieldInfo) -> str:
     if kind == "union_tag_not_found":
         return f"missing; expected {one_of(map(shown, sections))}"
     if kind == "union_tag_invalid":
-        near = nearest(str(problem.get("ctx", {}).get("tag", "")), [name for name in sections if name])
+        tag = str(problem.get("ctx", {}).get("tag", ""))
+        if "ppo" in sections and (recipe := ALGORITHMS.get(tag.lower())):
+            return f"expected {one_of(map(shown, sections))}; {tag} is {recipe}"
+        near = nearest_type(tag, sections)
         return f"expected {one_of(map(shown, sections))}" + (f"; did you mean {near!r}?" if near else "")
     if sections:
         is_list = get_origin(field.annotation) is list

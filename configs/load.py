@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from slipstream.configs.document import Document, read_document
-from slipstream.configs.explain import expectation, is_item, locate, unknown_key
+from slipstream.configs.explain import expectation, is_item, locate, nearest_type, unknown_key
 from slipstream.configs.installed import check_passthrough
 from slipstream.configs.rules import check_rules
 from slipstream.configs.schema import RunConfig
@@ -26,7 +26,7 @@ from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.paths import sections_of
 from slipstream.configs.schema.supervised import SupervisedConfig
 from slipstream.configs.supervised import AS_IN_SUPERVISED, Supervised, preferences_are_not_shared, run_of
-from slipstream.configs.violations import ABSENT, RecipeError, Violation, join, nearest
+from slipstream.configs.violations import ABSENT, RecipeError, Violation, join, one_of
 
 Root = TypeVar("Root", bound=Section)
 
@@ -42,8 +42,18 @@ def load_recipe(recipe: Path | Mapping[str, object], overrides: Sequence[str] = 
     every violation, and nothing else.
     """
     document, source = read_document(recipe, overrides), recipe if isinstance(recipe, Path) else IN_PYTHON
+    given = (document.data or {}).keys()
+    own = sorted(given & SupervisedConfig.model_fields.keys() - RunConfig.model_fields.keys())
+    if own and "rollout" not in given:
+        reason = (
+            f"missing, and {one_of(own)} is of a recipe of supervised training: train it with "
+            "`slipstream sft RECIPE`, and give `--sft` to check, plan and submit"
+        )
+        raise RecipeError([*document.violations, Violation("rollout", ABSENT, reason)], str(source))
     config = _validated(RunConfig, document, source)
-    _raise_any([*document.violations, *_check_together(config, document.unsure)], source)
+    violations = [*document.violations, *_check_together(config, document.unsure)]
+    if violations:
+        raise RecipeError(violations, str(source), config, document.unsure)
     return config
 
 
@@ -55,6 +65,11 @@ def check_recipe(config: RunConfig) -> None:
 def load_supervised(recipe: Path, overrides: Sequence[str] = ()) -> Supervised:
     """Load a recipe of ``slipstream sft`` as ``load_recipe`` does, and make a run of the trainer from it."""
     document = read_document(recipe, overrides)
+    rollout = (document.data or {}).get("rollout")
+    if isinstance(rollout, dict) and "max_head_offpolicyness" in rollout:
+        reason = "found, as in recipes of `slipstream train`; those of `slipstream sft` have none: leave "
+        reason += "out --sft, or train it with `slipstream train`"
+        raise RecipeError([*document.violations, Violation("rollout", ABSENT, reason)], str(recipe))
     supervised = _validated(SupervisedConfig, document, recipe)
     config = run_of(supervised)
     unsure = document.unsure | {path for path, name in AS_IN_SUPERVISED.items() if name in document.unsure}
@@ -120,10 +135,10 @@ def _repaired(
         document.unsure.update(meant)
         return _replaced(data, path, ABSENT)
     if problem["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        types, name = list(sections_of(field)), problem["input"].get("type", ABSENT)
+        name = problem["input"].get("type", ABSENT)
         document.refuse((*path, "type"), expectation(problem, field), name)
         document.unsure.add(join(*path))
-        near = nearest(name, types) if isinstance(name, str) else None
+        near = nearest_type(name, sections_of(field)) if isinstance(name, str) else None
         if near:
             return _replaced(data, (*path, "type"), near)
         return _replaced(data, path, _placeholder(field) if field.is_required() else ABSENT)

@@ -7,6 +7,10 @@ import difflib
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slipstream.configs.schema import RunConfig
 
 
 class _Absent:
@@ -45,9 +49,20 @@ class Violation:
 class RecipeError(Exception):
     """A recipe that cannot be run. ``violations`` holds every mistake, not only the first."""
 
-    def __init__(self, violations: Iterable[Violation], source: str = "the recipe") -> None:
+    def __init__(
+        self,
+        violations: Iterable[Violation],
+        source: str = "the recipe",
+        config: "RunConfig | None" = None,
+        unsure: Iterable[str] = (),
+    ) -> None:
+        """``config``: the recipe with defaults in place of what was refused; None: there is none. ``unsure``:
+        settings whose value is such a default.
+        """
         self.violations = tuple(violations)
         self.source = source
+        self.config = config
+        self.unsure = frozenset(unsure)
         super().__init__(str(self))
 
     def __str__(self) -> str:

@@ -127,11 +127,13 @@ class EngineActors:
                 seed=config.run.seed + number,
                 args=({} if self._adapters is not None else weight_loader(config))
                 | ({} if config.gateway is None else dict(LIVE_SERVER_ARGS))
+                | ({} if engine.gpu_share is None else {"mem_fraction_static": engine.gpu_share})
                 | engine.args,
                 log_folder=str(self._logs),
                 loopback=config.cluster.type == "local",
                 start_timeout_s=engine.start_timeout_s,
                 shared_gpus=shared_gpus,
+                rests=bool(shared_gpus) and engine.takes_turns,
                 environment=(
                     gpu_environment.environment(engine, config.actor.parallel, "engines")
                     if placement.device == "cuda"

@@ -5,7 +5,9 @@
 Every process of a run inherits the environment variable SLIPSTREAM_RUN=MARK. Standard input is a pipe from
 the run; at its end the guard kills whatever still carries the mark, or has a file below FOLDER open (Ray's
 agents wipe their environment when they set their title), and removes FOLDER and the temporary folders of the
-killed. After an orderly end there is nothing left to kill.
+killed. After an orderly end, of which a byte on the pipe tells, there is nothing left to kill. After any
+other the guard says on standard error what it can find out: Ray ends a process without a word when the
+raylet beside it is gone.
 """
 
 import os
@@ -21,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-from slipstream.backend.cluster.object_store import SHARED_MEMORY
+from slipstream.backend.cluster.object_store import SHARED_MEMORY, SHARED_MEMORY_FULL, is_shared_memory_full
 from slipstream.rollout.engine.leftovers import shared_memory_of, unlink
 from slipstream.rollout.system.temporary import sweep
 
@@ -31,6 +33,7 @@ SWEEPS = 50
 END_S = 10.0
 """Longest time in which processes that were killed must have ended: freeing their memory takes a while."""
 
+_SIGBUS = b"SIGBUS"
 _EXITING = 0x4
 """PF_EXITING of linux/sched.h."""
 
@@ -49,7 +52,9 @@ def guarded(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        guard.stdin.close()
+        with suppress(BrokenPipeError):  # somebody has killed the guard
+            guard.stdin.write(b".")
+            guard.stdin.close()
         guard.wait(60)
         os.environ.pop(VARIABLE, None)
 
@@ -101,11 +106,35 @@ def _wait_for(pids: Iterable[int], number: signal.Signals | None = None) -> None
             os.close(descriptor)
 
 
+def cause_of_end(folder: Path) -> str:
+    """Return why the run's process has probably ended. ``folder``: the one with Ray's."""
+    logs = sorted(folder.glob("r/session_2*/logs/*.err")) + sorted(
+        folder.glob("r/session_2*/logs/raylet.out")
+    )
+    by_bus = any(_SIGBUS in _tail(log) for log in logs)
+    if by_bus or is_shared_memory_full():
+        return f"failed: Ray has ended the run's process without a message. {SHARED_MEMORY_FULL}"
+    return (
+        "failed: the run's process has ended without a message: it was killed (kill -9, or the kernel for "
+        "want of memory: `dmesg` says so), or Ray's processes beside it were; --resume goes on with the run"
+    )
+
+
+def _tail(log: Path) -> bytes:
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 2**16))
+        return file.read()
+    return b""
+
+
 def main() -> None:
     mark, folder = sys.argv[1], Path(sys.argv[2])
     spared = {os.getpid(), os.getppid()}  # the run itself may be waiting for this to end
+    is_orderly = False
     while os.read(0, 1):
-        """Nothing is ever sent: the read returns at end of file."""
+        is_orderly = True
+    if not is_orderly:
+        print(cause_of_end(folder), file=sys.stderr, flush=True)
     for _ in range(SWEEPS):
         left = carriers(mark, folder, spared)
         unlink(shared_memory_of(left))

@@ -1,5 +1,6 @@
 """The handles of a run's Ray actors, as far as the driver uses them."""
 
+import re
 from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
@@ -8,6 +9,9 @@ from slipstream.rollout.engine.leftovers import ProcessIdentity
 from slipstream.rollout.engine.server_process import MeetingPoint, ServerAccess
 
 T_co = TypeVar("T_co", covariant=True)
+
+_TITLE = re.compile(r"^(?:\x1b\[\d+m)?ray::.*\(pid=.*$", re.MULTILINE)
+_COLOR = re.compile(r"\x1b\[[\d;]*m")
 
 
 class RemoteMethod(Protocol[T_co]):
@@ -52,3 +56,8 @@ class EngineServerActor(Protocol):
 def kill(actor: RankActor | EngineServerActor | CollectorHandle) -> None:
     """End the actor's process at once."""
     ray.kill(actor)  # pyright: ignore[reportArgumentType]  # Ray types handles by their class
+
+
+def traceback_of(error: ray.exceptions.RayTaskError) -> str:
+    """Return the traceback of an actor as Python prints it, without the titles and colors that Ray adds."""
+    return _COLOR.sub("", _TITLE.sub("Traceback (most recent call last):", str(error))).strip()

@@ -14,6 +14,21 @@ import psutil
 SHARED_MEMORY = Path("/dev/shm")
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 
+MAKE_ROOM = (
+    f"Ray, engines and ranks share memory there, and who writes to it when it is full ends by SIGBUS. Remove "
+    f"what ended processes have left in it (`ls -l {SHARED_MEMORY}`), or make it larger (mount -o "
+    f"remount,size=16g {SHARED_MEMORY}; in Docker --shm-size=16g)"
+)
+"""What a user can do where shared memory is short."""
+
+SHARED_MEMORY_FULL = (
+    f"{SHARED_MEMORY} of the machine on which this happened is full: {MAKE_ROOM}, and go on with --resume"
+)
+"""What a user is told where shared memory has run out."""
+
+ALMOST_NOTHING = 2**20
+"""Free bytes of shared memory at which it is taken for full."""
+
 BYTES_PER_TOKEN = 17
 """Bytes of a token in a batch: id (8), log-prob (4), policy version (4) and loss mask (1)."""
 BYTES_PER_TRAJECTORY = 1024
@@ -63,9 +78,16 @@ def object_store(batch: int, *, shared_memory: int, memory: int) -> ObjectStore:
 
 
 def free_shared_memory() -> int:
-    """Return the number of free bytes in /dev/shm."""
+    """Return the number of free bytes in /dev/shm; 0 where there is none."""
+    if not SHARED_MEMORY.is_dir():
+        return 0
     status = os.statvfs(SHARED_MEMORY)
     return status.f_bavail * status.f_frsize
+
+
+def is_shared_memory_full() -> bool:
+    """Return whether /dev/shm of this machine is full."""
+    return free_shared_memory() < ALMOST_NOTHING
 
 
 def free_memory() -> int:

@@ -1,14 +1,15 @@
 """All trainer ranks behind one proxy: a method of the rank is called by name, on every rank at once."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from slipstream.backend.batch.train_batch import StalenessViolation
 from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.cluster.configured_ray import ray
-from slipstream.backend.cluster.handles import RankActor, kill
+from slipstream.backend.cluster.handles import RankActor, kill, traceback_of
 from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.cluster.waits import Timeout, within
 from slipstream.rollout.engine.leftovers import ProcessIdentity, segments_of_torch, unlink
@@ -20,6 +21,16 @@ T = TypeVar("T")
 PASSED_ON = (CheckpointError, StalenessViolation, PluginFailed)
 """Errors of a rank that are raised as they are. After the first one the ranks are well. The others are faults
 of the run and of the user's code, which no other trainer would mend."""
+
+CONSEQUENCE = re.compile(
+    r"connection (?:was )?(?:closed|reset|refused)|connection to peer|closed by (?:remote )?peer|broken pipe"
+    r"|gloo|nccl|\bDist(?:Backend|Network|Store)?Error|process group|watchdog|socket",
+    re.IGNORECASE,
+)
+"""Errors of a rank whose peer in a collective is gone. They may reach the driver before that peer's error."""
+
+FAULT_S = 10.0
+"""Longest wait for the rank at fault, after the first rank has failed for the sake of another one."""
 
 
 class RankGroup:
@@ -76,12 +87,13 @@ class RankGroup:
         An actor runs one call at a time, so a call that waited on a rank would hold up training. A question
         takes its turn after the earlier calls and is answered at once.
         """
-        waiting, group = list(self._actors), self._actors
+        waiting, group = list(enumerate(self._actors)), self._actors
         while waiting:
             if self._actors is not group:
                 raise TrainerFailed(f"{what} failed: the trainer was killed meanwhile")
-            done = await self._gathered(what, [actor.call.remote(verb) for actor in waiting])
-            waiting = [actor for actor, is_done in zip(waiting, done, strict=True) if not is_done]
+            calls = {rank: actor.call.remote(verb) for rank, actor in waiting}
+            done = await self._gathered(what, calls)
+            waiting = [each for each, is_done in zip(waiting, done, strict=True) if not is_done]
             if waiting:
                 await asyncio.sleep(every_s)
 
@@ -97,16 +109,65 @@ class RankGroup:
         self, what: str, calls: Sequence[Awaitable[T]], timeout_s: float | None = None
     ) -> list[T]:
         try:
-            return await within(timeout_s or self._timeout_s, what, self._gathered(what, calls))
+            calls_by_rank = dict(enumerate(calls))
+            return await within(timeout_s or self._timeout_s, what, self._gathered(what, calls_by_rank))
         except Timeout as error:
             raise TrainerFailed(str(error)) from error
 
-    async def _gathered(self, what: str, calls: Sequence[Awaitable[T]]) -> list[T]:
+    async def _gathered(self, what: str, calls: Mapping[int, Awaitable[T]]) -> list[T]:
+        """Return the answers of the ranks. Raises the error of the first rank at fault."""
+        answers = {rank: asyncio.ensure_future(call) for rank, call in calls.items()}
         try:
-            return await asyncio.gather(*calls)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, PASSED_ON):
-                raise error.cause from None
-            raise TrainerFailed(f"{what} failed: {error.cause or error} (logs: {self._logs})") from error
-        except ray.exceptions.RayActorError as error:
-            raise TrainerFailed(f"a trainer process ended during {what} (logs: {self._logs})") from error
+            await asyncio.wait(answers.values(), return_when=asyncio.FIRST_EXCEPTION)
+            if any(_error_of(answer) for answer in answers.values()):
+                raise await self._fault(what, answers)
+            return [answer.result() for answer in answers.values()]
+        finally:
+            for answer in answers.values():
+                answer.cancel()
+
+    async def _fault(self, what: str, answers: "Mapping[int, asyncio.Future[T]]") -> BaseException:
+        """Return the error of the first rank at fault, out of answers of which one at least has failed.
+
+        A rank that has only lost its peer is not at fault, unless no other one turns out to be.
+        """
+        deadline = asyncio.get_running_loop().time() + FAULT_S
+        while True:
+            failed = {
+                rank: error for rank, answer in answers.items() if (error := _error_of(answer)) is not None
+            }
+            at_fault = [rank for rank, error in failed.items() if not _is_consequence(error)]
+            pending = [answer for answer in answers.values() if not answer.done()]
+            left_s = deadline - asyncio.get_running_loop().time()
+            if at_fault or not pending or left_s <= 0:
+                rank = min(at_fault or failed)
+                return self._failure(what, rank, failed[rank])
+            await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+
+    def _failure(self, what: str, rank: int, error: BaseException) -> BaseException:
+        """Return the error to raise for that of a rank."""
+        log = self._logs / f"trainer-{rank}.log"
+        if isinstance(error, ray.exceptions.RayTaskError):
+            cause = error.cause or error
+            if isinstance(cause, PASSED_ON):
+                return cause
+            reason = f"{what} failed on rank {rank}: {type(cause).__name__}: {cause} (log: {log})"
+            return TrainerFailed(reason, traceback_of(error))
+        if isinstance(error, ray.exceptions.RayActorError):
+            return TrainerFailed(f"the process of trainer rank {rank} ended during {what} (log: {log})")
+        return error
+
+
+def _error_of(answer: "asyncio.Future[T]") -> BaseException | None:
+    """Return the error of an answer; None: it has none so far."""
+    return answer.exception() if answer.done() and not answer.cancelled() else None
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """True if a rank has failed because another one has."""
+    if not isinstance(error, ray.exceptions.RayTaskError):
+        return False
+    cause = error.cause or error
+    if isinstance(cause, PASSED_ON):
+        return False
+    return CONSEQUENCE.search(f"{type(cause).__name__}: {cause}") is not None

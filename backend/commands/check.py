@@ -1,10 +1,11 @@
 """``slipstream check``: everything that is wrong with a recipe and its models, before anything is started."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.memory.activations import Kernels
@@ -23,9 +24,14 @@ from slipstream.configs.load import load_recipe, load_supervised
 from slipstream.configs.published import shipped_config
 from slipstream.configs.rules.models import MODELS
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.live import live_places
 from slipstream.configs.supervised import Supervised
+from slipstream.configs.violations import RecipeError
 from slipstream.rollout.compat.hooks import hook_problems
 from slipstream.rollout.system import plugins
+
+if TYPE_CHECKING:
+    from slipstream.backend.commands.prompt_survey import Survey
 
 NO_INPUTS = "slipstream.backend.simulate.only_simulated"
 """Stands for a ``prepare``, which excuses missing models and prompts."""
@@ -88,19 +94,65 @@ def _without_inputs(model_config: Path) -> list[str]:
     return [f"model.path={json.dumps(str(folder))}", f"prepare={NO_INPUTS}"]
 
 
-def check(config: RunConfig, *, weights: bool = True, supervised: Supervised | None = None) -> list[str]:
+@dataclass
+class Findings:
+    """What ``check`` has found in a recipe that nothing is wrong with."""
+
+    report: list[str] = field(default_factory=list[str])
+    """What will run."""
+    notes: list[str] = field(default_factory=list[str])
+    """What the user may not know."""
+    warnings: list[str] = field(default_factory=list[str])
+    """What is probably not meant."""
+
+
+def check(config: RunConfig, *, weights: bool = True, supervised: Supervised | None = None) -> Findings:
     """Compare everything that a recipe names with the recipe, with each other and with this machine.
 
     Its models must fit its layout, their files and the memory of the GPUs, its tokenizer and chat template
     its data, every row of which is read, and the code that it names must have the shape that it is asked for.
-    Return notes for the user. Raises WrongInput with everything that is wrong. What ``prepare`` has yet to
-    make is not checked. weights: compare the tensors in the checkpoints too. supervised: the recipe is this
-    one of ``slipstream sft``.
+    Raises WrongInput with everything that is wrong. What ``prepare`` has yet to make is not checked. weights:
+    compare the tensors in the checkpoints too. supervised: the recipe is this one of ``slipstream sft``.
     """
-    from slipstream.backend.commands.check_data import input_problems
+    findings, problems = _found(config, weights=weights, supervised=supervised)
+    if problems:
+        raise WrongInput("\n".join(problems))
+    return findings
+
+
+def further_problems(error: RecipeError) -> list[str]:
+    """Return what ``check`` finds wrong with a recipe beyond its settings, which are wrong as well."""
+    if error.config is None:
+        return []
+    try:
+        _, problems = _found(error.config)
+    except Exception:  # what is wrong with the settings is told, and may well be the reason
+        return []
+    told = {violation.path for violation in error.violations} | error.unsure
+    settings = [re.split(r"[^\w.]", problem, maxsplit=1)[0] for problem in problems]
+    return [
+        problem
+        for problem, setting in zip(problems, settings, strict=True)
+        if not any(_are_related(setting, path) for path in told)
+    ]
+
+
+def _are_related(setting: str, other: str) -> bool:
+    return f"{setting}.".startswith(f"{other}.") or f"{other}.".startswith(f"{setting}.")
+
+
+def _found(
+    config: RunConfig, *, weights: bool = True, supervised: Supervised | None = None
+) -> tuple[Findings, list[str]]:
+    """Return what ``check`` finds, and everything that is wrong."""
+    from slipstream.backend.commands.check_data import check_inputs
     from slipstream.backend.commands.machine import fp8_problems_of, host_facts, machine_problems
-    from slipstream.backend.commands.program_checks import program_problems
-    from slipstream.backend.driver.start.engine_model import checkpoint_notes, engine_problems
+    from slipstream.backend.commands.program_checks import program_answers
+    from slipstream.backend.driver.start.engine_model import (
+        checkpoint_notes,
+        engine_problems,
+        sampling_problems,
+    )
     from slipstream.backend.driver.start.inputs import (
         adapter_problems,
         checkpoint_problems,
@@ -108,20 +160,26 @@ def check(config: RunConfig, *, weights: bool = True, supervised: Supervised | N
         judge_model_problems,
     )
     from slipstream.backend.driver.start.plugin_process import imported_plugin_problems
+    from slipstream.backend.monitor.trackers.opened import missing_packages
 
-    notes = untested_notes(config)
+    findings = Findings(notes=untested_notes(config))
     problems = [*imported_plugin_problems(config), *hook_problems(config), *judge_model_problems(config)]
+    problems += missing_packages(config.log)
     if (config.model.path / "config.json").exists():
         try:
             plan = planned(config, supervised=supervised is not None)
-            notes += late_checkpoints(plan.checkpoint)
-            notes += checkpoint_notes(config, plan.export.spec, has_engines=supervised is None)
+            findings.report += _of_plan(plan)
+            findings.notes += late_checkpoints(plan.checkpoint)
+            findings.notes += checkpoint_notes(config, plan.export.spec, has_engines=supervised is None)
             if supervised is None:
                 problems += engine_problems(config, plan.export.spec)
+                problems += sampling_problems(config, plan.export.spec.geometry.vocab)
             problems += adapter_problems(config, plan.export.spec)
-            problems += misfits(plan.stages, plan.engine, config.rollout.engine.ranks, plan.gpu_memory)
+            problems += misfits(plan.stages, plan.engine, config.rollout.engine, plan.gpu_memory)
             problems += judge_misfits(config.judge, plan.gpu_memory)
-            problems += program_problems(config, has_engines=supervised is None)
+            against, silent = program_answers(config, has_engines=supervised is None)
+            problems += against
+            findings.notes += silent
         except WrongInput as error:
             problems.append(str(error))
         if supervised is None:
@@ -129,13 +187,72 @@ def check(config: RunConfig, *, weights: bool = True, supervised: Supervised | N
         if weights:
             problems += checkpoint_problems(config, MODELS)
     if weights:
-        wrong, more = input_problems(config, supervised)
-        problems, notes = problems + wrong, notes + more
+        checked = check_inputs(config, supervised)
+        problems += checked.problems
+        findings.notes += checked.notes
+        if not problems:
+            findings.warnings += [*checked.warnings(), *_few_prompts(config, checked.training)]
+            findings.report += [survey.report() for survey in checked.surveys]
+            findings.report += _passes(config, checked.training)
         problems += machine_problems(config, host_facts())
     problems += fp8_problems_of(config, on_gpus=_on_gpus(config))
-    if problems:
-        raise WrongInput("\n".join(dict.fromkeys(problems)))
-    return notes
+    return findings, list(dict.fromkeys(problems))
+
+
+def _of_plan(plan: Planned) -> Iterator[str]:
+    """Yield lines about the model, its layout and its memory."""
+    config, spec, parallel = plan.config, plan.export.spec, plan.config.actor.parallel
+    parameters = sum(bucket.numel for bucket in plan.export.buckets)
+    name = f"{spec.geometry.family}, {parameters:,} parameters, {config.model.dtype}"
+    yield f"model: {name}: {config.model.path}"
+    ranks = plan.export.layout.world_size
+    sizes = {name: getattr(parallel, name) for name in ("tensor", "context", "pipeline", "data", "expert")}
+    ways = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    trainer = f"{ranks} trainer rank{'s' * (ranks > 1)}{f' ({ways})' if ways else ''}"
+    engines = config.rollout.engine
+    if plan.engine is None:
+        yield f"layout: {trainer}"
+    else:
+        each = "1 rank" if engines.ranks == 1 else f"{engines.ranks} ranks"
+        shared = ", on the trainer's devices" if engines.colocated else ""
+        yield (f"layout: {trainer}, {engines.count} engine{'s' * (engines.count > 1)} of {each}{shared}")
+    peaks = f"{max(stage.peak for stage in plan.stages) / GIB:,.1f} GiB on the fullest trainer rank"
+    if plan.engine is not None:
+        peaks += f", {plan.engine.weights / GIB:,.1f} GiB of weights on a rank of an engine"
+    of = "" if plan.gpu_memory is None else f"; a GPU has {plan.gpu_memory / GIB:,.0f} GiB"
+    yield f"memory, estimated: {peaks}{of}"
+    yield from _step_time(plan)
+
+
+def _step_time(plan: Planned) -> Iterator[str]:
+    """Yield how long the tokens of a step keep each side busy, by the cost model, which is one of GPUs."""
+    from slipstream.backend.simulate.derived import busy_seconds
+    from slipstream.backend.simulate.gpu_split import layout_of
+
+    if plan.engine is None or not plan.engine.tokens or plan.config.cluster.device != "gpu":
+        return
+    training, generating = busy_seconds(plan.config, plan.export, plan.engine, layout_of(plan.config))
+    yield (
+        f"a step, estimated: its tokens keep the trainer busy for {training:,.0f} s and the engines for "
+        f"{generating:,.0f} s; `slipstream plan` simulates both"
+    )
+
+
+def _few_prompts(config: RunConfig, training: Sequence["Survey"]) -> Iterator[str]:
+    count, size = sum(survey.count for survey in training), config.rollout.batch_size
+    if training and count < size:
+        yield (
+            f"{training[0].setting.partition('.')[0]}: {count:,} prompts for batches of {size:,} "
+            "(batch_size): every batch holds some of them more than once"
+        )
+
+
+def _passes(config: RunConfig, training: Sequence["Survey"]) -> Iterator[str]:
+    """Yield how often the data is trained on, where the recipe says the number of steps."""
+    count, steps = sum(survey.count for survey in training), config.run.steps
+    size = config.rollout.batch_size - live_places(config.live, config.rollout.batch_size)
+    if count and steps is not None:
+        yield f"length: {steps:,} steps of {size:,} prompts are {steps * size / count:,.2f} passes"
 
 
 def planned(config: RunConfig, *, supervised: bool = False) -> Planned:

@@ -1,7 +1,10 @@
 """Checks a recipe's tokenizer, chat templates and data: every row is read, and none is kept in memory."""
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from slipstream.backend.commands.prompt_survey import Survey
 from slipstream.backend.driver.modes.sft import checked_examples, reward_model_problems
 from slipstream.backend.driver.start.data_checks import template_problems
 from slipstream.backend.driver.start.inputs import (
@@ -16,36 +19,84 @@ from slipstream.bridge.model.spec import ModelSpec
 from slipstream.configs.schema import RunConfig, is_on_hub
 from slipstream.configs.supervised import Supervised
 from slipstream.rollout.engine.context import served_length
+from slipstream.rollout.prompts import Example
 from slipstream.rollout.system import plugins
 from slipstream.rollout.tokens.tokenizer import HfTokenizer
 
 
-def input_problems(config: RunConfig, supervised: Supervised | None = None) -> tuple[list[str], list[str]]:
-    """Return what is wrong with the tokenizer and with each row of the recipe's data, and notes for the user.
+@dataclass
+class CheckedInputs:
+    """What is known of a recipe's tokenizer and data."""
+
+    problems: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])
+    training: list[Survey] = field(default_factory=list[Survey])
+    held_out: list[Survey] = field(default_factory=list[Survey])
+
+    @property
+    def surveys(self) -> list[Survey]:
+        return [*self.training, *self.held_out]
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what is probably not meant, each with its setting."""
+        for survey in self.surveys:
+            yield from (f"{survey.setting}: {reason}" for reason in survey.warnings())
+        for survey in self.held_out:
+            yield from (f"{survey.setting}: {reason}" for reason in survey.shared_with(self.training))
+
+
+def check_inputs(config: RunConfig, supervised: Supervised | None = None) -> CheckedInputs:
+    """Read a recipe's tokenizer and each row of its data.
 
     Files that ``prepare`` has yet to make are not looked at. ``supervised``: the recipe of ``slipstream
     sft``.
     """
-    notes: list[str] = []
+    checked = CheckedInputs()
     spec = _spec(config)
-    tokenizer, problems = _tokenizer(config, spec)
+    tokenizer, checked.problems = _tokenizer(config, spec)
     positions = None if spec is None else spec.geometry.max_positions
     if supervised is not None:
-        if spec is not None:
-            problems += reward_model_problems(supervised, spec)
-        if tokenizer is not None:
-            problems += [f"model.path: {reason}" for reason in template_problems(tokenizer)]
-        if all(_is_there(file.path) for file in config.training_files):
-            problems += problems_in("data.path", checked_examples(supervised, tokenizer, positions))
-        return problems, notes
+        _check_examples(supervised, spec, tokenizer, positions, checked)
+        return checked
     if tokenizer is not None:
-        problems += tokenizer_problems(config, tokenizer)
+        checked.problems += tokenizer_problems(config, tokenizer)
     context = positions and served_length(positions, config.rollout.engine.args)
     for each in named_files(config):
         if _is_there(each.file.path):
-            found, said = data_problems(each, tokenizer, context)
-            problems, notes = problems + found, notes + said
-    return problems, notes
+            survey = Survey(each.file.setting, tokenizer, config.rollout.reward)
+            problems, notes = data_problems(each, tokenizer, context, survey.see)
+            checked.problems += problems
+            checked.notes += notes
+            if not problems:
+                is_training = each.file.setting.startswith("data.")
+                (checked.training if is_training else checked.held_out).append(survey)
+    return checked
+
+
+def _check_examples(
+    supervised: Supervised,
+    spec: ModelSpec | None,
+    tokenizer: HfTokenizer | None,
+    positions: int | None,
+    checked: CheckedInputs,
+) -> None:
+    if spec is not None:
+        checked.problems += reward_model_problems(supervised, spec)
+    if tokenizer is not None:
+        checked.problems += [f"model.path: {reason}" for reason in template_problems(tokenizer)]
+    if not all(_is_there(file.path) for file in supervised.run.training_files):
+        return
+    survey = Survey("data.path", tokenizer, None)
+
+    def seen(examples: Iterable[Example]) -> Iterator[Example]:
+        for example in examples:
+            survey.see(example.prompt, example.targets)
+            yield example
+
+    problems = problems_in("data.path", seen(checked_examples(supervised, tokenizer, positions)))
+    checked.problems += problems
+    if not problems:
+        checked.training.append(survey)
 
 
 def _is_there(path: Path) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from slipstream.backend.cluster.object_store import free_shared_memory
 from slipstream.configs.installed.environment import UnreadableRecord, digest, has_gpus, read_record
 
 PACKAGES = {
@@ -107,7 +108,7 @@ def _memory() -> Finding:
 
 
 def _shared_memory() -> Finding:
-    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+    free = free_shared_memory()
     small = free < NEEDED_SHM
     advice = f"{NEEDED_SHM // 2**20} MiB are needed, in a container: --shm-size=1g" if small else ""
     return Finding("free in /dev/shm", f"{free / 2**30:.1f} GiB", advice, small)

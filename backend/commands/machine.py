@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.backend.cluster.object_store import MAKE_ROOM, SHARED_MEMORY, free_shared_memory
 from slipstream.backend.cluster.placement import Node, Placement, PlacementError
 from slipstream.backend.driver.processes.gateways import FOLDER
 from slipstream.configs.installed.environment import has_gpus
@@ -31,6 +32,9 @@ bfloat16."""
 LEAST_DISK = 64 << 20
 """Bytes of disk that the smallest run takes: its ledger, its metrics and its logs."""
 
+LEAST_SHARED = 16 << 20
+"""Bytes of /dev/shm that the smallest run takes: the load of each engine, and what processes share."""
+
 GIB = 2**30
 
 Place = Callable[[Sequence[Node], RunConfig], Placement]
@@ -47,6 +51,8 @@ class HostFacts:
     gpus: int
     free_disk: Callable[[Path], int]
     """Returns the free bytes of the file system of a folder that exists."""
+    free_shared: int
+    """Bytes of shared memory that are free."""
     port_problem: Callable[[str, int], str]
     """Returns why nobody can listen on an address and port; an empty text: it is free."""
 
@@ -58,6 +64,7 @@ def host_facts() -> HostFacts:
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         gpus=_visible_gpus(),
         free_disk=lambda folder: shutil.disk_usage(folder).free,
+        free_shared=free_shared_memory(),
         port_problem=_port_problem,
     )
 
@@ -79,6 +86,7 @@ def machine_problems(config: RunConfig, machine: HostFacts, place: Place | None 
     problems = [*_ports(config, machine), *_disk(config, machine)]
     if config.cluster.type != "local":
         return problems if place is not None else []
+    problems += _shared_memory(machine)
     on_gpus = config.cluster.device == "gpu" or (config.cluster.device == "auto" and machine.gpus > 0)
     if not on_gpus:
         return [*_cores(config, machine), *_memory(config, machine), *problems]
@@ -152,6 +160,14 @@ def _disk(config: RunConfig, machine: HostFacts) -> Iterator[str]:
             f"run.root: {folder} has {free / GIB:.1f} GiB free, expected at least {needed / GIB:.1f} GiB for "
             f"{kept} checkpoints (checkpoint.keep_last) and the trained model; free some, or set "
             "run.root to a folder of a larger disk"
+        )
+
+
+def _shared_memory(machine: HostFacts) -> Iterator[str]:
+    if machine.free_shared < LEAST_SHARED:
+        yield (
+            f"cluster: {SHARED_MEMORY} has {machine.free_shared / 2**20:.1f} MiB free, expected at least "
+            f"{LEAST_SHARED >> 20} MiB: {MAKE_ROOM}"
         )
 
 

@@ -236,7 +236,10 @@ def _print_cache(config: RunConfig, engine: EngineMemory, gpu: int | None, conso
             f"for each of {requests:,} running requests; a completion has at most "
             f"{rollout.sampling.max_new_tokens:,}",
         )
-    if rollout.engine.colocated:
+    if rollout.engine.gpu_share is not None:
+        share = f"{rollout.engine.gpu_share:.0%}"
+        _line(console, f"engines and trainer work at the same time: engines have {share} of a GPU's memory")
+    elif rollout.engine.colocated:
         _line(
             console,
             "engines and trainer take turns: each has the GPU's memory while the other rests; both have "

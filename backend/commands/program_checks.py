@@ -41,24 +41,29 @@ REFUSALS = (AssertionError, KeyError, NotImplementedError, TypeError, ValueError
 """Errors with which the programs refuse a value. Others say that a program cannot be asked here."""
 
 
-def program_problems(config: RunConfig, *, has_engines: bool) -> list[str]:
-    """Return what Megatron and SGLang say against the recipe, by its settings.
+def program_answers(config: RunConfig, *, has_engines: bool) -> tuple[list[str], list[str]]:
+    """Return what Megatron and SGLang say against the recipe, by its settings, and which of them is silent.
 
-    ``has_engines``: False for supervised training. A program that cannot be asked here, because it is not
-    installed or its import fails, says nothing: the start of the run tells.
+    ``has_engines``: False for supervised training. A program is silent that is not installed here, or whose
+    import fails: only the start of the run tells what it says.
     """
     problems: list[str] = []
+    notes: list[str] = []
+    asked: list[tuple[str, str, str, Mapping[str, object]]] = []
     if config.actor.megatron:
-        problems += _asked("megatron_answer", config, "actor.megatron", config.actor.megatron)
+        asked.append(("Megatron", "megatron_answer", "actor.megatron", config.actor.megatron))
     args = config.rollout.engine.args
     if has_engines and not args.keys() <= ALONE:
-        problems += _asked("sglang_answer", config, "rollout.engine.args", args)
-    return problems
-
-
-def _asked(question: str, config: RunConfig, section: str, given: Mapping[str, object]) -> list[str]:
-    answers, _ = ask(f"{__name__}.{question}", pickle.dumps(config), 1, ANSWER_TIMEOUT_S)
-    return [problem_of(section, given, message) for message in answers if message is not None]
+        asked.append(("SGLang", "sglang_answer", "rollout.engine.args", args))
+    for program, question, section, given in asked:
+        answers, ending = ask(f"{__name__}.{question}", pickle.dumps(config), 1, ANSWER_TIMEOUT_S)
+        problems += [problem_of(section, given, message) for message in answers if message is not None]
+        if ending is not None:
+            notes.append(
+                f"{program} could not be asked on this machine what it says of {section} "
+                f"({', '.join(given)}): {ending.value}; the start of the run will tell"
+            )
+    return problems, notes
 
 
 def problem_of(section: str, given: Mapping[str, object], message: str) -> str:

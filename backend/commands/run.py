@@ -91,10 +91,38 @@ def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None
     except (InputError, PlacementError) as error:
         raise WrongInput(str(error)) from None
     except Exception as error:
-        causes = [f"failed: {type(cause).__name__}: {cause}" for cause in _leaves(error)]
+        causes = [f"failed: {type(cause).__name__}: {_described(cause)}" for cause in _leaves(error)]
+        causes += [f"memory: {line}" for line in _relief("\n".join(causes), config)]
         append_to_log(folder, "\n".join(causes), began)
         logs = [f"logs: {folder / LOGS}"] if folder.exists() else []
         raise Failed("\n".join([*causes, *logs])) from error
+
+
+def _described(cause: BaseException) -> str:
+    from slipstream.backend.cluster.trainer_failed import TrainerFailed
+
+    return cause.described if isinstance(cause, TrainerFailed) else str(cause)
+
+
+def _relief(failure: str, config: RunConfig) -> list[str]:
+    """Return the settings that free memory, if a run has failed for want of it."""
+    from slipstream.backend.cluster.object_store import SHARED_MEMORY_FULL, is_shared_memory_full
+    from slipstream.backend.memory.relief import Shortage, relief, shortage_of
+
+    shortage = shortage_of(failure)
+    if shortage is Shortage.SHARED or is_shared_memory_full():
+        return [SHARED_MEMORY_FULL]
+    if shortage is None:
+        return []
+    from slipstream.backend.commands.check import Planned, planned
+
+    def plan(changed: RunConfig) -> Planned | None:
+        try:
+            return planned(changed)
+        except Exception:  # the layout does not fit the model; what has failed must be told in any case
+            return None
+
+    return relief(failure, config, plan)
 
 
 def _is_in_a_loop() -> bool:

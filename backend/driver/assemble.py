@@ -23,6 +23,12 @@ from slipstream.backend.driver.processes.devices import Colocated, Devices, Sepa
 from slipstream.backend.driver.processes.engines import EngineLimits, policy_engines
 from slipstream.backend.driver.processes.gateways import Gateways, gateway_command
 from slipstream.backend.driver.processes.judge_engines import judge_supervisor
+from slipstream.backend.driver.processes.restart_limits import (
+    collector_limit,
+    engine_limit,
+    gateway_limit,
+    trainer_limit,
+)
 from slipstream.backend.driver.start.inputs import Inputs
 from slipstream.backend.driver.start.resume import RestoredCollection, RunState, restore_collection
 from slipstream.backend.driver.weights.checkpointing import TrainerCheckpoints
@@ -61,6 +67,7 @@ from slipstream.rollout.reward.judge.judge_pool import JudgePool
 from slipstream.rollout.reward.judge.named_model import judge_of_turns, named_model
 from slipstream.rollout.system.frames import SILENCE_S
 from slipstream.rollout.system.key import Key, new_key
+from slipstream.rollout.system.restarts import Restarts
 from slipstream.rollout.tokens.teacher import TeacherNeeds
 from slipstream.rollout.tokens.trajectory import Prompt
 
@@ -149,7 +156,6 @@ def assemble(
     weights = _weights(config, trainer, roster, devices, batches, verifier, note, starts_served=starts_served)
     actors = EngineActors(config, placement, logs, inputs.engine_model.path, adapters=adapters)
     handles = policy_engines(engine, actors, limits, devices, trainer_gpus=lambda: trainer.gpus)
-    restarts = engine.restarts
     checkpoints = _checkpoints(config, state, trainer, weights, listener)
     questions = EvaluationTasks()
     samples = config.rollout.n_samples_per_prompt
@@ -165,18 +171,20 @@ def assemble(
     rewind = Rewind(config.rollout, restore, ledger, gate, batches, assignments, note, turns, still_to_come)
     silence_s = max(SILENCE_S, _patience_s(config))
     vocab = inputs.spec.geometry.vocab
+    server = CollectorServer(key, assignments, questions, roster, ledger, silence_s=silence_s, lost=lost)
     return Parts(
         gate=gate,
         batches=batches,
         roster=roster,
         trainer=trainer,
         weights=weights,
-        supervisor=Supervisor(handles, roster, weights, restarts=restarts, note=note),
+        supervisor=Supervisor(handles, roster, weights, limit=engine_limit(config), note=note),
         controller=_controller(config),
         assignments=assignments,
-        server=CollectorServer(key, assignments, questions, roster, ledger, silence_s=silence_s, lost=lost),
+        server=server,
         collectors=Collectors(
-            config.rollout.collector_restarts,
+            collector_limit(config),
+            server.has_progressed,
             CollectorActors(placement, config),
             logs,
             key,
@@ -187,7 +195,13 @@ def assemble(
         evaluation=_evaluation(config, inputs, gate, questions, listener, hooks),
         checkpoints=checkpoints,
         revival=Revival(
-            trainer, weights, checkpoints, rewind, restarts=config.run.trainer_restarts, note=note
+            trainer,
+            weights,
+            checkpoints,
+            rewind,
+            step=lambda: gate.core.step,
+            restarts=Restarts(trainer_limit(config)),
+            note=note,
         ),
         turns=turns,
         live=None if turns is None else live_users(config, limits, turns, key, roster, logs, listener.note),
@@ -255,7 +269,7 @@ def _weights(
     *,
     starts_served: bool,
 ) -> ServedWeights[EngineClient]:
-    resumes = not config.rollout.engine.colocated
+    resumes = not config.rollout.engine.takes_turns
     return ServedWeights(
         trainer,
         roster,
@@ -409,7 +423,7 @@ def live_users(
         judging = LiveJudging(config.judge, live.judging, turns.verdicts, judges, note)
     return LiveUsers(
         GatewayReceiver(key, turns, roster, limit=gateway.limits.concurrent),
-        Gateways(commands, run, logs, note),
+        Gateways(commands, run, logs, note, limit=gateway_limit(config)),
         judging,
         run,
         key,
@@ -427,7 +441,7 @@ def _askable(config: RunConfig, roster: EngineRoster) -> Callable[[], bytes]:
 def _devices(config: RunConfig, trainer: RunTrainer, roster: EngineRoster) -> Devices:
     interrupt = config.weights.interrupt
     drain_s = config.weights.timeout_s if interrupt == "drain" else None
-    if not config.rollout.engine.colocated:
+    if not config.rollout.engine.takes_turns:
         return Separate(partial(roster.drained, drain_s)) if drain_s is not None else Separate()
     return Colocated(
         trainer, roster, pause=PAUSE[interrupt], drain_s=drain_s, timeout_s=config.weights.timeout_s

@@ -85,7 +85,7 @@ def engine_memory(
     token = kv_bytes(geometry, _attention_ranks(engine), itemsize, engine.pipeline_parallel)
     reserved, pool = 0, None
     if gpu is not None:
-        fraction = engine.args.get("mem_fraction_static")
+        fraction = engine.gpu_share or engine.args.get("mem_fraction_static")
         reserved = round((1 - fraction) * gpu) if isinstance(fraction, float) else _left_free(engine)
         pool = round((gpu - reserved - weights) * _cache_share(engine, geometry))
         most = engine.args.get("max_total_tokens")

@@ -5,16 +5,17 @@ from collections.abc import Sequence
 from slipstream.backend.memory.checkpoint_size import CheckpointPlan
 from slipstream.backend.memory.engine_memory import EngineMemory
 from slipstream.backend.memory.trainer_memory import StageMemory
-from slipstream.configs.schema import Judge
+from slipstream.configs.schema import EngineConfig, Judge
 from slipstream.configs.schema.judge import OwnEngines, own_engines
 
 GIB = 2**30
 
 
 def misfits(
-    stages: Sequence[StageMemory], engine: EngineMemory | None, ranks: int, gpu_memory: int | None
+    stages: Sequence[StageMemory], engine: EngineMemory | None, setting: EngineConfig, gpu_memory: int | None
 ) -> list[str]:
     """Return a line for everything that is too large; none if the bytes of a GPU's memory are not known.
+    ``setting``: of the engines.
 
     Only what is computed exactly is compared: weights, gradients and optimizer of the trainer, weights of an
     engine. Activations are an estimate, and the KV cache takes what is left.
@@ -25,19 +26,22 @@ def misfits(
     problems: list[str] = []
     worst = max(stages, key=lambda stage: stage.held)
     exact = worst.held - worst.runtime
-    if exact > gpu_memory:
+    left = 1 - (setting.gpu_share or 0)
+    if exact > left * gpu_memory:
+        has = f"a GPU has {memory:g} GiB (cluster.gpu_memory_gib)"
+        if setting.gpu_share is not None:
+            has += f", {left * memory:.1f} of them for the trainer (rollout.engine.gpu_share)"
         problems.append(
             f"actor.parallel: weights, gradients and optimizer take {exact / GIB:.1f} GiB on each rank of "
-            f"pipeline stage {worst.stage}, and a GPU has {memory:g} GiB (cluster.gpu_memory_gib); split the "
-            "model over more ranks (tensor, pipeline, expert), or the optimizer with "
-            "actor.optimizer.distributed"
+            f"pipeline stage {worst.stage}, and {has}; split the model over more ranks (tensor, pipeline, "
+            "expert), or the optimizer with actor.optimizer.distributed"
         )
     if engine is not None and engine.pool is not None and engine.pool <= 0:
         problems.append(
             f"rollout.engine.tensor_parallel: the weights take {engine.weights / GIB:.1f} GiB on each of the "
-            f"{ranks} ranks of an engine, which leaves no room for a KV cache: a GPU has {memory:g} GiB "
-            f"(cluster.gpu_memory_gib), of which SGLang leaves {engine.reserved / GIB:.1f} GiB free; use "
-            "more ranks (tensor_parallel, pipeline_parallel), over several nodes if need be (nodes)"
+            f"{setting.ranks} ranks of an engine, which leaves no room for a KV cache: a GPU has "
+            f"{memory:g} GiB (cluster.gpu_memory_gib), of which {engine.reserved / GIB:.1f} GiB are not for "
+            "it; use more ranks (tensor_parallel, pipeline_parallel), over several nodes if need be (nodes)"
         )
     return problems
 

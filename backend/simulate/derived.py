@@ -48,8 +48,7 @@ def derived_model(
     """Return the recipe's cost model with every setting filled in that the recipe does not give."""
     given, geometry = model_of(config), export.spec.geometry
     responses = _with(_responses(config), given.responses)
-    longest = config.rollout.sampling.max_new_tokens
-    mean = min(responses.median * math.exp(responses.sigma**2 / 2), responses.cap or longest)
+    mean = _mean(config, responses)
     length = given.prompts.median + mean
     forward = float(forward_flops(geometry, np.array([length]))[0]) / length
     derived = {
@@ -59,6 +58,31 @@ def derived_model(
         "transfer": _with(publication(config, export, engine, split), given.transfer),
     }
     return given.model_copy(update=derived)
+
+
+def busy_seconds(
+    config: RunConfig, export: ExportPlan, engine: EngineMemory, split: GpuSplit
+) -> tuple[float, float]:
+    """Return how long the tokens of a training step keep the trainer busy, and all engines, each by itself.
+
+    A lower bound of a step's time, without the waits for each other that a simulation shows.
+    """
+    model = derived_model(config, export, engine, split)
+    rollout, mean, prompt = config.rollout, _mean(config, model.responses), model.prompts.median
+    trajectories = rollout.batch_size * rollout.n_samples_per_prompt
+    tokens_per_s = model.trainer.tokens_per_s * split.trainer_gpus
+    training = model.trainer.step_s + trajectories * (prompt + mean) / tokens_per_s
+    cost = model.engine
+    running = min(cost.max_running, trajectories / split.engines)
+    if cost.kv_tokens is not None:
+        running = min(running, cost.kv_tokens / (prompt + mean / 2))
+    each = mean * (cost.step_s + cost.request_s * running) / running + prompt / cost.prefill_tokens_per_s
+    return training, trajectories * each / split.engines
+
+
+def _mean(config: RunConfig, responses: ResponseModel) -> float:
+    longest = responses.cap or config.rollout.sampling.max_new_tokens
+    return min(responses.median * math.exp(responses.sigma**2 / 2), longest)
 
 
 def _with(derived: S, given: S) -> S:

@@ -15,6 +15,8 @@ from slipstream.rollout.workflow import WorkflowContext
 class SimulatedTokenizer:
     """Stands where a context needs a tokenizer: simulated episodes have no tokens."""
 
+    eos_token_id = -1
+
     def apply_chat_template(self, conversation: Messages, **kwargs: object) -> list[int]:
         """Raise: nothing is encoded."""
         raise AssertionError("a simulated episode encodes nothing")

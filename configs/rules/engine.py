@@ -121,6 +121,33 @@ def args_are_in_range(config: RunConfig) -> Iterator[Violation]:
         yield Violation(f"{ENGINE}.args.chunked_prefill_size", chunk, reason)
 
 
+def graphs_can_rest(config: RunConfig) -> Iterator[Violation]:
+    """SGLang ends at its start otherwise: the graphs for prompts cannot release their memory."""
+    engine, name = config.rollout.engine, "cuda_graph_backend_prefill"
+    value = engine.args.get(name, "disabled")
+    if engine.takes_turns and value != "disabled":
+        reason = (
+            f"an engine that takes turns with the trainer ({ENGINE}.colocated) releases its memory, which "
+            "these graphs do not; expected 'disabled', or leave it out"
+        )
+        yield Violation(f"{ENGINE}.args.{name}", value, reason)
+
+
+def share_is_of_a_shared_gpu(config: RunConfig) -> Iterator[Violation]:
+    engine, name = config.rollout.engine, "mem_fraction_static"
+    share = engine.gpu_share
+    if share is None:
+        return
+    if not engine.colocated:
+        reason = f"expected null, or {ENGINE}.colocated: true: these engines have GPUs of their own"
+        yield Violation(f"{ENGINE}.gpu_share", share, reason)
+    if config.cluster.device == "cpu":
+        yield Violation(f"{ENGINE}.gpu_share", share, "expected null with cluster.device: cpu")
+    if name in engine.args:
+        reason = f"{ENGINE}.gpu_share is the share of memory of these engines: set that, and leave this out"
+        yield Violation(f"{ENGINE}.args.{name}", engine.args[name], reason)
+
+
 def adapters_are_verified(config: RunConfig) -> Iterator[Violation]:
     engine = config.rollout.engine
     split = {name: getattr(engine, name) for name in NAMES if name != "tensor_parallel"}
@@ -166,5 +193,10 @@ RULES = (
         (f"{ENGINE}.nodes", f"{ENGINE}.pipeline_parallel", "weights.transport", "actor.lora"),
     ),
     Rule(args_are_in_range, (f"{ENGINE}.args",)),
+    Rule(graphs_can_rest, (f"{ENGINE}.args", f"{ENGINE}.colocated", f"{ENGINE}.gpu_share")),
+    Rule(
+        share_is_of_a_shared_gpu,
+        (f"{ENGINE}.gpu_share", f"{ENGINE}.colocated", f"{ENGINE}.args", "cluster.device"),
+    ),
     Rule(adapters_are_verified, ("actor.lora", *SPLIT)),
 )

@@ -19,12 +19,13 @@ def ports_differ(config: RunConfig) -> Iterator[Violation]:
 
 def answers_do_not_stand_still(config: RunConfig) -> Iterator[Violation]:
     gateway = config.gateway
-    if gateway is not None and config.rollout.engine.colocated and not gateway.allow_gaps:
+    if gateway is not None and config.rollout.engine.takes_turns and not gateway.allow_gaps:
         yield Violation(
             "rollout.engine.colocated",
             True,
             "expected false with a gateway: users' answers stand still while the trainer has the GPUs; "
-            "to accept that, set gateway.allow_gaps to true",
+            "to accept that, set gateway.allow_gaps to true; or let both work at once "
+            "(rollout.engine.gpu_share)",
         )
 
 
@@ -43,5 +44,8 @@ def users_go_first(config: RunConfig) -> Iterator[Violation]:
 RULES = (
     Rule(users_go_first, ("rollout.engine.args", "gateway")),
     Rule(ports_differ, ("gateway.port", "gateway.admin_port")),
-    Rule(answers_do_not_stand_still, ("gateway.allow_gaps", "rollout.engine.colocated")),
+    Rule(
+        answers_do_not_stand_still,
+        ("gateway.allow_gaps", "rollout.engine.colocated", "rollout.engine.gpu_share"),
+    ),
 )

@@ -36,7 +36,7 @@ def adapter_can_be_served(config: RunConfig) -> Iterator[Violation]:
     lora = config.actor.lora
     if lora is None or not config.actor.serves_adapter:
         return
-    if config.rollout.engine.colocated:
+    if config.rollout.engine.takes_turns:
         yield Violation(
             "actor.lora.serve",
             "adapter",

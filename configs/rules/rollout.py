@@ -234,11 +234,11 @@ def colocated_engines_can_stand_aside(config: RunConfig) -> Iterator[Violation]:
     if not config.rollout.engine.colocated:
         return
     otherwise = "or set rollout.engine.colocated to false"
-    if config.weights.interrupt == "in_place":
+    if config.weights.interrupt == "in_place" and config.rollout.engine.takes_turns:
         yield Violation(
             "weights.interrupt",
             "in_place",
-            "colocated engines release the memory that holds the KV cache of running requests; "
+            "engines that take turns release the memory that holds the KV cache of running requests; "
             f"expected 'retract', 'abort' or 'drain', {otherwise}",
         )
     if config.weights.transport.type == "shards":
@@ -324,6 +324,12 @@ RULES = (
     ),
     Rule(
         colocated_engines_can_stand_aside,
-        ("rollout.engine.colocated", "weights.interrupt", "weights.transport", "cluster"),
+        (
+            "rollout.engine.colocated",
+            "rollout.engine.gpu_share",
+            "weights.interrupt",
+            "weights.transport",
+            "cluster",
+        ),
     ),
 )

@@ -10,7 +10,7 @@ from slipstream.configs.schema.plugin import ImportPath
 
 class HooksConfig(Section):
     """Code written for slime (https://github.com/THUDM/slime), which runs unchanged: functions and classes
-    with slime's signatures, by their import paths (docs/slime.md)."""
+    with slime's signatures, by their import paths."""
 
     custom_generate_function: ImportPath | None = Field(
         default=None,

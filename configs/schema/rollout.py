@@ -50,7 +50,16 @@ class EngineConfig(Section):
     colocated: bool = Field(
         default=False,
         description="Place the engines on the trainer's GPUs. Trainer and engines take turns, and the one "
-        "that waits keeps its state in host memory. Generation stops while the trainer trains.",
+        "that waits keeps its state in host memory. Generation stops while the trainer trains. With "
+        "`gpu_share` they work at the same time.",
+    )
+    gpu_share: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Share of the memory of each of the trainer's GPUs that the engines have for weights "
+        "and KV cache, beside a trainer that works at the same time and has the rest; needs `colocated`. One "
+        "GPU is then enough for an asynchronous run. null: trainer and engines take turns.",
     )
     start_timeout_s: float = Field(
         default=600, gt=0, description="Seconds that an engine may take to start and become healthy."
@@ -81,7 +90,11 @@ class EngineConfig(Section):
         "KV memory cannot hold that many.",
     )
     restarts: int = Field(
-        default=3, ge=0, description="Number of restarts of one engine before the run fails."
+        default=3,
+        ge=0,
+        description="Number of restarts of one engine within `run.restart_window_s`. One more ends the run, "
+        "and so does an engine that fails twice in the same way without serving in between. Restarts after "
+        "a loss under requests of users are not counted.",
     )
     args: dict[str, object] = Field(
         default={},
@@ -93,6 +106,11 @@ class EngineConfig(Section):
         description="Names of fields in `args` that nobody has tried with Slipstream, and that are passed on "
         "nevertheless. The start of the run, its report and its summary name them.",
     )
+
+    @property
+    def takes_turns(self) -> bool:
+        """True if the engines rest while the trainer trains."""
+        return self.colocated and self.gpu_share is None
 
     @property
     def ranks(self) -> int:
@@ -108,8 +126,9 @@ class EngineConfig(Section):
 class JudgingConfig(Section):
     """The processes in which the reward runs. There it may block, crash and print without harm to the run: a
     failed attempt costs a process and is repeated with the same trajectory. A group is lost as `failed` only
-    when all attempts at one of its trajectories have failed, and the error contains their tracebacks. The
-    output of a process is in `logs/judge-*.log`, at most four megabytes of each."""
+    when all attempts at one of its trajectories have failed, and the error contains their tracebacks. A
+    reward that fails twice in a row in the same way at its start ends the run. The output of a process is in
+    `logs/judge-*.log`, at most four megabytes of each."""
 
     processes: int = Field(
         default=1,
@@ -141,6 +160,14 @@ class JudgingConfig(Section):
         gt=0,
         description="Seconds between a failed attempt and the next. They double with each further failure, "
         "up to a minute.",
+    )
+    reasoning: Literal["auto", "cut", "keep"] = Field(
+        default="auto",
+        description="Whether the reward reads the reasoning before an answer, such as `<think>...</think>`, "
+        "where the model's chat template or vocabulary has such marks. `cut`: it reads what follows the "
+        "reasoning, and nothing if the reasoning has no end. `keep`: it reads all. `auto`: `cut` for the "
+        "rewards that come with Slipstream, except `Regex`, `ComputeScore`, `Remote`, and `Weighted` with "
+        "one of them or arguments that name such a mark; `keep` for these and for code of yours.",
     )
     memory_mb: int | None = Field(
         default=4096,
@@ -251,7 +278,10 @@ class RolloutConfig(Section):
         description="Number of processes that run episodes; null: one on each node.",
     )
     collector_restarts: int = Field(
-        default=16, ge=0, description="Number of times that a collector may be started again."
+        default=16,
+        ge=0,
+        description="Number of restarts of one collector within `run.restart_window_s`. One more ends the "
+        "run, and so does a collector that fails twice in the same way without finishing a group in between.",
     )
     collector_timeout_s: float = Field(
         default=60,

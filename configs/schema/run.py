@@ -66,9 +66,16 @@ class RunSection(Section):
     trainer_restarts: int = Field(
         default=10,
         ge=0,
-        description="Number of times that a failed trainer is started again from the same checkpoint, "
-        "while the engines go on serving. One more failure before the next checkpoint ends the run. "
+        description="Number of times within `run.restart_window_s` that a failed trainer is started again "
+        "from the newest checkpoint, while the engines go on serving. One more failure ends the run, and so "
+        "does a trainer that fails twice in the same way without a training step in between. "
         "`slipstream sft` never restarts its trainer.",
+    )
+    restart_window_s: float = Field(
+        default=86400,
+        gt=0,
+        description="Seconds within which restarts are counted: of the trainer (`run.trainer_restarts`), of "
+        "each engine (`rollout.engine.restarts`) and of each collector (`rollout.collector_restarts`).",
     )
 
     mode: str = Field(

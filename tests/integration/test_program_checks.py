@@ -7,8 +7,9 @@ import pytest
 from slipstream.backend.commands import program_checks
 from slipstream.backend.commands.check import NO_INPUTS, check
 from slipstream.backend.commands.outcome import WrongInput
-from slipstream.backend.commands.program_checks import problem_of, program_problems
+from slipstream.backend.commands.program_checks import problem_of, program_answers
 from slipstream.configs.load import load_recipe
+from slipstream.rollout.system.imports import ImportEnding
 from tests.models import make_checkpoint
 
 GPUS = ("cluster={type: local, device: gpu}", "model.dtype=bfloat16")
@@ -21,7 +22,9 @@ def experts(tmp_path_factory) -> Path:
 
 def problems(model: Path, *overrides: str) -> list[str]:
     config = load_recipe(Path("quickstart"), [f"model.path={model}", f"prepare={NO_INPUTS}", *overrides])
-    return program_problems(config, has_engines=True)
+    against, silent = program_answers(config, has_engines=True)
+    assert silent == []
+    return against
 
 
 def test_megatron_is_asked_about_fields_that_do_not_go_together(experts):
@@ -68,6 +71,17 @@ def test_what_a_program_says_stands_beside_everything_else_that_is_wrong(experts
         check(config, weights=False)
     assert "actor.megatron.deterministic_mode = true: deterministic_mode needs more" in str(error.value)
     assert "slipstream.rollout.reward.Absent" in str(error.value)
+
+
+def test_check_names_a_program_that_cannot_be_asked(experts, monkeypatch):
+    """Its fields are read from its source; its import may still fail, for a library of the system."""
+    monkeypatch.setattr(program_checks, "ask", lambda *_: ([], ImportEnding.ENDED))
+    overrides = [f"model.path={experts}", f"prepare={NO_INPUTS}", "rollout.engine.args={context_length: 64}"]
+    findings = check(load_recipe(Path("quickstart"), overrides), weights=False)
+    assert (
+        "SGLang could not be asked on this machine what it says of rollout.engine.args (context_length): "
+        "the process has ended; the start of the run will tell"
+    ) in findings.notes
 
 
 def test_a_refusal_names_the_fields_of_the_recipe_that_it_is_about():

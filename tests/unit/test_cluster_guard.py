@@ -22,15 +22,18 @@ time.sleep(300)
 """
 
 
-def end(mark: str, folder: Path, temporary: Path) -> None:
-    """Run a guard whose run has ended."""
-    subprocess.run(
+def end(mark: str, folder: Path, temporary: Path, last_words: str = "") -> str:
+    """Run a guard whose run has ended. Return what it says. ``last_words``: of an orderly end, a byte."""
+    ended = subprocess.run(
         [sys.executable, "-m", "slipstream.backend.cluster.guard", mark, str(folder)],
-        stdin=subprocess.DEVNULL,
+        input=last_words,
         env=environment(TMPDIR=str(temporary)),
         timeout=60,
         check=True,
+        text=True,
+        stderr=subprocess.PIPE,
     )
+    return ended.stderr
 
 
 def test_what_carries_the_mark_is_killed_and_its_temporary_folders_are_removed(tmp_path: Path):
@@ -68,3 +71,18 @@ def test_the_folder_of_a_process_that_takes_its_time_to_end_is_removed(tmp_path:
         program.kill()
         program.wait()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_user_is_told_of_an_end_of_which_the_run_could_not_tell(tmp_path: Path):
+    def said(words: str, last_words: str = "") -> str:
+        logs = tmp_path / "run/r/session_2026-11-27_18-00-00_1/logs"
+        logs.mkdir(parents=True)
+        (logs / "raylet.err").write_text(words)
+        return end(uuid4().hex, tmp_path / "run", tmp_path, last_words)
+
+    by_bus = "*** SIGBUS received at time=1795805240 on cpu 1 ***"
+    assert said(by_bus, ".") == ""
+    assert "/dev/shm" in said(by_bus) and "--shm-size" in said(by_bus)
+    killed = said("")
+    assert killed.startswith("failed: the run's process has ended without a message: it was killed (kill -9")
+    assert "--resume" in killed

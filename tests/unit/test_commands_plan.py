@@ -14,7 +14,7 @@ from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.bridge.families import FAMILIES, spec_of
 from slipstream.bridge.hf.config import UnsupportedModel, read_config
 from slipstream.bridge.model.layout import Layout
-from slipstream.rollout.engine.model_limits import TIED_ONLY, UNSERVED_ON_CPUS
+from slipstream.rollout.engine.model_limits import TIED_ONLY, UNSERVED, UNSERVED_ON_CPUS
 from tests.bridge_cases import MIXTURES
 from tests.models import make_checkpoint
 from tests.quantized_models import FP8, write_quantized
@@ -271,13 +271,16 @@ def test_plan_and_check_take_a_checkpoint_of_every_family(tmp_path, family):
     assert shown.exit_code == 0, shown.output
     assert f"{family}, 4 layers" in shown.stdout
     checked = call("check", file, f"actor.parallel={layout}", "cluster={type: local, device: cpu}")
-    if family in UNSERVED_ON_CPUS:
-        assert checked.exit_code == 2
-        assert f"SGLang cannot serve {family} on CPUs: {UNSERVED_ON_CPUS[family]}" in " ".join(
-            checked.output.split()
-        )
-    else:
-        assert checked.exit_code == 0, checked.output
+    reasons = [
+        *([f"SGLang cannot serve {family}: {UNSERVED[family]}"] if family in UNSERVED else []),
+        *(
+            [f"SGLang cannot serve {family} on CPUs: {UNSERVED_ON_CPUS[family]}"]
+            if family in UNSERVED_ON_CPUS
+            else []
+        ),
+    ]
+    assert checked.exit_code == (2 if reasons else 0), checked.output
+    assert all(reason in " ".join(checked.output.split()) for reason in reasons)
 
 
 def test_check_refuses_engines_that_cannot_divide_the_experts_of_a_model(tmp_path):

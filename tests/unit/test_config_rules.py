@@ -605,6 +605,23 @@ def violations(file, *overrides: str) -> dict[str, str]:
             None,
             "",
         ),
+        *(
+            (
+                [
+                    f"rollout.engine.colocated={shares}",
+                    "weights.transport={type: tensor}",
+                    f"rollout.engine.args.cuda_graph_backend_prefill={backend}",
+                    "rollout.engine.untested=[cuda_graph_backend_prefill]",
+                ],
+                at,
+                part,
+            )
+            for shares, backend, at, part in (
+                ("true", "full", "rollout.engine.args.cuda_graph_backend_prefill", "expected 'disabled'"),
+                ("true", "disabled", None, ""),
+                ("false", "full", None, ""),
+            )
+        ),
         (
             [
                 "rollout.engine.colocated=true",
@@ -623,6 +640,46 @@ def violations(file, *overrides: str) -> dict[str, str]:
             "weights.interrupt",
             "expected 'retract', 'abort' or 'drain'",
         ),
+        *(
+            ([*overrides, "weights.transport={type: tensor}"], at, part)
+            for overrides, at, part in (
+                (
+                    ["rollout.engine={colocated: true, gpu_share: 0.4}", "weights.interrupt=in_place"],
+                    None,
+                    "",
+                ),
+                (["rollout.engine={colocated: true, gpu_share: 0.4}", "gateway={}"], None, ""),
+                (["rollout.engine={gpu_share: 0.4}"], "rollout.engine.gpu_share", "GPUs of their own"),
+                (
+                    ["rollout.engine={colocated: true, gpu_share: 1.0}"],
+                    "rollout.engine.gpu_share",
+                    "less than",
+                ),
+                (
+                    [
+                        "rollout.engine={colocated: true, gpu_share: 0.4}",
+                        "cluster={type: local, device: cpu}",
+                    ],
+                    "rollout.engine.gpu_share",
+                    "expected null with cluster.device: cpu",
+                ),
+                (
+                    ["rollout.engine={colocated: true, gpu_share: 0.4, args: {mem_fraction_static: 0.5}}"],
+                    "rollout.engine.args.mem_fraction_static",
+                    "leave this out",
+                ),
+                (
+                    [
+                        "rollout.engine={colocated: true, gpu_share: 0.4}",
+                        "rollout.engine.args.cuda_graph_backend_prefill=full",
+                        "rollout.engine.untested=[cuda_graph_backend_prefill]",
+                    ],
+                    None,
+                    "",
+                ),
+            )
+        ),
+        (["rollout.engine={colocated: true, gpu_share: 0.4}"], "weights.transport.type", "two processes on"),
         (["actor.turns={}"], None, ""),
         (
             ["actor.advantage=[{type: reward, estimator: gae}]", "critic={}", "actor.turns={}"],

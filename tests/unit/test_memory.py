@@ -10,7 +10,8 @@ from slipstream.backend.memory.activations import Sharing, layer_bytes
 from slipstream.backend.memory.checkpoint_size import CheckpointPlan, checkpoint_bytes
 from slipstream.backend.memory.engine_memory import EngineMemory, engine_memory, kv_bytes, stage_sizes
 from slipstream.backend.memory.parameters import buffer_of, stage_parameters
-from slipstream.backend.memory.trainer_memory import parts_in_flight
+from slipstream.backend.memory.trainer_memory import StageMemory, parts_in_flight
+from slipstream.backend.memory.verdict import misfits
 from slipstream.backend.objective import logprob
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.index import stored_tensors
@@ -105,6 +106,24 @@ def engine_of(**split: int) -> EngineMemory:
     spec = model_spec(MODELS / "DeepSeek-V3")
     config = RunConfig.model_validate(VALID | {"rollout": {**VALID["rollout"], "engine": split}})
     return memory(config, spec, 79 * 2**30)
+
+
+def test_engines_and_trainer_that_share_a_gpu_have_a_part_of_its_memory_each():
+    gpu, spec = 80 * 2**30, model_spec(MODELS / "Qwen3-8B")
+
+    def told(share: float) -> list[str]:
+        engine = {"colocated": True, "gpu_share": share}
+        config = RunConfig.model_validate(VALID | {"rollout": {**VALID["rollout"], "engine": engine}})
+        found = memory(config, spec, gpu)
+        assert found.weights + (found.pool or 0) == pytest.approx(share * gpu, rel=1e-6)
+        stage = StageMemory(0, 0, 30 * 2**30, 0, 0, 0, 0, 0, 0, 0, runtime=0)
+        return misfits([stage], found, config.rollout.engine, gpu)
+
+    assert told(0.5) == []
+    [trainer] = told(0.7)
+    assert "take 30.0 GiB" in trainer and "24.0 of them for the trainer (rollout.engine.gpu_share)" in trainer
+    [engine] = told(0.1)
+    assert engine.startswith("rollout.engine.tensor_parallel: the weights take 15.")
 
 
 def test_the_ranks_of_an_engine_over_nodes_hold_a_share_of_the_model_each():

@@ -199,6 +199,11 @@ CASES = (
         overrides=("rollout.engine.args={mem_fraction_static: 7.5}",),
     ),
     WrongInput(
+        "a stop expression that has no greatest length",
+        ("rollout.sampling: stop_regex: 'a+'", "give each repetition an upper bound"),
+        overrides=("rollout.sampling.args={stop_regex: a+}",),
+    ),
+    WrongInput(
         "a field of Megatron that changes the model",
         ("actor.megatron.moe_expert_capacity_factor = 0.5", "drops no tokens", "leave it out"),
         overrides=("actor.megatron={moe_expert_capacity_factor: 0.5}",),

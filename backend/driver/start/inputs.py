@@ -212,9 +212,15 @@ def read_source(
 
 
 def data_problems(
-    named: NamedFile, tokenizer: HfTokenizer | None, context: int | None
+    named: NamedFile,
+    tokenizer: HfTokenizer | None,
+    context: int | None,
+    see: Callable[[Prompt], None],
 ) -> tuple[list[str], list[str]]:
-    """Return what is wrong with a prompt file, each with its setting, and notes. Nothing of it is kept."""
+    """Return what is wrong with a prompt file, each with its setting, and notes. Nothing of it is kept.
+
+    ``see``: is called with each prompt that nothing is wrong with.
+    """
     keeps, kept, notes = named.filter(tokenizer), 0, list[str]()
     prompts = checked_prompts(named.file, named.checks(tokenizer, context), keeps=keeps)
 
@@ -222,6 +228,7 @@ def data_problems(
         nonlocal kept
         for prompt in prompts:
             kept += 1
+            see(prompt)
             yield prompt
         if keeps is not None and keeps.left_out:
             notes.append(named.note(keeps.left_out, kept))
