@@ -31,18 +31,19 @@ GPU ?=
 # Tests start many processes, and each of them would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-numerics test-runs test-fast test-slime test-verifiers test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs soak gateway-memory staleness-study lint format docs docs-serve install clean constraints lock lock-check
+.PHONY: quickstart test test-numerics test-runs test-fast test-unit-0 test-unit-1 test-slime test-verifiers test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs soak gateway-memory staleness-study lint format docs docs-serve install clean constraints lock lock-check
 .DELETE_ON_ERROR:
 
 quickstart: install
 	$(BIN)/slipstream train configs/recipes/quickstart.yaml
 
-# Three lanes for two cores: whole runs and clusters mostly wait for processes to start. Ray's workers have a
-# niceness of 15, and so have the tests beside them: else whole runs would stand still while there are others.
+# Four lanes for two cores, so that none is idle until the end: whole runs and clusters often wait for processes
+# to start. Ray's workers have a niceness of 15, and so have the tests beside them: else whole runs would stand
+# still while there are others.
 test: install $(VENV)/.triton $(VENV)/.docs
 	bash tests/cluster/install_slurm.sh
-	@$(MAKE) --jobs=3 --keep-going --output-sync=target --no-print-directory BESIDE='nice -n 15' \
-	  test-runs test-numerics test-fast
+	@$(MAKE) --jobs=4 --keep-going --output-sync=target --no-print-directory BESIDE='nice -n 15' \
+	  test-runs test-numerics test-unit-0 test-unit-1
 
 test-numerics: install
 	$(BESIDE) $(BIN)/python -m pytest tests/integration tests/gpu
@@ -51,7 +52,11 @@ test-runs: install
 	$(BIN)/python -m pytest tests/runs tests/cluster tests/clients tests/agents
 
 test-fast: install $(VENV)/.triton $(VENV)/.docs
-	$(BESIDE) $(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest tests/unit
+
+# Every second file of the unit tests.
+test-unit-0 test-unit-1: install $(VENV)/.triton $(VENV)/.docs
+	$(BESIDE) $(BIN)/python -m pytest $$(ls tests/unit/test_*.py | awk 'NR % 2 == $(@:test-unit-%=%)')
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow

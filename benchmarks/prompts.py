@@ -21,6 +21,7 @@ import pyarrow
 import pyarrow.parquet
 
 from benchmarks.harness import parser, peak_mb, reset_peak
+from slipstream.backend.commands.prompt_survey import Survey
 from slipstream.backend.driver.start.inputs import data_problems, named_files, read_source
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.load import load_recipe
@@ -87,7 +88,9 @@ def recipe_of(path: Path, most: int | None) -> RunConfig:
 def check(path: Path, model: Path, most: int | None) -> int:
     """Do what ``slipstream check`` does with the set."""
     [named] = named_files(recipe_of(path, most))
-    problems, _ = data_problems(named, load_tokenizer(model), CONTEXT)
+    tokenizer = load_tokenizer(model)
+    survey = Survey(named.file.setting, tokenizer, None)
+    problems, _ = data_problems(named, tokenizer, CONTEXT, survey.see)
     assert not problems, problems[:3]
     return 0
 

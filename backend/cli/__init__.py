@@ -33,6 +33,7 @@ from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.configs.load import load_recipe, load_supervised
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.supervised import SupervisedConfig
+from slipstream.configs.violations import RecipeError
 
 RUN, LOOK, TOOLS = "Run", "Look before and after", "Tools"
 """Groups of commands in the help."""
@@ -270,15 +271,21 @@ def check(
 ) -> None:
     """Print everything that is wrong with a recipe and its models, or that nothing is."""
     with reported():
-        from slipstream.backend.commands.check import check, read_recipe, read_supervised
+        from slipstream.backend.commands.check import check, further_problems, read_recipe, read_supervised
         from slipstream.backend.driver.start.run_length import words_of_length
 
         supervised = read_supervised(recipe, overrides or [], model_config=model_config) if sft else None
-        config = (
-            supervised.run if supervised else read_recipe(recipe, overrides or [], model_config=model_config)
-        )
-        for note in check(config, weights=model_config is None, supervised=supervised):
-            typer.echo(note)
+        try:
+            config = (
+                supervised.run
+                if supervised
+                else read_recipe(recipe, overrides or [], model_config=model_config)
+            )
+        except RecipeError as error:
+            raise WrongInput("\n".join([str(error), *further_problems(error)])) from None
+        findings = check(config, weights=model_config is None, supervised=supervised)
+        for line in [*findings.report, *findings.notes, *(f"warning: {each}" for each in findings.warnings)]:
+            typer.echo(line)
         typer.echo(f"{recipe}: nothing wrong ({config.run.name}, {words_of_length(config)})")
 
 

@@ -53,7 +53,7 @@ GROUPS: dict[str, str] = {
     "behaviour.",
     "advantage": "The terms of `actor.advantage`, before they are added up. The ratio of their absolute "
     "means says how much each of them steers.",
-    "hook": "Metrics of hooks written for slime (docs/slime.md).",
+    "hook": "Metrics of hooks written for slime.",
     "batch": "Metrics of the classes in `actor.metrics` (docs/customization.md#metric).",
     "critic": "The value model of `estimator: gae`. As long as `critic/explained_variance` is 0 or less, "
     "advantages are hardly better than rewards: `critic.warmup_steps` trains the critic before the policy.",

@@ -63,7 +63,11 @@ class TrainerRank(CheckpointedRank):
         self._config = config
         self._address = rank.address
         self._device = initialize(
-            rank, config.actor.parallel, seed=config.run.seed, timeout_s=config.run.step_timeout_s
+            rank,
+            config.actor.parallel,
+            seed=config.run.seed,
+            timeout_s=config.run.step_timeout_s,
+            gpu_share=1 - (config.rollout.engine.gpu_share or 0),
         )
         self._plugins = RankPlugins(config.actor, config.rollout.max_head_offpolicyness)
         self._hooks = rank_hooks(config, self._device)

@@ -67,7 +67,7 @@ def variables(engine: EngineConfig, parallel: ParallelConfig) -> tuple[Variable,
                 "the order of their launches; SGLang sets 8 for itself",
             )
         )
-    if engine.colocated:
+    if engine.takes_turns:
         table.append(
             Variable(
                 "SGLANG_MEMORY_SAVER_CUDA_GRAPH",

@@ -6,7 +6,8 @@
     python -m tests.crash.cases --list
 
 A run is killed in its middle and copied. Each case resumes a copy, or harms it first: kill -9 and SIGSTOP of
-every kind of process at several moments, damage to every kind of file, a full disk, two resumes at once.
+every kind of process at several moments, of two kinds at once, damage to every kind of file, a full disk,
+full shared memory, two resumes at once.
 A case is good when the run finishes, by itself or after further resumes, with a clean audit, or when it is
 refused with exit code 2 by a message that says what to do; and when no process, no shared memory and no
 temporary folder is left. Prints a table and, as the last line, one JSON object: `cases`, `bad`,
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +58,13 @@ VICTIMS = (
     "gcs",
 )
 MOMENTS = ("training", "commit", "weight update", "start")
+PAIRS = (
+    ("trainer", "collector"),
+    ("engine scheduler", "judge"),
+    ("trainer", "engine actor"),
+    ("driver", "engine scheduler"),
+)
+"""Killed at once. Driver and gateway are killed together by tests.crash.live."""
 
 
 def abandoned_folders() -> frozenset[str]:
@@ -188,13 +196,13 @@ class Lab:
         self.finish(name, life)
         return recovered
 
-    def struck(self, name: str, victim: str, moment: str, number: signal.Signals) -> float:
-        """Resume a run, harm one kind of process at a moment, and see the run through."""
+    def struck(self, name: str, victims: Sequence[str], moment: str, number: signal.Signals) -> float:
+        """Resume a run, harm kinds of processes at a moment, and see the run through."""
         life = self.start(name)
         sweep = self._sweep(life)
         try:
             self._await(sweep, life, moment)
-            pids = self._processes(life, victim)
+            pids = [pid for victim in victims for pid in self._processes(life, victim)]
             steps, began = sweep.steps_logged(life), time.monotonic()
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -375,12 +383,49 @@ def append(path: Path, data: bytes = b"\0" * 10_000) -> None:
 # ---- cases
 
 
-def struck(victim: str, moment: str, number: signal.Signals) -> Callable[[Lab, str], float | None]:
+def struck(victims: Sequence[str], moment: str, number: signal.Signals) -> Callable[[Lab, str], float | None]:
     def act(lab: Lab, name: str) -> float:
         lab.copy(name)
-        return lab.struck(name, victim, moment, number)
+        return lab.struck(name, victims, moment, number)
 
     return act
+
+
+def full_shared_memory(moment: str) -> Callable[[Lab, str], float | None]:
+    """The run's /dev/shm is full at a moment, and stays so for some time; then there is room again."""
+
+    def act(lab: Lab, name: str) -> float | None:
+        lab.copy(name)
+        life = lab.start(name)
+        sweep = lab._sweep(life)
+        lab._await(sweep, life, moment)
+        shared = life.process.shared_memory_folder
+        status = os.statvfs(shared)
+        used = (status.f_blocks - status.f_bfree) * status.f_frsize
+        remount(life, max(used, status.f_frsize))
+        try:
+            code = life.process.wait(STOPPED_S)
+        except subprocess.TimeoutExpired:  # nobody has written to it
+            remount(life, 2**30)
+            lab.finish(name, life)
+            return None
+        left, output = lab._wait_until_quiet(life), life.output()  # the guard speaks after the run's end
+        life.end()
+        if left:
+            raise Bad(f"left behind: {left}")
+        if code and "/dev/shm" not in output:
+            raise Bad(f"shared memory is full, code {code}, and nothing says so:\n{output[-1500:]}")
+        lab.audit(name)
+        lab.finish(name)
+        return None
+
+    return act
+
+
+def remount(life: LaunchedRun, size: int) -> None:
+    """Give the run's own /dev/shm another size."""
+    enter = ["nsenter", "--target", str(life.process.pid), "--mount"]
+    subprocess.run([*enter, "mount", "-o", f"remount,size={size}", "/dev/shm"], check=True)
 
 
 def damaged(damage: Damage) -> Callable[[Lab, str], float | None]:
@@ -481,12 +526,16 @@ def tensor_rank(lab: Lab, name: str) -> float | None:
 def cases() -> Iterator[Case]:
     for victim in VICTIMS:
         for moment in MOMENTS:
-            yield Case(f"kill {victim}", f"kill {victim}, {moment}", struck(victim, moment, signal.SIGKILL))
-        yield Case(f"stop {victim}", f"stop {victim} for 40 s", struck(victim, "training", signal.SIGSTOP))
+            yield Case(f"kill {victim}", f"kill {victim}, {moment}", struck([victim], moment, signal.SIGKILL))
+        yield Case(f"stop {victim}", f"stop {victim} for 40 s", struck([victim], "training", signal.SIGSTOP))
     yield Case("kill trainer", "kill one of two tensor ranks", tensor_rank)
     yield Case("kill driver", "kill driver, export", killed_in_export)
     yield Case("two resumes", "two resumes at once", two_resumes)
     yield Case("full disk", "full disk", full_disk)
+    for pair in PAIRS:
+        yield Case("two at once", f"kill {' and '.join(pair)}", struck(pair, "training", signal.SIGKILL))
+    for moment in ("start", "training", "weight update"):
+        yield Case("full shared memory", f"full /dev/shm, {moment}", full_shared_memory(moment))
     for name, damage in DAMAGES.items():
         yield Case(f"damage {name.partition(':')[0]}", f"damage {name}", damaged(damage))
 

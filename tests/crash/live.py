@@ -4,7 +4,8 @@
     python -m tests.crash.live --kills 25 --seed 1 --first 50      a part of it: kills 50 to 74
 
 Users talk to a run that learns from them alone. An answer counts as acknowledged when its last byte has come.
-The gateway is started again by the driver; the driver is resumed, and finds the gateway that has outlived it.
+The gateway is started again by the driver; the driver is resumed, and finds the gateway that has outlived it,
+or starts one, where both were killed at once.
 Some kills hit what has just been started. In the end the run is stopped in an orderly way, and all that
 was acknowledged is looked for in the journal and in the ledger: by session, by what was said and answered,
 and by the number of tokens. Prints a line per kill and, as the last line, one JSON object. Exit code 1 if a
@@ -57,7 +58,7 @@ ANSWERS = 48
 TELLING = 8
 """Tokens from which on an answer is like no other: they are sampled from random weights."""
 
-VICTIMS = ("gateway", "driver")
+VICTIMS = ("gateway", "driver", "gateway and driver")
 MOMENTS = {"under load": 3, "just started": 1}
 
 
@@ -148,16 +149,18 @@ class LiveSweep:
         if kill.moment == "under load":
             self._await_answers(ANSWERS)
         time.sleep(kill.delay_s)
-        victim, pids = kill.victim, [self._driver.pid]
-        if victim == "gateway":
-            pids = self._gateways()
+        victim, pids = kill.victim, list[int]()
+        if "gateway" in victim:
+            pids += self._gateways()
+        if "driver" in victim:
+            pids.append(self._driver.pid)
         self.hits[f"{victim}, {kill.moment}"] += 1
         answers = len(self.answers)
         self.say(f"kill {kill.number}: {victim}, {kill.moment} + {kill.delay_s:.1f} s, {answers} answers")
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if victim == "driver":
+        if "driver" in victim:
             self._driver.wait(END_S)
             self._start()
 

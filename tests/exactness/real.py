@@ -86,7 +86,7 @@ class RealEngines:
         write_weights(folder, version)
         await self._client.pause("retract")
         try:
-            await self._client.load_files(folder, flush_cache=True, version=version)
+            await self._client.load_files(folder, version=version)
             published()
         finally:
             await self._client.resume()

@@ -3,6 +3,7 @@
     corrupt:5     the fifth version after the start arrives with noise in it, in every engine of that time
     hold:5:PATH   the fifth or a later version is sent to engine-0 once there is no file PATH any more;
                   the file is made when its turn comes
+    exhaust:1     rank 1 asks for more memory than there is in each training step
 
 Several, separated by commas.
 
@@ -15,7 +16,8 @@ import os
 import sys
 import time
 
-TARGET = "slipstream.bridge.transport.sender"
+SENDER = "slipstream.bridge.transport.sender"
+RANK = "slipstream.backend.trainer.rank"
 
 
 def harmful(send):
@@ -24,7 +26,7 @@ def harmful(send):
         what, number, *path = fault.split(":")
         if what == "corrupt":
             corrupt.add(int(number))
-        else:
+        elif what == "hold":
             hold[int(number)] = path[0]
     versions = {}
 
@@ -57,6 +59,19 @@ def harmful(send):
     return replacement
 
 
+def exhausting(train):
+    ranks = [each.split(":")[1] for each in os.environ["SLIPSTREAM_FAULT"].split(",") if "exhaust" in each]
+
+    def replacement(self, *arguments):
+        import torch
+
+        if str(torch.distributed.get_rank()) in ranks:
+            torch.empty(1 << 50)
+        return train(self, *arguments)
+
+    return replacement
+
+
 class _Loader(importlib.abc.Loader):
     def __init__(self, loader) -> None:
         self._loader = loader
@@ -66,14 +81,20 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module) -> None:
         self._loader.exec_module(module)
-        module.ShardSender._send = harmful(module.ShardSender._send)
+        if module.__name__ == SENDER:
+            module.ShardSender._send = harmful(module.ShardSender._send)
+        else:
+            module.TrainerRank._train = exhausting(module.TrainerRank._train)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self) -> None:
+        self._targets = {SENDER, RANK}
+
     def find_spec(self, name, path, target=None):
-        if name != TARGET:
+        if name not in self._targets:
             return None
-        sys.meta_path.remove(self)
+        self._targets.remove(name)
         spec = importlib.util.find_spec(name)
         spec.loader = _Loader(spec.loader)
         return spec

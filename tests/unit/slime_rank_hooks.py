@@ -185,7 +185,7 @@ def provider(pre_process, post_process, vp_stage=None):
     [args] = CALLS
     names = [each.name for each in fields(TransformerConfig) if each.init and each.name in vars(args)]
     geometry = model_spec(args.hf_checkpoint).geometry
-    layers = TransformerBlockSubmodules(layer_specs(geometry, "local"), final_norm("local"))
+    layers = TransformerBlockSubmodules(layer_specs(geometry, "local"), final_norm(geometry, "local"))
     return GPTModel(
         TransformerConfig(**{name: getattr(args, name) for name in names}),
         layers,

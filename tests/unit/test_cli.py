@@ -139,7 +139,7 @@ def test_a_model_that_is_not_mapped_is_exit_code_2(slipstream, recipe, tmp_path)
     ended = slipstream("check", recipe(prepare=None))
     assert ended.returncode == 2
     assert "model_type 'bert' is not mapped; " in ended.stderr
-    assert "; supported: deepseek_v3, " in ended.stderr
+    assert "; supported: arcee, deepseek_v2, deepseek_v3, " in ended.stderr
 
 
 def test_the_files_of_every_model_are_checked(slipstream, recipe, tmp_path):

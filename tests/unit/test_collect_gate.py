@@ -640,3 +640,38 @@ def test_while_no_turn_becomes_ready_one_batch_waits_and_not_each_of_them():
         assert await waited() == 0, "nothing is missing"
 
     clock.run(run())
+
+
+# ---- a step that has ended the trainer
+
+
+@pytest.mark.parametrize(("others", "first"), [(1, [0, 1]), (2, [2, 3])])
+def test_a_failed_batch_is_not_the_next_one_if_others_can_make_it(others: int, first: list[int]):
+    """The next step tells whether the trainer fails with any batch. Then those that failed follow."""
+
+    async def main() -> None:
+        core, gate, _ = make(batch_size=2, eta=1)
+        gate.finished([group(await slot(gate)) for _ in range(2 + others)])
+        batches = Batches(gate, NoLedger(), Listener().note, failures=[(0, 1)])
+        assert [each.id for each in await batches.next(1)] == first
+        await published(batches)
+        if others == 2:
+            assert [each.id for each in await batches.next(1)] == [0, 1], "it has failed once only"
+        else:
+            assert core.ready == 1
+
+    asyncio.run(main())
+
+
+def test_a_search_for_a_culprit_goes_on_after_a_step_without_its_suspects():
+    async def main() -> None:
+        _, gate, _ = make(batch_size=2, eta=3)
+        gate.finished([group(await slot(gate)) for _ in range(6)])
+        batches = Batches(gate, NoLedger(), Listener().note, failures=[(0, 1), (0, 1)])
+        taken = []
+        for _ in range(2):
+            taken.append([each.id for each in await batches.next(1)])
+            await published(batches)
+        assert taken == [[2, 3], [0, 4]]
+
+    asyncio.run(main())

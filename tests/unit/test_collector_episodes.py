@@ -322,6 +322,11 @@ ARRAYS = ("tokens_T", "loss_mask_T", "logprobs_T", "versions_T")
         ("text", "my.Flow returned str"),
         (with_(reward=float("nan")), "gave no reward: it returned nan"),
         (with_(reward=float("inf")), "gave no reward: it returned inf"),
+        (with_(reward=-1e39), r"gave no reward: it returned -1e\+39"),
+        (
+            with_(reward=1.0, reward_parts=(("acc", 1e39),)),
+            r"part 'acc' is 1e\+39, expected a float of float32",
+        ),
         (with_(reward="1.0"), "gave no reward: it returned '1.0' of type str"),
         (with_(reward=np.array([1.0, 2.0])), "gave no reward"),
         (with_(reward=10**400), "gave no reward"),
@@ -329,7 +334,10 @@ ARRAYS = ("tokens_T", "loss_mask_T", "logprobs_T", "versions_T")
         (with_(reward=1.0, reward_parts={"acc": 1.0}), "reward_parts are of type dict, expected a tuple"),
         (with_(reward=1.0, reward_parts=("acc", 1.0)), r"reward_parts have 'acc', expected \(name, number\)"),
         (with_(reward=1.0, reward_parts=(("acc", float("nan")),)), "reward part 'acc' is nan"),
-        (with_(reward=1.0, reward_parts=(("acc", 1),)), "reward part 'acc' is 1, expected a finite float"),
+        (
+            with_(reward=1.0, reward_parts=(("acc", 1),)),
+            "reward part 'acc' is 1, expected a float of float32",
+        ),
         (with_(reward=1.0, reward_parts=(("mean", 1.0),)), "the key 'mean', which names another metric"),
         (with_(reward=1.0, reward_parts=((["a"], 1.0),)), "expected a name of at most 64"),
         (

@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from slipstream.backend.commands.machine import HostFacts
+from slipstream.backend.commands.machine import HostFacts, machine_problems
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.commands.preflight import StartPlace, check_start
 from slipstream.configs.installed import environment
@@ -27,7 +28,12 @@ from tests.unit.test_rollout_gpu_environment import VALID
 
 NOW = 1_000_000.0
 LARGE = HostFacts(
-    cores=64, memory=2**40, gpus=8, free_disk=lambda folder: 2**50, port_problem=lambda host, port: ""
+    cores=64,
+    memory=2**40,
+    gpus=8,
+    free_disk=lambda folder: 2**50,
+    free_shared=2**40,
+    port_problem=lambda host, port: "",
 )
 
 
@@ -187,6 +193,15 @@ def start(
         assert error.exit_code == 2
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_run_on_a_machine_whose_shared_memory_is_full_is_refused(device):
+    recipe = RunConfig.model_validate({**VALID, "cluster": {"type": "local", "device": device}})
+    assert machine_problems(recipe, LARGE) == []
+    [problem] = machine_problems(recipe, replace(LARGE, free_shared=2**20))
+    assert problem.startswith("cluster: /dev/shm has 1.0 MiB free, expected at least 16 MiB: ")
+    assert "--shm-size" in problem
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def published(hook, tmp_path, monkeypatch) -> list:
 
     async def publish() -> None:
         await transport.prepare(publication, Buckets())
-        await transport.update(publication, Buckets(), flush_cache=True)
+        await transport.update(publication, Buckets())
 
     asyncio.run(publish())
     return calls

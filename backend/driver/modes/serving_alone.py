@@ -27,6 +27,7 @@ from slipstream.backend.driver.processes.engines import (
     policy_engines,
 )
 from slipstream.backend.driver.processes.gateways import announcement
+from slipstream.backend.driver.processes.restart_limits import engine_limit
 from slipstream.backend.driver.start.engine_model import write_engine_model
 from slipstream.backend.driver.start.inputs import InputError, read_inputs
 from slipstream.backend.driver.start.prepare import prepare_inputs
@@ -125,7 +126,7 @@ async def _course(
         policy_engines(engines, actors, limits, Separate(), trainer_gpus=tuple),
         roster,
         InitialWeights(),
-        restarts=engines.restarts,
+        limit=engine_limit(config),
         note=progress.note,
     )
     serving = asyncio.Event()

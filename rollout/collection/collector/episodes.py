@@ -162,9 +162,14 @@ def check(trajectory: object, *, vocab_size: int, workflow: str) -> Trajectory:
     try:
         if trajectory.reward_parts:
             check_parts(trajectory.reward_parts)
-        if trajectory.reward is None or (type(trajectory.reward) is float and np.isfinite(trajectory.reward)):
+        if trajectory.reward is None:
             return trajectory
-        return trajectory.judged(number_of(trajectory.reward), trajectory.reward_parts)
+        reward = number_of(trajectory.reward)
+        return (
+            trajectory
+            if type(trajectory.reward) is float
+            else trajectory.judged(reward, trajectory.reward_parts)
+        )
     except NoNumber as error:
         raise ValueError(f"{workflow} gave no reward: {error}") from error
 

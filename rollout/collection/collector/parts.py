@@ -43,6 +43,7 @@ from slipstream.rollout.engine.serving import ServingAddresses
 from slipstream.rollout.gateway.endpoint.needed import needs_endpoint
 from slipstream.rollout.reward.judge.judge_pool import JudgePool
 from slipstream.rollout.reward.judge.named_model import named_model
+from slipstream.rollout.reward.reasoning import reads_reasoning
 from slipstream.rollout.reward.value import EpisodeJudge
 from slipstream.rollout.system import plugins
 from slipstream.rollout.system.time_limit import TimeLimit
@@ -203,7 +204,9 @@ async def episode_parts(
                 give_up,
             )
 
-        judging = Judging(judges, tokenizer)
+        reward = rollout.reward
+        reads_all = reward is None or reads_reasoning(rollout.judging.reasoning, reward.path, reward.args)
+        judging = Judging(judges, tokenizer, reads_reasoning=reads_all)
         hooked = hook_parts(config, tokenizer, judging, lambda: pool.version, around_calls)
         workflow = hooked.workflow or cast(Workflow, plugins.build(rollout.workflow))
         if (close := getattr(workflow, "close", None)) is not None:

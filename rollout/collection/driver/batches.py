@@ -55,6 +55,7 @@ class Batches:
         self._ledger = ledger
         self._note = note
         self._quarantine = Quarantine(failures)
+        self._withholds = False
         self._live = live
         self._wait_for_turns = _WaitForTurns(live_wait_s, self._turns_wait_is_over)
         self._batch = _Batch()
@@ -167,6 +168,7 @@ class Batches:
         """
         self._batch = _Batch()
         self._quarantine = Quarantine(failures)
+        self._withholds = False
         self._wait_for_turns.end()
 
     def _next(self) -> _Batch | None:
@@ -205,7 +207,12 @@ class Batches:
 
     def _take_measures(self) -> None:
         """Keep groups that are believed to kill the trainer out of the next batch, or out of all."""
+        accused = self._quarantine.accused
+        if accused and self._can_do_without(accused):
+            self._withhold([id_ for id_ in accused if self._gate.is_ready(id_)])
+            return
         if not self._quarantine.suspects:
+            self._withhold(())
             return
         for id_ in self._quarantine.suspects:
             # Where it has expired or begins anew, there is nothing to search for.
@@ -216,8 +223,21 @@ class Batches:
             self.core.quarantine(id_)
             self._write_quarantined(id_)
             self._quarantine.given_up(id_)
-        self.core.withhold(measures.withheld)
-        if measures.withheld:
+        self._withhold(measures.withheld)
+
+    def _can_do_without(self, accused: Collection[int]) -> bool:
+        """True if other groups fill a batch. Turns of live users have no others."""
+        if min(accused) < 0 or not self.core.batch_size:
+            return False
+        others = self.core.ready - sum(map(self._gate.is_ready, accused))
+        return others >= self.core.batch_size
+
+    def _withhold(self, ids: Collection[int]) -> None:
+        """Leave these out of the next batch, and no others."""
+        if ids or self._withholds:
+            self.core.withhold(ids)
+        self._withholds = bool(ids)
+        if ids:
             self._gate.notify()  # they hold no slot now
 
     def _write_quarantined(self, id_: int) -> None:

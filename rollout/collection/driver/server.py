@@ -24,6 +24,7 @@ from slipstream.rollout.collection.driver.lost_groups import LostGroups
 from slipstream.rollout.collection.driver.questions import EvaluationTasks
 from slipstream.rollout.collection.messages import (
     BLOCKED,
+    FAILED,
     FRAME_BYTES,
     UP,
     Assignment,
@@ -153,6 +154,7 @@ class CollectorServer(Listener[CollectorConnection]):
         self._ledger = ledger
         self._lost = lost
         self._has_joined = asyncio.Event()
+        self._progressed: set[str] = set()
         roster.subscribe(self._routing_changed, self._lags)
 
     async def first_collector(self, timeout_s: float) -> None:
@@ -165,6 +167,12 @@ class CollectorServer(Listener[CollectorConnection]):
                 f"no collector has connected within {timeout_s:.0f} s (rollout.engine.start_timeout_s); "
                 "logs/collector-*.log says how far they are"
             ) from None
+
+    def has_progressed(self, name: str) -> bool:
+        """True if a collector has finished a group that did not fail, or an evaluation episode, or has named
+        the group that stops it, which is charged with that.
+        """
+        return name in self._progressed
 
     def _routing_changed(self) -> None:
         for connection in self._connections.values():
@@ -181,6 +189,8 @@ class CollectorServer(Listener[CollectorConnection]):
             report = BLOCKED.decode(data)
         except msgspec.MsgspecError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
+        if report.group is not None:
+            self._progressed.add(name)
         self._assignments.blocked(name, report.group, report.traceback)
         return web.Response()
 
@@ -217,6 +227,8 @@ class CollectorServer(Listener[CollectorConnection]):
         if message.status is not None:
             self._roster.reported(name, message.status.pool)
         self._assignments.received(name, message, payload)
+        if message.evaluated or any(verdict.verdict != FAILED for verdict in message.verdicts):
+            self._progressed.add(name)
         for result in message.evaluated:
             self._questions.answered(name, result)
         if message.flushed is not None and self._lost is not None:
