@@ -460,6 +460,7 @@ def export_with_a_silent_rank(rank) -> str:
     store = dist.distributed_c10d._get_default_store()
     if rank.rank == 1:
         store.wait(["has failed"], timedelta(seconds=60))  # an end of this process is another failure
+        store.set("has seen it", "1")
         return ""
     try:
         list(export(make_plan(spec, layout, 10**6, 4), parameters, 0))
@@ -467,6 +468,7 @@ def export_with_a_silent_rank(rank) -> str:
         return str(error)
     finally:
         store.set("has failed", "1")
+        store.wait(["has seen it"], timedelta(seconds=60))  # the store is in this process
     return "no error"
 
 

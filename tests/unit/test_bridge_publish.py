@@ -123,7 +123,7 @@ def test_the_steps_of_a_publication_happen_in_order(world):
     assert (report.version, report.updated, report.failed, report.bytes_sent) == (7, ["a"], {}, 24)
     assert list(report.parts_s) == ["ask", "gather", "pause", "begin", "send", "end", "resume"]
     stall = sum(report.parts_s[part] for part in ("pause", "begin", "send", "end", "resume"))
-    assert report.stall_s == pytest.approx(stall, rel=0.1, abs=0.05)
+    assert stall <= report.stall_s <= report.total_s
     assert report.total_s >= sum(report.parts_s.values())
 
 
