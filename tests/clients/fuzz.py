@@ -10,96 +10,47 @@ process with scripted tokens. Replies are read to their end. The last line is a 
 neither JSON nor events, or one that does not end.
 
 With ``--values`` the bodies are well formed, and what they ask for is hostile: sampling values, grammars,
-stops, long texts and tools. ``engines_lost`` counts the requests that have reached the source of tokens
-although an engine's scheduler would end with them: computed here in float32, as SGLang does, and not by the
-gateway's own bounds. ``loop_lag_p99_ms`` is how late the event loop of the gateway is.
+stops, long texts and tools. A tenth as many are sent to a gateway with a real engine, too. ``engines_lost``
+counts the requests that have reached the source of tokens although an engine's scheduler would end with them
+(computed here in float32, as SGLang does, and not by the gateway's own bounds), and the real schedulers that
+have ended. ``loop_lag_p99_ms`` is how late the event loop of the gateway with scripted tokens is.
 """
 
 import argparse
 import json
-import re
+import os
 import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import httpx
-import torch
+import yaml
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.chat_model import write_chat_model
+from tests.clients.hostile_values import KEYS, SEEDS, Case, ends_scheduler, valued
 from tests.clients.openapi_bodies import bodies
-from tests.clients.tools import CALLS, TOOLS, WEATHER
+from tests.crash.live import STARTED_S, recipe
+from tests.environment import environment
 from tests.gateway_process import GatewayProcess
+from tests.ports import held_port
+from tests.runs.conftest import LaunchedRun, RunProcess, run_command
 
 TIMEOUT_S = 30.0
 """Longest silence of the gateway. A request that takes longer hangs."""
+ENGINE_TIMEOUT_S = 180.0
+"""The same where an engine fills its whole context."""
 SHOWN = 20
 """Failures that are shown in full."""
 LIMITS = {"choices": 4, "body_bytes": 65_536, "messages": 64}
-
-KEYS = ("Bearer key-anna", "Bearer key-berta", "Bearer key-side")
-SAY = [{"role": "user", "content": "#say Hello"}]
-CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rom"}'}}
-TURNS = [
-    {"role": "system", "content": [{"type": "text", "text": "be brief"}]},
-    {"role": "user", "content": f"#chunk=3 #say {CALLS}"},
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    {"role": "tool", "tool_call_id": "call_1", "content": "dry"},
-    {"role": "user", "content": f"#chunk=5 #say {CALLS}"},
-]
-SEEDS: dict[str, list[dict[str, Any]]] = {
-    "/v1/chat/completions": [
-        {"messages": SAY},
-        {"messages": TURNS, "tools": TOOLS, "stream": True, "stream_options": {"include_usage": True}},
-        {"messages": SAY, "n": 2, "logprobs": True, "top_logprobs": 2, "seed": 3, "stop": ["l"]},
-        {"messages": SAY, "tools": TOOLS, "tool_choice": "required", "max_tokens": 20},
-        {"messages": SAY, "response_format": {"type": "json_object"}, "logit_bias": {"3": 1}},
-    ],
-    "/v1/completions": [
-        {"prompt": "#say Hello", "max_tokens": 30},
-        {"prompt": ["#say a", "#say b"], "max_tokens": 9, "stream": True, "echo": True, "logprobs": 1},
-        {"prompt": [[64, 65], [66]], "n": 2, "max_tokens": 5},
-    ],
-    "/v1/responses": [
-        {"input": "#say Hello"},
-        {"input": SAY, "tools": [WEATHER], "stream": True, "instructions": "be brief"},
-        {
-            "input": [
-                {"role": "user", "content": [{"type": "input_text", "text": f"#say {CALLS}"}]},
-                {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "c", "output": "dry"},
-            ],
-            "store": False,
-        },
-    ],
-    "/v1/messages": [
-        {"model": "m", "messages": SAY, "max_tokens": 30},
-        {
-            "model": "m",
-            "max_tokens": 300,
-            "stream": True,
-            "system": [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}],
-            "messages": [{"role": "user", "content": [{"type": "text", "text": f"#say {CALLS}"}]}],
-            "tools": [{"name": "weather", "input_schema": WEATHER["parameters"]}],
-        },
-    ],
-    "/v1/messages/count_tokens": [{"model": "m", "messages": SAY}],
-    "/generate": [
-        {"text": "#say Hello"},
-        {"input_ids": [[64, 65], [66]], "sampling_params": {"max_new_tokens": 3}, "stream": True},
-        {"text": "#say a", "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2},
-    ],
-    "/sessions/{session}/reward": [{"reward": 1, "turn": 0}],
-    "/abort_request": [{"rid": "0"}],
-}
-"""Valid bodies of each path, from which others are made."""
 
 HUGE = b"9" * 400
 HOSTILE = [
@@ -147,17 +98,6 @@ HEADERS: dict[str, list[bytes]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Case:
-    """One request."""
-
-    method: str
-    path: str
-    """Percent-encoded."""
-    headers: Mapping[str, bytes]
-    content: bytes
-
-
 @dataclass
 class Outcome:
     """Everything that was sent and came back."""
@@ -198,130 +138,6 @@ class Outcome:
                 "by_status": statuses,
             }
         )
-
-
-# ---- hostile values
-
-NUMBERS = [
-    0,
-    -0.0,
-    1,
-    -1,
-    0.5,
-    2,
-    1e-320,
-    -1e-320,
-    1e-45,
-    1e-7,
-    1e38,
-    1e39,
-    -1e39,
-    1e308,
-    2**31,
-    2**63,
-    -(2**31),
-]
-EVERY_TOKEN = range(265)
-"""The vocabulary of the chat model."""
-VALUES: dict[str, list[Any]] = {
-    **dict.fromkeys(
-        ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-        NUMBERS,
-    ),
-    "top_k": [-1, 0, 1, 7, 2**30, 2**30 + 1, 2**31 - 1, 2**31, 2**63],
-    "logit_bias": [
-        *({str(token): value for token in EVERY_TOKEN} for value in (-1e39, 1e39, -100, 100, 0, -1e308)),
-        *({"3": value} for value in NUMBERS),
-        {"264": 1, "265": 1},
-        {"-1": 1},
-        {"٣": 1},
-        {},
-    ],
-    "stop": [["x"] * 33, "x" * 257, ["l", ""], "", ["é" * 128] * 32, "x" * 50_000],
-    "stop_token_ids": [[264], [265], [2**31], [-1], list(EVERY_TOKEN), [3] * 65, []],
-    "regex": ["a+", "(" * 70 + ")" * 70, "(a|b)" * 4_000, "[", "(?!a)", ""],
-    "ebnf": ['root ::= "a"', "root ::= root", '"a"' * 9_000, "x"],
-    "min_tokens": [0, 1, 5, 2**31, -1],
-    "ignore_eos": [True, False],
-}
-"""By their names in a chat request."""
-NATIVE_VALUES: dict[str, list[Any]] = {
-    **{name: values for name, values in VALUES.items() if name != "min_tokens"},
-    "min_new_tokens": [0, 1, 5, 2**31],
-    "stop_regex": [
-        "a",
-        "(a+)+$",
-        "(a|aa){1,50}b",
-        "a?" * 60 + "a" * 60,
-        "(?=.*x)",
-        "[a-z]{1,9}",
-        "[",
-        [],
-        "\\b",
-    ],
-    "json_schema": ["{}", '{"items":' * 70 + "{}" + "}" * 70, '{"type":"string","x":"' + "x" * 66_000 + '"}'],
-    "sampling_seed": [0, 2**63 - 1, -(2**63), 2**63],
-}
-LONG: list[dict[str, Any]] = [
-    {"messages": [{"role": "user", "content": "word " * 12_000}]},
-    {"messages": [{"role": "user", "content": "a" * 60_000}]},
-    {
-        "messages": SAY,
-        "tools": [
-            {
-                "type": "function",
-                "function": {
-                    "name": "f",
-                    "parameters": {
-                        "type": "object",
-                        "properties": {str(number): {"type": "string"} for number in range(1_500)},
-                    },
-                },
-            }
-        ],
-    },
-]
-
-
-@st.composite
-def valued(draw: st.DrawFn) -> Case:
-    """A well-formed request with up to three hostile values, or a very long one."""
-    path = draw(st.sampled_from(["/v1/chat/completions", "/v1/completions", "/generate"]))
-    body = json.loads(json.dumps(draw(st.sampled_from(SEEDS[path]))))
-    table = NATIVE_VALUES if path == "/generate" else VALUES
-    names = draw(st.lists(st.sampled_from(sorted(table)), min_size=1, max_size=3, unique=True))
-    values = {name: draw(st.sampled_from(table[name])) for name in names}
-    if path == "/generate":
-        body["sampling_params"] = body.get("sampling_params", {}) | values
-    else:
-        body |= values
-        if path == "/v1/chat/completions" and draw(st.integers(0, 19)) == 0:
-            body = draw(st.sampled_from(LONG))
-    headers = {"authorization": draw(st.sampled_from(KEYS)).encode(), "content-type": b"application/json"}
-    return Case("POST", path, headers, json.dumps(body).encode())
-
-
-def ends_scheduler(sampling: Mapping[str, Any], vocabulary: int = len(EVERY_TOKEN)) -> bool:
-    """Return True if SGLang's scheduler would end while it samples a token with these parameters."""
-    try:
-        top_k = torch.tensor([sampling.get("top_k") or -1], dtype=torch.int32)
-        logits = torch.linspace(-5, 5, vocabulary)
-        for token, value in (sampling.get("logit_bias") or {}).items():
-            logits[int(token)] += torch.tensor(value, dtype=torch.float32)
-        penalty = torch.tensor(sampling.get("repetition_penalty") or 1.0, dtype=torch.float32)
-        logits = torch.where(logits < 0, logits * penalty, logits / penalty)
-        if sampling.get("min_new_tokens"):
-            logits[sorted(sampling.get("stop_token_ids") or [])] = -torch.inf
-        temperature = torch.tensor(sampling.get("temperature") or 1.0, dtype=torch.float32)
-        if sampling.get("temperature") and sampling["temperature"] >= 1e-6:
-            logits = logits / temperature
-        probabilities = torch.softmax(logits, 0)
-        torch.multinomial(probabilities, 1)
-    except (RuntimeError, IndexError, ValueError, OverflowError):
-        return True
-    expressions = sampling.get("stop_regex") or []
-    expressions = [expressions] if isinstance(expressions, str) else expressions
-    return bool(top_k[0] == 0) or any(re.search(r"[+*]|\?\?\)|\?a\?", text) for text in expressions)
 
 
 # ---- requests
@@ -432,7 +248,7 @@ def send(http: httpx.Client, case: Case, outcome: Outcome) -> None:
         reply = http.send(request)
     except httpx.TimeoutException:
         outcome.hung += 1
-        outcome.note(case, f"no end within {TIMEOUT_S:g} s of silence")
+        outcome.note(case, f"no end within {http.timeout.read:g} s of silence")
         return
     except httpx.HTTPError as error:
         outcome.unparsable += 1
@@ -483,11 +299,17 @@ def problem_of_events(text: str) -> str | None:
     return None
 
 
-def fuzz(gateway: GatewayProcess, requests: int, first_seed: int, *, values: bool = False) -> Outcome:
-    """Send so many requests, the same ones for the same seed. ``values``: well-formed ones, see above."""
-    outcome = Outcome()
-    document = gateway.control(openapi=True, release=True)["openapi"]
-    with httpx.Client(base_url=gateway.url, timeout=TIMEOUT_S) as http:
+def send_all(
+    url: str,
+    drawn: st.SearchStrategy[Case],
+    requests: int,
+    first_seed: int,
+    outcome: Outcome,
+    timeout_s: float = TIMEOUT_S,
+) -> None:
+    """Send so many requests, and note what comes of them."""
+    last = outcome.requests + requests
+    with httpx.Client(base_url=url, timeout=timeout_s) as http:
 
         @seed(first_seed)
         @settings(
@@ -498,13 +320,20 @@ def fuzz(gateway: GatewayProcess, requests: int, first_seed: int, *, values: boo
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )
-        @given(valued() if values else cases(document))
+        @given(drawn)
         def run(case: Case) -> None:
-            if outcome.requests < requests:
+            if outcome.requests < last:
                 send(http, case, outcome)
 
         run()
-        state = gateway.control()
+
+
+def fuzz(gateway: GatewayProcess, requests: int, first_seed: int, *, values: bool = False) -> Outcome:
+    """Send so many requests, the same ones for the same seed. ``values``: well-formed ones, see above."""
+    outcome = Outcome()
+    document = gateway.control(openapi=True, release=True)["openapi"]
+    send_all(gateway.url, valued() if values else cases(document), requests, first_seed, outcome)
+    state = gateway.control()
     outcome.exceptions = len(state["exceptions"])
     outcome.loop_lag_p99_ms = state["lag_p99_ms"]
     for sampling in state["requests"] if values else ():
@@ -518,6 +347,46 @@ def fuzz(gateway: GatewayProcess, requests: int, first_seed: int, *, values: boo
     return outcome
 
 
+def fuzz_engine(folder: Path, requests: int, first_seed: int, outcome: Outcome) -> None:
+    """Send hostile values to ``slipstream serve``, whose engine samples from random weights."""
+    port, key = held_port(), os.urandom(16).hex()
+    served = recipe(folder, port, held_port())
+    del served["live"], served["judge"]
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(served))
+    with (folder / "output").open("w") as output:
+        process = RunProcess(
+            run_command("serve", str(file)), output, environment=environment(SGLANG_API_KEY=key)
+        )
+    run = LaunchedRun(process, folder)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        await_answer(url, key)
+        before = run.pids_of("sglang::scheduler")
+        send_all(url, valued([f"Bearer {key}"]), requests, first_seed, outcome, ENGINE_TIMEOUT_S)
+        await_answer(url, key)
+        lost = set(before) - set(run.pids_of("sglang::scheduler"))
+    finally:
+        run.end()
+    if lost or not before:
+        outcome.engines_lost += max(1, len(lost))
+        outcome.shown.append(f"of the real schedulers {before} these have ended: {lost}")
+
+
+def await_answer(url: str, key: str) -> None:
+    """Wait until a gateway answers a user."""
+    until_s = time.monotonic() + STARTED_S
+    ask = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    with httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=TIMEOUT_S) as http:
+        while True:
+            with suppress(httpx.HTTPError):
+                if http.post("/v1/chat/completions", json=ask).status_code == 200:
+                    return
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"no answer of {url} within {STARTED_S} s")
+            time.sleep(0.2)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--requests", type=int, default=10_000)
@@ -528,6 +397,8 @@ def main() -> int:
         model = write_chat_model(Path(folder), weights=False)
         with GatewayProcess(model, tool_parser="qwen25", reasoning_parser="qwen3", limits=LIMITS) as gateway:
             outcome = fuzz(gateway, arguments.requests, arguments.seed, values=arguments.values)
+        if arguments.values:
+            fuzz_engine(Path(folder), arguments.requests // 10, arguments.seed + 1, outcome)
     for problem in outcome.shown:
         print(problem, file=sys.stderr)
     print(outcome.as_json())

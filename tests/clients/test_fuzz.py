@@ -1,6 +1,7 @@
 """A short run of ``tests.clients.fuzz``."""
 
-from tests.clients.fuzz import EVERY_TOKEN, LIMITS, ends_scheduler, fuzz
+from tests.clients.fuzz import LIMITS, fuzz
+from tests.clients.hostile_values import EVERY_TOKEN, ends_scheduler
 from tests.gateway_process import GatewayProcess
 
 REQUESTS = 300

@@ -127,7 +127,7 @@ class LiveSweep:
         """Kill and kill again; then end the run, and return what became of its turns."""
         try:
             self._start()
-            with _talking(self.crowd):
+            with talking(self.crowd):
                 self._await_answers(ANSWERS)
                 for kill in kills:
                     self._strike(kill)
@@ -228,7 +228,7 @@ def _words(rng: random.Random) -> str:
     return "".join(rng.choices(string.ascii_lowercase + " ", k=rng.randrange(4, 24)))
 
 
-class _talking:
+class talking:
     """Lets users talk inside the block, in a thread of their own."""
 
     def __init__(self, crowd: Crowd) -> None:

@@ -1,7 +1,7 @@
 """Hours of a simulated run and ten minutes of a real one: no process may hold more and more memory.
 
-    python -m tests.crash.soak                  twelve minutes
-    python -m tests.crash.soak --minutes 30     a longer real run
+    python -m tests.crash.soak                              twelve minutes
+    python -m tests.crash.soak --minutes 60 --users 50      with users, and hostile ones beside them
 
 The real run is that of the quickstart, with so low a learning rate that its answers keep their lengths. The
 memory of a process is what would be free if it ended (unique set size); processes of one kind are added up.
@@ -9,27 +9,38 @@ Growth is that of a line through all samples behind the first third, in which bu
 simulated run lasts three hours, of which two are watched. It is one process, in which the driver's and the
 collector's own code works on models of everything else.
 
+With users the real run has a gateway, and a quarter of what it trains is theirs. Every other minute, hostile
+users with a key of their own send what they can: long texts, large tools, hostile values, and connections
+over which nothing comes. How long the others wait for their answers is compared between the minutes.
+
 Prints a table and, as the last line, one JSON object: `mb`, `growth_mb_per_hour` and `growth_percent` (over
-the time that was watched) by kind of process. Exit code 1 if a kind has grown by more than 5 % and 5 MB.
+the time that was watched) by kind of process and, with users, `answers`, `p99_s` and `p99_s_beside_hostile`.
+Exit code 1 if a kind has grown by more than 5 % and 5 MB.
 """
 
 import argparse
 import gc
 import json
 import os
+import random
+import socket
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import httpx
 import numpy as np
 from rich.console import Console
 
+from benchmarks.live_users import Answered, Crowd, Habits
 from slipstream.backend.monitor.tables import Columns, rows_table
 from slipstream.backend.quickstart import prepare
 from slipstream.backend.simulate.compare import Work
@@ -37,8 +48,12 @@ from slipstream.backend.simulate.gpu_split import layout_of
 from slipstream.backend.simulate.inputs import recipe
 from slipstream.backend.simulate.schedules import recipe_schedule
 from slipstream.backend.simulate.world import World
+from slipstream.rollout.gateway.keys import add_key
+from tests.clients.hostile_values import VALUES
+from tests.crash.live import talking
 from tests.crash.sweep import Sweep, processes
-from tests.runs.conftest import start_run
+from tests.ports import held_port
+from tests.runs.conftest import LaunchedRun, start_run
 
 SETTINGS = (
     "run.steps=1000000",
@@ -49,6 +64,16 @@ SETTINGS = (
     "checkpoint.keep_last=2",
 )
 KINDS = ("driver", "collector", "judge", "trainer", "engine actor", "engine scheduler")
+LIVE_SETTINGS = (
+    "live.share=0.25",
+    "live.max_wait_s=5",
+    "judge.type=code",
+    "judge.code=slipstream.rollout.reward.live.RuleJudge",
+)
+HOSTILE = 5
+"""Users who mean harm."""
+WINDOW_S = 60.0
+"""How long they are there, and then are not."""
 
 SAMPLE_S = 5.0
 SIMULATED_S = 3 * 3600.0
@@ -101,28 +126,137 @@ def unique_mb(pids: Sequence[int]) -> float:
     return total_kb / 1024
 
 
-def real(minutes: float) -> list[Growth]:
-    """Watch a real run from its third step on."""
-    memory = Memory()
+@dataclass
+class Waits:
+    """How long users have waited for their answers, in minutes without and with hostile users."""
+
+    began_s: float = 0.0
+    quiet_s: list[float] = field(default_factory=list[float])
+    beside_hostile_s: list[float] = field(default_factory=list[float])
+
+    def is_hostile(self, time_s: float) -> bool:
+        return int((time_s - self.began_s) // WINDOW_S) % 2 == 1
+
+    def note(self, answered: Answered) -> None:
+        beside = self.is_hostile(answered.began_s) or self.is_hostile(answered.ended_s)
+        (self.beside_hostile_s if beside else self.quiet_s).append(answered.ended_s - answered.began_s)
+
+    def results(self) -> dict[str, float]:
+        return {
+            "answers": len(self.quiet_s) + len(self.beside_hostile_s),
+            "p99_s": round(float(np.quantile(self.quiet_s, 0.99)), 3),
+            "p99_s_beside_hostile": round(float(np.quantile(self.beside_hostile_s, 0.99)), 3),
+        }
+
+
+class _Trouble:
+    """Hostile users in threads of their own. They stop at once in the minutes without them."""
+
+    def __init__(self, url: str, key: str, waits: Waits) -> None:
+        self._url, self._key, self._waits = url, key, waits
+        self._ended = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._harm, args=(number,), name=f"hostile-{number}")
+            for number in range(HOSTILE)
+        ]
+
+    def __enter__(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _harm(self, number: int) -> None:
+        rng = random.Random(number)
+        headers = {"authorization": f"Bearer {self._key}"}
+        with httpx.Client(base_url=self._url, headers=headers, timeout=WINDOW_S) as http:
+            while not self._ended.wait(0.1):
+                if self._waits.is_hostile(time.time()):
+                    with suppress(httpx.HTTPError, OSError):
+                        self._once(http, rng)
+
+    def _once(self, http: httpx.Client, rng: random.Random) -> None:
+        if rng.random() < 0.1:
+            address = ("127.0.0.1", http.base_url.port)
+            with socket.create_connection(address, 5.0) as silent:
+                silent.sendall(b"POST /v1/chat/completions HTTP/1.1\r\n")
+                self._ended.wait(2.0)
+            return
+        http.post("/v1/chat/completions", json=rng.choice([large, long, valued_badly])(rng)).read()
+
+
+def large(rng: random.Random) -> dict[str, Any]:
+    """Return a request of half a megabyte of tools."""
+    properties = {f"{rng.random()}": {"type": "string"} for _ in range(12_000)}
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    return {"messages": [_said("1")], "tools": [{"type": "function", "function": function}], "max_tokens": 4}
+
+
+def long(rng: random.Random) -> dict[str, Any]:
+    """Return a request with up to four megabytes of text."""
+    return {"messages": [_said("1+2 " * rng.randrange(1_000_000))], "max_tokens": 4}
+
+
+def valued_badly(rng: random.Random) -> dict[str, Any]:
+    """Return a request with three hostile values."""
+    names = rng.sample(sorted(VALUES), 3)
+    return {"messages": [_said("1+2")], **{name: rng.choice(VALUES[name]) for name in names}}
+
+
+def _said(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def _sum(rng: random.Random) -> str:
+    return rng.choice(["thanks", "wrong", f"{rng.randrange(100)}+{rng.randrange(100)}="])
+
+
+@contextmanager
+def users(size: int, root: Path, port: int) -> Iterator[Waits]:
+    """Let users talk to the run below ``root``, every other minute beside hostile ones."""
+    file = root / "soak.keys.json"
+    url, waits = f"http://127.0.0.1:{port}", Waits(time.time())
+    habits = Habits(every_s=10.0, turns=2, max_tokens=24, says=_sum, ends=0.5)
+    crowd = Crowd(url, add_key(file, "users"), size, habits, waits.note, time.time)
+    with _Trouble(url, add_key(file, "hostile"), waits), talking(crowd):
+        yield waits
+
+
+def real(minutes: float, size: int) -> tuple[list[Growth], dict[str, float]]:
+    """Watch a real run, with so many users, from its third step on."""
+    memory, waited = Memory(), dict[str, float]()
     with tempfile.TemporaryDirectory(prefix="slipstream-soak-") as scratch:
         inputs = Path(scratch) / "inputs"
         prepare(
             inputs / "policy", inputs / "train.jsonl", inputs / "heldout.jsonl",
             say=lambda _: None, warm_start_steps=40,
         )  # fmt: skip
-        life = start_run(inputs, Path(scratch), "soak", *SETTINGS)
+        port = held_port()
+        live = (f"gateway.port={port}", f"gateway.admin_port={held_port()}", *LIVE_SETTINGS)
+        life = start_run(inputs, Path(scratch), "soak", *SETTINGS, *(live if size else ()))
         try:
             Sweep(inputs, Path(scratch), print).wait(life, 3, 300)
-            began = time.monotonic()
-            while (seconds := time.monotonic() - began) < minutes * 60:
-                for kind in KINDS:
-                    memory.note(kind, seconds, unique_mb(processes(life, kind)))
-                if life.process.poll() is not None:
-                    sys.exit(f"the run has ended by itself:\n{life.output()[-2000:]}")
-                time.sleep(SAMPLE_S)
+            with users(size, Path(scratch), port) if size else nullcontext() as waits:
+                watch(life, minutes, (*KINDS, "gateway") if size else KINDS, memory)
+            if waits:
+                waited = waits.results()
         finally:
             life.end()
-    return memory.growths()
+    return memory.growths(), waited
+
+
+def watch(life: LaunchedRun, minutes: float, kinds: Sequence[str], memory: Memory) -> None:
+    """Note the memory of a run's processes."""
+    began = time.monotonic()
+    while (seconds := time.monotonic() - began) < minutes * 60:
+        for kind in kinds:
+            memory.note(kind, seconds, unique_mb(processes(life, kind)))
+        if life.process.poll() is not None:
+            sys.exit(f"the run has ended by itself:\n{life.output()[-2000:]}")
+        time.sleep(SAMPLE_S)
 
 
 def simulated() -> list[Growth]:
@@ -162,8 +296,10 @@ def main() -> None:
         description=__doc__, formatter_class=partial(argparse.RawTextHelpFormatter, width=110)
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="length of the real run")
+    parser.add_argument("--users", type=int, default=0, help="users of the real run's gateway")
     arguments = parser.parse_args()
-    growths = [*simulated(), *real(arguments.minutes)]
+    growths, waited = real(arguments.minutes, arguments.users)
+    growths = [*simulated(), *growths]
     Console(width=100).print(rows_table("memory", growths, TABLE))
     print(
         json.dumps(
@@ -171,6 +307,7 @@ def main() -> None:
                 "mb": {growth.kind: round(growth.mb, 1) for growth in growths},
                 "growth_mb_per_hour": {growth.kind: round(growth.mb_per_hour, 1) for growth in growths},
                 "growth_percent": {growth.kind: round(growth.percent, 2) for growth in growths},
+                **waited,
             }
         )
     )

@@ -234,6 +234,7 @@ COMMANDS = {
     "trainer": "ray::TrainerActor",
     "raylet": "raylet/raylet",
     "gcs": "gcs_server",
+    "gateway": "slipstream.rollout.gateway.gateway_process",
 }
 """Part of the command line of each kind of process."""
 
