@@ -7,6 +7,7 @@ tells what it has seen and lets it stand still.
 """
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
+from pydantic import BaseModel
 
 from slipstream.rollout.engine.server_process import environment_without_gpu
 from tests.environment import environment
@@ -182,6 +184,8 @@ async def _serve(folder: Path, settings: dict[str, Any]) -> None:
             actions[name]()
         if "full_for_s" in orders:
             source.full_for_s = orders["full_for_s"]
+        if orders.get("garbage"):
+            return {"garbage": _garbage()}
         if orders.get("recorded"):
             return {"encoded": encoded[0], **_recorded(entries.entries, source.requests)}
         return {
@@ -230,6 +234,19 @@ async def _serve(folder: Path, settings: dict[str, Any]) -> None:
     await serve
     looking.cancel()
     await serving.close()
+
+
+def _garbage() -> list[str]:
+    """Return the types of bodies that only a search for garbage has freed since the last call."""
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    gc.collect()
+    gc.set_debug(0)
+    bodies = [type(one).__name__ for one in gc.garbage if isinstance(one, BaseModel)]
+    gc.garbage.clear()
+    gc.collect()
+    gc.freeze()  # the next search is short
+    return bodies
 
 
 def _count_encoded(tokenizer: type[Any]) -> list[int]:

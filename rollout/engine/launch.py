@@ -32,6 +32,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.rollout.engine import dead_ends
 from slipstream.rollout.engine.leftovers import announced, kill_group
 from slipstream.rollout.system import plugins
 from slipstream.rollout.system.garbage import kept_for_good
@@ -190,6 +191,7 @@ def main() -> None:
         if replica:
             _add_routes(**replica)
         _require_key(key)
+        dead_ends.use()
         _announce_shared_memory(temporary)
         is_first = settings["server"].get("node_rank", 0) == 0
         if not is_first:

@@ -21,9 +21,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from slipstream.configs.schema import SamplingConfig
-
-GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
-"""Parameters that constrain a completion to a grammar, which SGLang begins with the first new token."""
+from slipstream.rollout.engine.grammars import GRAMMARS, grammar_violations
 
 BEGUN = 1
 """Added to the priority of a live request that goes on: its user reads already, and others wait to begin. So
@@ -138,18 +136,6 @@ LONGEST_STOP = 256
 """Number of stop texts, and of stop expressions, and bytes of each. All are looked for after each token."""
 
 MOST_STOP_TOKENS = 64
-GRAMMAR_BYTES: Mapping[str, int] = {
-    "json_schema": 65_536,
-    "structural_tag": 65_536,
-    "regex": 8_192,
-    "ebnf": 8_192,
-}
-"""Largest grammars. xgrammar 0.2.7 compiles those of this size within seconds; the time grows with the square
-of the size: 18 s for 16 KB of nested arrays, more than 40 s for a regex of 64 KB."""
-
-DEEPEST_GRAMMAR = 64
-"""Nesting of a grammar. A schema of 500 arrays in each other takes xgrammar 18 s, 1,000 choices in each other
-minutes."""
 
 
 def violations(parameters: Mapping[str, object], vocab_size: int) -> list[str]:
@@ -284,25 +270,7 @@ def _grammar_violations(given: Mapping[str, object]) -> Iterator[str]:
         # At the end of its text a grammar allows only the end token, which the least length rules out.
         yield f"min_new_tokens: cannot be given together with {names[0]}"
     for name in names:
-        text = given[name]
-        if not isinstance(text, str):
-            yield f"{name}: expected a text, found {_shown(text)}"
-        elif (size := len(text.encode(errors="replace"))) > GRAMMAR_BYTES[name]:
-            yield f"{name}: expected at most {GRAMMAR_BYTES[name]} bytes, found {size}"
-        elif (depth := _depth(text)) > DEEPEST_GRAMMAR:
-            yield f"{name}: expected at most {DEEPEST_GRAMMAR} levels of nesting, found {depth}"
-
-
-def _depth(text: str) -> int:
-    """Return the largest number of brackets that are open at one place. Those in texts count as well."""
-    depth = deepest = 0
-    for character in text:
-        if character in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in ")]}":
-            depth = max(0, depth - 1)
-    return deepest
+        yield from (f"{name}: {problem}" for problem in grammar_violations(name, given[name]))
 
 
 def _shown(value: object) -> str:

@@ -274,6 +274,31 @@ def test_a_prompt_that_cannot_fit_is_refused_at_every_endpoint(http, path, body)
     assert "and the model's context ends at 2048" in reply.text
 
 
+TOO_LONG = {
+    CHAT: {"messages": [{"role": "user", "content": "x" * 60_000}]},
+    COMPLETION: {"prompt": "x" * 60_000},
+    RESPONSES: {"input": "x" * 60_000},
+    ANTHROPIC: {**BODIES[ANTHROPIC], "system": "x" * 60_000},
+    COUNT: {**BODIES[COUNT], "system": "x" * 60_000},
+    GENERATE: {"text": "x" * 60_000},
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"stream": True}, {"temperature": -1}, {"regex": "a" * 10_000}, "too long"],
+    ids=str,
+)
+@pytest.mark.parametrize("path", BODIES)
+def test_no_request_stays_in_memory_when_it_has_its_reply(http, gateway, path, changes):
+    """A gateway looks for garbage seldom: bodies of megabytes would be kept until then."""
+    http.post(path, json=BODIES[path])  # what stays is made with the first one
+    gateway.control(garbage=True)
+    for _ in range(3):
+        http.post(path, json=TOO_LONG[path] if changes == "too long" else BODIES[path] | changes).read()
+    assert gateway.control(garbage=True)["garbage"] == []
+
+
 class TestSessions:
     @pytest.mark.parametrize(
         ("path", "headers", "body", "name"),

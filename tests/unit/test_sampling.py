@@ -223,6 +223,26 @@ ALTERNATIVES = "a" * 8_193
         ({"json_schema": {}}, None),
         ({"json_schema": ["a"]}, "json_schema: expected a text, found list"),
         ({"regex": "a", "ebnf": "b"}, "expected one grammar, found regex and ebnf"),
+        (
+            {"regex": r"((((\w)*?){0,1000})+){1000}"},
+            "regex: expected repetitions in each other whose product",
+        ),
+        (
+            {"ebnf": 'root ::= a{,200}\na ::= [(]{200} | "x"'},
+            "ebnf: expected repetitions in each other whose",
+        ),
+        ({"ebnf": "root ::= root"}, "ebnf: rule root: expected rules that do not refer to themselves"),
+        ({"ebnf": 'root ::= "a" b?\nb ::= ("c" | root){2}'}, "ebnf: rule root: expected rules that do not"),
+        ({"ebnf": "\n".join(f"r{n} ::= r{n + 1}" for n in range(500))}, "ebnf: rule r0: expected rules that"),
+        ({"json_schema": '{"items": {"pattern": "(a{999}){999}"}}'}, "json_schema: expected repetitions in"),
+        (
+            {"json_schema": '{"patternProperties": {"(a{999}){999}": {}}}'},
+            "json_schema: expected repetitions",
+        ),
+        (
+            {"structural_tag": '{"format": {"type": "grammar", "grammar": "root ::= root"}}'},
+            "structural_tag: rule root: expected rules that do not refer to themselves",
+        ),
         ({"regex": "a", "min_new_tokens": 3}, "min_new_tokens: cannot be given together with regex"),
     ],
 )
@@ -246,6 +266,9 @@ def test_all_values_are_named_at_once():
         {"logit_bias": {"29": -100, 0: 100.0}, "stop_token_ids": [29], "stop": ["é" * 128] * 32},
         {"stop_regex": ["^yes|no$", r"\bEND\b", "[0-9]{1,20}x{1,20}", "(ab){3}c?"]},
         {"regex": "[0-9]+", "min_new_tokens": 0, "ebnf": ""},
+        {"regex": r"([0-9]{4}(-[0-9]{2}){2}){100}[({]{1000}\{9999999}"},
+        {"ebnf": 'root ::= (a " ")* # root {9} {9999}\na ::= "{9999}" [a-z"{]{2,9} b\nb ::= "root"'},
+        {"json_schema": '{"items": {"$ref": "#"}, "maxItems": 999999, "title": "pattern"}'},
         asked(SamplingConfig()),
     ],
 )

@@ -281,7 +281,10 @@ class Chat(Chatting):
         self, request: ChatCompletionRequest, raw_request: object = None
     ) -> tuple[GenerateReqInput, ChatCompletionRequest]:
         with _reading(self.call):
-            converted, request = self._prepared.result(timeout=0)  # it never waits: the event loop would
+            try:
+                converted, request = self._prepared.result(timeout=0)  # it never waits: the event loop would
+            finally:
+                del self._prepared  # an error in it refers to this frame
             self.call.one_by_one = bool(request.stream) and self._is_parsed(
                 bool(self._effective_tools(request))
             )

@@ -115,6 +115,9 @@ class RequestHandler:
             return reply
         except Refusal as refused:
             status = refused.status
+            # The errors before it and their frames refer to each other, and would keep the request in memory
+            # until Python looks for garbage.
+            refused.__cause__ = refused.__context__ = refused.__traceback__ = None
             return replies.error_reply(refused, endpoint.protocol)
         except (ClientGone, ClientDisconnect):
             status = 499

@@ -65,7 +65,10 @@ class Workers:
             turn.waiting -= size
         running = asyncio.get_running_loop().run_in_executor(self._threads, work)
         running.add_done_callback(lambda _, turn=turn: turn.release())
-        return await asyncio.shield(running)
+        try:
+            return await asyncio.shield(running)
+        finally:
+            del running  # the frames of an error in it have the request, and this one would have the error
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

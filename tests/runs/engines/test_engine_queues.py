@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.rollout.engine import client as clients
 from slipstream.rollout.engine.client import EngineClient
+from slipstream.rollout.engine.connection import RequestRefused
 from slipstream.rollout.engine.engine_pool import EnginePool
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.sampling import LiveSampling
@@ -81,5 +82,33 @@ def test_a_pause_lets_weights_and_memory_go_whatever_requests_wait_for(
             async with asyncio.timeout(60):
                 await after
             assert (completion.finish, len(completion.tokens)) == (Finish.LENGTH, 20)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"ebnf": "root ::= root"},
+        {"ebnf": 'root ::= "1" a\na ::= a "2"'},
+        {"json_schema": '{"$ref": "#"}'},
+        {"json_schema": '{"const": "\u6d77"}'},
+        {"regex": "[0-9]{2}\u6d77"},
+    ],
+    ids=str,
+)
+def test_a_grammar_without_a_next_token_ends_its_own_request_alone(server: Server, grammar: dict[str, str]):
+    async def main() -> None:
+        async with slowed(replace(server.address, timeout_s=60), 0.02) as client:
+            serving = Serving(client)
+            other, whole = live(serving.pool)
+            await running_requests(client, 1)
+            refused, _ = live(serving.pool, **grammar)
+            async with asyncio.timeout(60):
+                with pytest.raises(RequestRefused, match="allows no further token"):
+                    await refused
+                await other
+            assert (whole.finish, len(whole.tokens)) == (Finish.LENGTH, 20)
+            assert serving.roster.lost.empty() and await client.healthy()
 
     asyncio.run(main())
