@@ -206,6 +206,7 @@ def test_sglang_is_imported_only_where_its_server_is_launched_or_its_endpoints_a
         "slipstream.rollout.engine.launch",
         "slipstream.rollout.engine.adapters",
         "slipstream.rollout.engine.cpu",
+        "slipstream.rollout.engine.dead_ends",
         "slipstream.rollout.workflow.environment.tools",
     }
 
