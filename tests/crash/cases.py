@@ -7,7 +7,7 @@
 
 A run is killed in its middle and copied. Each case resumes a copy, or harms it first: kill -9 and SIGSTOP of
 every kind of process at several moments, of two kinds at once, damage to every kind of file, a full disk,
-full shared memory, two resumes at once.
+full shared memory, two resumes at once, users' requests that are meant to end engines.
 A case is good when the run finishes, by itself or after further resumes, with a clean audit, or when it is
 refused with exit code 2 by a message that says what to do; and when no process, no shared memory and no
 temporary folder is left. Prints a table and, as the last line, one JSON object: `cases`, `bad`,
@@ -26,15 +26,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
+
 from slipstream.backend.quickstart import prepare
+from slipstream.rollout.gateway.keys import add_key
 from slipstream.rollout.system.temporary import PREFIX
 from tests.crash.sweep import Ended, Kill, Sweep, SweepFailed, processes
+from tests.ports import held_port
 from tests.runs.conftest import LaunchedRun, run_command, start_run
 
 SETTINGS = ("rollout.max_head_offpolicyness=2", "checkpoint.every=2", "checkpoint.keep_last=2")
@@ -428,6 +432,65 @@ def remount(life: LaunchedRun, size: int) -> None:
     subprocess.run([*enter, "mount", "-o", f"remount,size={size}", "/dev/shm"], check=True)
 
 
+POISONS: dict[str, dict[str, object]] = {
+    "biases that leave no token": {"logit_bias": {str(token): -1e39 for token in range(64)}},
+    "a temperature below float32": {"temperature": 1e-320},
+    "a regex that compiles for seconds": {"regex": "".join(f"(0{n}|1[0-9]+2)" for n in range(500))},
+    "repetitions in each other": {"regex": r"((((\w)*?){0,1000})+){1000}"},
+    "a grammar without a text": {"ebnf": 'root ::= "1" a\na ::= "2" a'},
+    "a schema that cannot be spelled": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"const": "海"}}}
+    },
+    "a schema without an end": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"$ref": "#"}}}
+    },
+    "no end token for long": {"min_tokens": 60, "stop_token_ids": list(range(60)), "ignore_eos": True},
+}
+"""Requests that SGLang computes wrongly with, or for too long."""
+
+
+def poisoned(poison: dict[str, object]) -> Callable[[Lab, str], float | None]:
+    """A user sends a poison through several weight updates, beside one who asks what anybody asks."""
+
+    def act(lab: Lab, name: str) -> float | None:
+        port = held_port()
+        life = start_run(
+            *(lab.inputs, lab.root, name, "run.steps=12", *SETTINGS),
+            *(f"gateway.port={port}", f"gateway.admin_port={held_port()}"),
+        )
+        keys = [add_key(lab.root / f"{name}.keys.json", user) for user in ("anna", "bert")]
+        hostile, other = (
+            httpx.Client(
+                base_url=f"http://127.0.0.1:{port}", headers={"authorization": f"Bearer {key}"}, timeout=60
+            )
+            for key in keys
+        )
+        sweep = lab._sweep(life)
+        sweep.wait(life, 2, 300)
+        engines, statuses = processes(life, "engine scheduler"), Counter[tuple[str, int]]()
+        body = {"messages": [{"role": "user", "content": "1+2="}], "max_tokens": 64}
+        for _ in range(6):
+            steps = sweep.steps_logged(life)
+            for user, client, changes in (("hostile", hostile, poison), ("other", other, {})):
+                with suppress(httpx.TransportError):  # the run has ended
+                    reply = client.post("/v1/chat/completions", json=body | changes)
+                    statuses[user, reply.status_code] += 1
+            with suppress(Ended):
+                sweep.wait(life, steps + 1, 300)
+        lost = set(engines) - set(processes(life, "engine scheduler")) if life.process.poll() is None else ()
+        lab.say(f"  {dict(statuses)}")
+        if len(lost) > 1:
+            life.end()
+            raise Bad(f"{len(lost)} engines were lost")
+        if any(status >= 500 or (user == "other" and status != 200) for user, status in statuses):
+            life.end()
+            raise Bad(f"replies: {statuses}")
+        lab.finish(name, life)
+        return None
+
+    return act
+
+
 def damaged(damage: Damage) -> Callable[[Lab, str], float | None]:
     def act(lab: Lab, name: str) -> float | None:
         damage(lab.copy(name), lab.root / "older")
@@ -536,6 +599,8 @@ def cases() -> Iterator[Case]:
         yield Case("two at once", f"kill {' and '.join(pair)}", struck(pair, "training", signal.SIGKILL))
     for moment in ("start", "training", "weight update"):
         yield Case("full shared memory", f"full /dev/shm, {moment}", full_shared_memory(moment))
+    for name, poison in POISONS.items():
+        yield Case("poison", f"poison: {name}", poisoned(poison))
     for name, damage in DAMAGES.items():
         yield Case(f"damage {name.partition(':')[0]}", f"damage {name}", damaged(damage))
 
