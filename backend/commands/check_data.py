@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slipstream.backend.commands.check_tokenizer import tokenizer_findings
 from slipstream.backend.commands.prompt_survey import Survey
 from slipstream.backend.driver.modes.sft import checked_examples, reward_model_problems
 from slipstream.backend.driver.start.data_checks import template_problems
@@ -54,6 +55,11 @@ def check_inputs(config: RunConfig, supervised: Supervised | None = None) -> Che
     checked = CheckedInputs()
     spec = _spec(config)
     tokenizer, checked.problems = _tokenizer(config, spec)
+    if tokenizer is not None:
+        args = config.rollout.engine.args if supervised is None else None
+        problems, notes = tokenizer_findings(config.model.path, tokenizer, args)
+        checked.problems += problems
+        checked.notes += notes
     positions = None if spec is None else spec.geometry.max_positions
     if supervised is not None:
         _check_examples(supervised, spec, tokenizer, positions, checked)

@@ -163,6 +163,13 @@ def _announce_shared_memory(folder: Path) -> None:
     PortArgs.init_new = staticmethod(announced_ports)
 
 
+def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> Any:
+    """Return the tokenizer of a model folder as SGLang reads it. ``settings``: arguments of the server."""
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    return get_tokenizer(str(folder), **settings)
+
+
 def check_arguments(arguments: Mapping[str, object]) -> None:
     """Raise what SGLang raises at its start for arguments that it does not take. Starts nothing."""
     from sglang.srt.server_args import ServerArgs

@@ -1,5 +1,12 @@
-"""The tokenizer of a model folder."""
+"""The tokenizer of a model folder: one rule for trainer, collectors, gateways and `check`.
 
+The rule is that of SGLang's `get_tokenizer`, and goes on where that stops: classes of transformers 5, such as
+LlamaTokenizer, build their parts anew and drop those of tokenizer.json. SGLang restores the pre-tokenizer and
+the decoder if the former is of another type; here every part that differs is restored. So all ids are those
+of tokenizer.json, whatever class tokenizer_config.json names.
+"""
+
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +21,22 @@ TokenizerT = TypeVar("TokenizerT")
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 """Without any of these files transformers makes up an empty tokenizer."""
 
+_PARTS = ("normalizer", "pre_tokenizer", "decoder")
+_MODEL_SETTINGS = (
+    "unk_token",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+    "fuse_unk",
+    "byte_fallback",
+    "ignore_merges",
+    "max_input_chars_per_word",
+)
+"""What decides how a model of the library tokenizers splits a word, beside its vocabulary and merges."""
+
+_WITH_FLAGS = {
+    f"{family}Tokenizer{kind}" for family in ("Llama", "CodeLlama", "Gemma") for kind in ("", "Fast")
+} | {"CohereTokenizerFast"}
+"""Classes that heeded `add_bos_token` of tokenizer_config.json in transformers 4, with the default true."""
 
 _CALL_END = "<|call|>"
 """End token of gpt-oss that is a part of the call before it: its parsers find no call without it."""
@@ -33,6 +56,8 @@ class HfTokenizer(Tokenizer, Protocol):
     """An HF tokenizer, with what runs need of it beyond workflows."""
 
     chat_template: str | None
+    restored: Sequence[str]
+    """Parts of tokenizer.json that the class of the tokenizer had replaced."""
 
     def get_vocab(self) -> dict[str, int]: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
@@ -50,13 +75,69 @@ def load_tokenizer(folder: Path, template_args: Mapping[str, object] | None = No
     if not any((folder / name).exists() for name in _FILES):
         raise ValueError(f"{folder} has no tokenizer; expected one of {', '.join(_FILES)}")
     try:
-        tokenizer = cast(HfTokenizer, AutoTokenizer.from_pretrained(folder))  # pyright: ignore[reportUnknownMemberType]
+        tokenizer: Any = cast(Any, AutoTokenizer).from_pretrained(
+            folder, trust_remote_code=False, clean_up_tokenization_spaces=False
+        )
+        restore(tokenizer, folder)
     except Exception as error:  # files of another format, or damaged ones
         raise ValueError(
             f"the tokenizer in {folder} cannot be read: {type(error).__name__}: {error}; copy the files "
             "tokenizer.json and tokenizer_config.json of the model again"
         ) from error
-    return with_template_args(tokenizer, template_args or {})
+    return with_template_args(cast(HfTokenizer, tokenizer), template_args or {})
+
+
+def restore(tokenizer: Any, folder: Path) -> None:
+    """Give a tokenizer of transformers the parts of tokenizer.json, and note them as ``restored``.
+
+    Raises whatever the library tokenizers raises for a damaged file.
+    """
+    restored = tokenizer.restored = list[str]()
+    file, backend = folder / "tokenizer.json", getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not file.exists():
+        return
+    if type(tokenizer).__name__ not in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+        raw = raw_tokenizer(folder)
+        for part in _PARTS:
+            if _state(getattr(raw, part)) != _state(getattr(backend, part)):
+                setattr(backend, part, getattr(raw, part))
+                restored.append(part)
+        if _model_state(raw.model) != _model_state(backend.model):
+            backend.model = raw.model
+            restored.append("model")
+    _restore_begin_token(tokenizer, folder)
+
+
+def raw_tokenizer(folder: Path) -> Any:
+    """Return tokenizer.json of a folder as the library tokenizers reads it."""
+    from tokenizers import Tokenizer as RawTokenizer
+
+    raw = cast(Any, RawTokenizer).from_file(str(folder / "tokenizer.json"))
+    raw.no_truncation()
+    raw.no_padding()
+    return raw
+
+
+def _state(part: Any) -> object:
+    return None if part is None else part.__getstate__()
+
+
+def _model_state(model: Any) -> tuple[object, ...]:
+    return (type(model).__name__, *(getattr(model, name, None) for name in _MODEL_SETTINGS))
+
+
+def _restore_begin_token(tokenizer: Any, folder: Path) -> None:
+    """Let `encode` add the begin token as SGLang does: transformers 5 drops `add_bos_token` of the config."""
+    file = folder / "tokenizer_config.json"
+    settings: dict[str, object] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if settings.get("tokenizer_class") not in _WITH_FLAGS:
+        return
+    flag = settings.get("add_bos_token")
+    wanted = {"add_bos_token": True if flag is None else flag, "add_eos_token": False}
+    if any(getattr(tokenizer, name, None) != value for name, value in wanted.items()):
+        for name, value in wanted.items():
+            setattr(tokenizer, f"_{name}", value)
+        tokenizer.update_post_processor()
 
 
 def with_template_args(tokenizer: TokenizerT, template_args: Mapping[str, object]) -> TokenizerT:

@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Self
+from typing import Any, Self, cast
 
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.managers.io_struct import GenerateReqInput
@@ -20,7 +20,6 @@ from sglang.srt.parser.template_manager import TemplateManager
 from sglang.srt.runtime_context import publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from xgrammar import TokenizerInfo
 
@@ -28,7 +27,7 @@ from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine.sampling import GRAMMARS, violations
 from slipstream.rollout.gateway.serving.call import LiveCall
 from slipstream.rollout.gateway.serving.contents import Content, Form
-from slipstream.rollout.tokens.tokenizer import with_template_args
+from slipstream.rollout.tokens.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +96,8 @@ class StandIn:
         self.server_args = ServerArgs(**settings)
         publish(self.server_args, role="tokenizer")
         self.model = model
-        tokenizer: PreTrainedTokenizerBase = get_tokenizer(str(model.path))
-        self.tokenizer = with_template_args(tokenizer, model.template_args)
+        tokenizer = cast(Any, load_tokenizer(model.path, model.template_args))
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self.processor = None
         self.model_config = ModelFacts(model)
         self.model_path = str(model.path)

@@ -1,10 +1,16 @@
 """Tokenizers and processors of model folders."""
 
+from pathlib import Path
+
 
 def load_tokenizer(name_or_path: str, **kwargs):
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name_or_path, **kwargs)
+    from slipstream.rollout.tokens.tokenizer import restore
+
+    tokenizer = AutoTokenizer.from_pretrained(name_or_path, **kwargs)
+    restore(tokenizer, Path(name_or_path))
+    return tokenizer
 
 
 def load_processor(name_or_path: str, **kwargs):
