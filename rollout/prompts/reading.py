@@ -6,8 +6,8 @@ file ──► rows, one at a time ──► columns ──► filter ──► 
             └───────────────────────┴──────────────────────────┴──► problems: file, line, value, expectation
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from slipstream.configs.schema import PromptFile
 from slipstream.rollout.prompts.columns import ABSENT, RowReader, value_at
@@ -28,6 +28,8 @@ class Example:
 
     prompt: Prompt
     targets: tuple[str, ...]
+    fields: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Other fields of the message to learn, such as `reasoning_content`."""
 
 
 def read_prompts(file: PromptFile, checks: Sequence[Check] = ()) -> list[Prompt]:
@@ -60,7 +62,8 @@ def ends_with_answer(prompt: Prompt) -> str | None:
 def answered_chat(prompt: Prompt) -> Example:
     """Return a chat without its last message, and the text of that one to learn."""
     *asked, answer = prompt.messages()
-    return Example(replace(prompt, prompt=asked), (answer["content"],))
+    fields = {name: value for name, value in answer.items() if name not in ("role", "content")}
+    return Example(replace(prompt, prompt=asked), (answer["content"],), fields)
 
 
 def text_in(column: str) -> Check:

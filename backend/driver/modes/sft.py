@@ -42,6 +42,7 @@ from slipstream.backend.driver.start.run_folder import (
     write_recipe,
 )
 from slipstream.backend.driver.start.run_length import in_steps, length_note
+from slipstream.backend.driver.start.targets import NoTarget, answer_of, token_pair
 from slipstream.backend.driver.weights.checkpointing import NoHistory, TrainerCheckpoints
 from slipstream.backend.driver.weights.ranked_trainer import RankedTrainer
 from slipstream.backend.driver.weights.skipped import SkippedUpdateLimit, skipped_in
@@ -65,10 +66,10 @@ from slipstream.rollout.prompts import (
     checked_prompts,
     ends_with_answer,
     read_examples,
+    row_word,
 )
 from slipstream.rollout.system import plugins
 from slipstream.rollout.system.lines import read_lines
-from slipstream.rollout.tokens.trajectory import Prompt
 
 T = TypeVar("T")
 
@@ -293,10 +294,7 @@ class EncodedExamples:
     ) -> None:
         """``notes``: what the user is told of the model."""
         self.notes = notes
-        self._pairs = [
-            [_encoded(example.prompt, target, tokenizer) for target in example.targets]
-            for example in examples
-        ]
+        self._pairs = [_encoded(example, tokenizer) for example in examples]
         assert config.data is not None
         self._order = EpochOrder(len(examples), shuffle=config.data.shuffle, seed=config.run.seed)
 
@@ -372,9 +370,10 @@ def checked_examples(
     return read_examples(file, targets, example_checks(tokenizer, context, targets))
 
 
-def _encoded(prompt: Prompt, target: str, tokenizer: HfTokenizer) -> TokenPair:
-    """Return the prompt as a rollout sends it, and the target with the end token."""
-    prompt_ids = tokenizer.apply_chat_template(
-        prompt.messages(), add_generation_prompt=True, return_dict=False
-    )
-    return prompt_ids, [*tokenizer.encode(target, add_special_tokens=False), tokenizer.eos_token_id]
+def _encoded(example: Example, tokenizer: HfTokenizer) -> list[TokenPair]:
+    """Return the prompt as a rollout sends it, with each target as the chat template writes it."""
+    asked, place = example.prompt.messages(), example.prompt
+    try:
+        return [token_pair(tokenizer, asked, answer_of(text, example.fields)) for text in example.targets]
+    except NoTarget as error:
+        raise InputError(f"data.path: {place.file}, {row_word(place.file)} {place.line}: {error}") from None

@@ -14,6 +14,7 @@ from jinja2.exceptions import TemplateSyntaxError
 
 from slipstream.backend.driver.start.length_filter import rendered_ids, shape_of, text_bytes
 from slipstream.backend.driver.start.plugin_checks import is_user_code
+from slipstream.backend.driver.start.targets import target_check
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.prompts import Check, text_in
 from slipstream.rollout.prompts.chat import role_problem
@@ -79,7 +80,7 @@ def example_checks(
     checks = [text_in(column) for column in columns]
     if tokenizer is not None and tokenizer.chat_template:
         room = None if context is None else Room(context, f"the model has room for {context}")
-        checks.append(TemplateCheck(tokenizer, room, columns))
+        checks += [TemplateCheck(tokenizer, room, columns), target_check(tokenizer, columns)]
     return checks
 
 
