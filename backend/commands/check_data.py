@@ -7,7 +7,7 @@ from pathlib import Path
 from slipstream.backend.commands.check_tokenizer import tokenizer_findings
 from slipstream.backend.commands.prompt_survey import Survey
 from slipstream.backend.driver.modes.sft import checked_examples, reward_model_problems
-from slipstream.backend.driver.start.data_checks import template_problems
+from slipstream.backend.driver.start.data_checks import template_problems, writes_prompts
 from slipstream.backend.driver.start.inputs import (
     data_problems,
     named_files,
@@ -69,7 +69,8 @@ def check_inputs(config: RunConfig, supervised: Supervised | None = None) -> Che
     context = positions and served_length(positions, config.rollout.engine.args)
     for each in named_files(config):
         if _is_there(each.file.path):
-            survey = Survey(each.file.setting, tokenizer, config.rollout.reward)
+            writes, reward = writes_prompts(config), config.rollout.reward
+            survey = Survey(each.file.setting, tokenizer, reward, writes_prompts=writes)
             problems, notes = data_problems(each, tokenizer, context, survey.see)
             checked.problems += problems
             checked.notes += notes

@@ -36,8 +36,19 @@ SHOWN = 5
 class Survey:
     """Of one prompt file. ``see`` is called with each of its prompts."""
 
-    def __init__(self, setting: str, tokenizer: HfTokenizer | None, reward: PluginConfig | None) -> None:
-        """``setting``: names the file. ``reward``: compares with the labels; None: nothing does."""
+    def __init__(
+        self,
+        setting: str,
+        tokenizer: HfTokenizer | None,
+        reward: PluginConfig | None,
+        *,
+        writes_prompts: bool = True,
+    ) -> None:
+        """``setting``: names the file. ``reward``: compares with the labels; None: nothing does.
+        ``writes_prompts``: the chat template does, and no code of the user's."""
+        self._writes_prompts = writes_prompts
+        self._tools: int | None = None
+        """Number of the first prompt with a column of tools."""
         self.setting = setting
         self._tokenizer = tokenizer
         self._reward = reward
@@ -72,6 +83,8 @@ class Survey:
             for character in set("".join([*_texts(prompt.prompt), *targets])):
                 self._characters.setdefault(character, number)
         self._measure(prompt)
+        if self._tools is None and isinstance(prompt.metadata.get("tools"), list | str):
+            self._tools = number if prompt.metadata["tools"] else None
         if self._reward is not None:
             self._see_label(prompt)
 
@@ -91,6 +104,11 @@ class Survey:
         yield from self._equal_prompts()
         yield from self._unknown_characters()
         yield from self._unequal_labels()
+        if self._tools is not None and self._writes_prompts:
+            yield (
+                f"{self._place(self._tools)}: nothing writes the column `tools` into prompts: name tools in "
+                "the recipe (the workflow ToolUse), or write their schemas into the prompt"
+            )
 
     def shared_with(self, training: Iterable["Survey"]) -> Iterator[str]:
         """Yield what this held-out file has in common with files to train on."""

@@ -16,7 +16,7 @@ import msgspec
 
 from slipstream.configs.schema import ColumnsConfig, PromptFile
 from slipstream.configs.schema.data import template_parts
-from slipstream.rollout.prompts.chat import prompt_problem
+from slipstream.rollout.prompts.chat import prompt_problem, with_joined_parts
 from slipstream.rollout.prompts.rows import shown
 from slipstream.rollout.tokens.trajectory import Messages, Prompt
 
@@ -73,7 +73,7 @@ class RowReader:
             )
         prompt = self._at(columns, self._columns.prompt)
         if isinstance(prompt, list):
-            prompt = _without_nulls(cast("list[object]", prompt))
+            prompt = with_joined_parts(_without_nulls(cast("list[object]", prompt)))
         if (reason := prompt_problem(prompt)) is not None:
             raise _WrongRow(reason.replace("`prompt`", f"`{self._columns.prompt}`", 1))
         return cast("str | Messages", prompt)

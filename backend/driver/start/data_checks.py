@@ -14,10 +14,11 @@ from jinja2.exceptions import TemplateSyntaxError
 
 from slipstream.backend.driver.start.length_filter import rendered_ids, shape_of, text_bytes
 from slipstream.backend.driver.start.plugin_checks import is_user_code
+from slipstream.backend.driver.start.rendering import text_problem
 from slipstream.backend.driver.start.targets import target_check
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.prompts import Check, text_in
-from slipstream.rollout.prompts.chat import role_problem
+from slipstream.rollout.prompts.chat import content_problem, role_problem
 from slipstream.rollout.system import plugins
 from slipstream.rollout.tokens.tokenizer import HfTokenizer
 from slipstream.rollout.tokens.trajectory import Prompt
@@ -27,6 +28,9 @@ WRITES_PROMPTS = ("slipstream.rollout.workflow.SingleTurn", "slipstream.rollout.
 
 MOST_SHAPES = 500
 """Number of different orders of roles with which the chat template is tried."""
+
+MOST_RENDERED = 1000
+"""Number of prompts whose texts are looked for in what the template writes, beside one of each shape."""
 
 MOST_TOKENIZED = 8 << 20
 """Bytes of prompts that are tokenized to find their lengths. Beyond them only those that are surely too
@@ -80,7 +84,10 @@ def example_checks(
     checks = [text_in(column) for column in columns]
     if tokenizer is not None and tokenizer.chat_template:
         room = None if context is None else Room(context, f"the model has room for {context}")
-        checks += [TemplateCheck(tokenizer, room, columns), target_check(tokenizer, columns)]
+        checks += [
+            TemplateCheck(tokenizer, room, columns, is_answered=not columns),
+            target_check(tokenizer, columns),
+        ]
     return checks
 
 
@@ -134,8 +141,17 @@ def template_file_problems(config: RunConfig, tokenizer: HfTokenizer) -> list[st
 class TemplateCheck:
     """Writes prompts as a rollout sends them, and counts their tokens where they may be too many."""
 
-    def __init__(self, tokenizer: HfTokenizer, room: Room | None, columns: tuple[str, ...] = ()) -> None:
-        """``columns``: texts that follow on the prompt, the longest of which counts."""
+    def __init__(
+        self,
+        tokenizer: HfTokenizer,
+        room: Room | None,
+        columns: tuple[str, ...] = (),
+        *,
+        is_answered: bool = False,
+    ) -> None:
+        """``columns``: texts that follow on the prompt, the longest of which counts. ``is_answered``: the
+        last message is learned."""
+        self._is_answered = is_answered
         self._tokenizer = tokenizer
         self._room = room
         self._columns = columns
@@ -146,6 +162,7 @@ class TemplateCheck:
         )
         self._shapes: set[tuple[object, ...]] = set()
         self._tokenized = 0
+        self._rendered = 0
         template = str(tokenizer.chat_template)
         self._works = not template_problems(tokenizer)
         self._names_role: Callable[[str], bool] = lambda role: (
@@ -155,13 +172,17 @@ class TemplateCheck:
     def __call__(self, prompt: Prompt) -> str | None:
         """Return what is wrong with a prompt."""
         if isinstance(prompt.prompt, list):
+            if reason := content_problem(prompt.prompt, is_answered=self._is_answered):
+                return reason
             given = [str(message["role"]) for message in prompt.prompt]
             if reason := role_problem(prompt.prompt, [role for role in given if self._names_role(role)]):
                 return reason
         if not self._works:
             return None  # it is said once, and not of each prompt
         shape = shape_of(prompt)
-        if shape not in self._shapes and len(self._shapes) < MOST_SHAPES:
+        is_new = shape not in self._shapes and len(self._shapes) < MOST_SHAPES
+        self._rendered += 1
+        if is_new or self._rendered <= MOST_RENDERED:
             self._shapes.add(shape)
             if reason := self._template_problem(prompt):
                 return reason
@@ -170,6 +191,7 @@ class TemplateCheck:
     def _template_problem(self, prompt: Prompt) -> str | None:
         try:
             ids = rendered_ids(self._tokenizer, prompt)
+            problem = text_problem(self._tokenizer, prompt.messages())
         except TemplateError as error:
             roles = ", ".join(str(message["role"]) for message in prompt.messages())
             return (
@@ -182,7 +204,7 @@ class TemplateCheck:
             return (
                 f"`prompt`: the chat template fails with the roles {roles}: {type(error).__name__}: {error}"
             )
-        return None if ids else "`prompt`: the chat template makes no token of it"
+        return problem if ids else "`prompt`: the chat template makes no token of it"
 
     def _length_problem(self, prompt: Prompt) -> str | None:
         if self._room is None:

@@ -11,6 +11,7 @@ close the block itself.
 
 from collections.abc import Mapping, Sequence
 
+from slipstream.backend.driver.start.rendering import shared_length
 from slipstream.rollout.prompts import Check
 from slipstream.rollout.prompts.reading import value_at
 from slipstream.rollout.tokens.tokenizer import HfTokenizer
@@ -88,8 +89,7 @@ def _target(tokenizer: HfTokenizer, prompt: str, asked: Messages, answer: Mappin
         target = _until_end(whole[len(prompt) :], content, end)
         _refuse_loss(target, answer)
         return target
-    pairs = enumerate(zip(prompt, whole, strict=False))
-    shared = next((place for place, (one, other) in pairs if one != other), len(whole))
+    shared = shared_length(prompt, whole)
     opened, written = prompt[shared:], whole[shared:]
     if CLOSE in opened and CLOSE not in content:  # the prompt closes an empty block, which no chat has
         target = _until_end(written, content, end)
