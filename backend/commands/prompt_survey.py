@@ -188,7 +188,7 @@ class Survey:
             reason = (
                 f"a response is a text, and never equals it unless {self._reward.path} converts one of them"
             )
-        elif isinstance(label, bool | float):
+        elif isinstance(label, bool) or (isinstance(label, float) and not label.is_integer()):
             odd, reason = "number", f"{self._reward.path} compares with the text {str(label)!r}"
         if odd and odd not in self._odd_labels:
             place = f"{prompt.file}, {row_word(prompt.file)} {prompt.line}"

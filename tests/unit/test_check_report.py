@@ -1,8 +1,10 @@
 """What ``slipstream check`` says of a recipe that nothing is wrong with; all that is wrong in one round."""
 
+import asyncio
 import json
 from pathlib import Path
 from textwrap import dedent
+from typing import cast
 
 import pytest
 from typer.testing import CliRunner
@@ -15,6 +17,8 @@ from slipstream.backend.simulate.advice import advise
 from slipstream.backend.simulate.derived import busy_seconds
 from slipstream.backend.simulate.gpu_split import layout_of
 from slipstream.configs.load import load_recipe
+from slipstream.rollout.reward import Exact
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
 from tests.environment import ROOT
 from tests.models import make_checkpoint
 
@@ -82,7 +86,7 @@ UNINTENDED = {
         "line 31 to line 5",
     ),
     "a character without a token": (changed(3, prompt="a1€2"), "the tokenizer has no tokens for €", "line 4"),
-    "a number compared as a text": (changed(6, label=7.0), "compares with the text '7.0'", "line 7"),
+    "a number compared as a text": (changed(6, label=7.5), "compares with the text '7.5'", "line 7"),
     "an empty label": (changed(8, label=" "), "it is an empty text", "line 9"),
     "labels of two kinds": (changed(8, label=3), "39 texts, 1 numbers", "several kinds"),
     "few prompts": (ROWS[:3], "3 prompts for batches of 16", "more than once"),
@@ -110,6 +114,15 @@ def test_held_out_prompts_that_are_trained_on_are_told_with_both_places(tmp_path
 def test_a_label_that_is_not_a_number_is_an_error_where_a_reward_compares_it(tmp_path: Path, model: Path):
     with pytest.raises(WrongInput, match="line 7: `label`: it has the label nan, expected a value"):
         warnings(tmp_path, model, changed(6, label=float("nan")))
+
+
+def test_a_whole_number_with_a_point_is_no_warning_as_rewards_take_it_with_and_without_one(
+    tmp_path: Path, model: Path
+):
+    """Pandas writes whole numbers so, in a column with a null."""
+    assert not warnings(tmp_path, model, [{**row, "label": float(row["label"])} for row in ROWS])
+    answered = asyncio.run(Exact().score(Prompt(0, "?", 7.0), "7", cast("Trajectory", None)))
+    assert answered == 1
 
 
 def test_numbers_as_labels_are_a_warning_for_a_reward_of_the_users(

@@ -70,6 +70,24 @@ CASES = (
         "chat template",
         message={"role": "environment", "content": "?"},
     ),
+    _chat(
+        "a chat that ends with an answer",
+        "the last message is of the assistant",
+        "open another answer",
+        message={"role": "assistant", "content": "2"},
+    ),
+    _chat(
+        "a part that is no text",
+        "parts of the types image",
+        "expected text alone",
+        message={"role": "user", "content": [{"type": "image", "image": "a.png"}]},
+    ),
+    _row(
+        "the JSON text of a chat",
+        "`prompt` is the JSON text of a chat",
+        "json.loads",
+        prompt=json.dumps([USER]),
+    ),
     _row("no label", "`label`: it has no label to compare with", "FinalAnswer", label=...),
     _row("null for a label", "`label`: it has no label to compare with", label=None),
     WrongInput(
