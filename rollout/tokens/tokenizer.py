@@ -99,7 +99,7 @@ def restore(tokenizer: Any, folder: Path) -> None:
     if type(tokenizer).__name__ not in ("TokenizersBackend", "PreTrainedTokenizerFast"):
         raw = raw_tokenizer(folder)
         for part in _PARTS:
-            if _state(getattr(raw, part)) != _state(getattr(backend, part)):
+            if _state(part, getattr(raw, part)) != _state(part, getattr(backend, part)):
                 setattr(backend, part, getattr(raw, part))
                 restored.append(part)
         if _model_state(raw.model) != _model_state(backend.model):
@@ -118,12 +118,21 @@ def raw_tokenizer(folder: Path) -> Any:
     return raw
 
 
-def _state(part: Any) -> object:
-    return None if part is None else part.__getstate__()
+def _state(name: str, part: Any) -> object:
+    """Return the settings of a part that have an effect on ids or texts."""
+    if part is None:
+        return None
+    if name == "decoder" and type(part).__name__ == "ByteLevel":
+        return "bytes, whatever the settings"
+    return json.loads(part.__getstate__(), object_hook=_without_offsets)
+
+
+def _without_offsets(settings: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in settings.items() if name != "trim_offsets"}
 
 
 def _model_state(model: Any) -> tuple[object, ...]:
-    return (type(model).__name__, *(getattr(model, name, None) for name in _MODEL_SETTINGS))
+    return (type(model).__name__, *(getattr(model, name, None) or None for name in _MODEL_SETTINGS))
 
 
 def _restore_begin_token(tokenizer: Any, folder: Path) -> None:

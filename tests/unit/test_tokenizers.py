@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from slipstream.backend.commands.check_tokenizer import TEXTS, tokenizer_findings
 from slipstream.rollout.tokens.tokenizer import load_tokenizer, raw_tokenizer
@@ -98,6 +99,21 @@ def test_ids_and_texts_are_those_of_the_file(file: str, name: str | None, model:
         assert tokenizer.encode(text, add_special_tokens=False) == ids
         assert tokenizer.decode(ids) == raw.decode(ids, skip_special_tokens=False)
     assert tokenizer_findings(folder, tokenizer, None) == ([], [])
+
+
+def test_settings_without_effect_are_not_restored(tmp_path: Path):
+    """Qwen's files differ from its class in them, and SGLang needs not be asked."""
+    settings = {"tokenizer_class": "Qwen2TokenizerFast", "eos_token": "<|endoftext|>"}
+    raw = Tokenizer(models.BPE(continuing_subword_prefix="", end_of_word_suffix=""))
+    raw.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated")
+    level = pre_tokenizers.ByteLevel(False, trim_offsets=False, use_regex=False)
+    raw.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    content = json.loads(trained(raw, alphabet=pre_tokenizers.ByteLevel.alphabet()).to_str())
+    content["decoder"] = content["pre_tokenizer"]["pretokenizers"][1]
+    folder_of(tmp_path, Tokenizer.from_str(json.dumps(content)), None, "qwen3")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(tmp_path).restored == []
 
 
 def test_a_class_that_reads_otherwise_is_refused_with_the_text(tmp_path: Path):

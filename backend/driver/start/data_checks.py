@@ -184,13 +184,13 @@ class TemplateCheck:
         self._rendered += 1
         if is_new or self._rendered <= MOST_RENDERED:
             self._shapes.add(shape)
-            if reason := self._template_problem(prompt):
+            if reason := self._template_problem(prompt, is_new):
                 return reason
         return self._length_problem(prompt)
 
-    def _template_problem(self, prompt: Prompt) -> str | None:
+    def _template_problem(self, prompt: Prompt, is_new: bool) -> str | None:
         try:
-            ids = rendered_ids(self._tokenizer, prompt)
+            is_empty = is_new and not rendered_ids(self._tokenizer, prompt)
             problem = text_problem(self._tokenizer, prompt.messages())
         except TemplateError as error:
             roles = ", ".join(str(message["role"]) for message in prompt.messages())
@@ -204,7 +204,7 @@ class TemplateCheck:
             return (
                 f"`prompt`: the chat template fails with the roles {roles}: {type(error).__name__}: {error}"
             )
-        return problem if ids else "`prompt`: the chat template makes no token of it"
+        return "`prompt`: the chat template makes no token of it" if is_empty else problem
 
     def _length_problem(self, prompt: Prompt) -> str | None:
         if self._room is None:

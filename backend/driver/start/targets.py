@@ -34,8 +34,7 @@ def token_pair(
 
     Raises NoTarget, and whatever the template raises.
     """
-    prompt = _rendered(tokenizer, asked, add_generation_prompt=True)
-    target = _target(tokenizer, prompt, asked, answer)
+    prompt, target = text_pair(tokenizer, asked, answer)
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
     ids = tokenizer.encode(prompt + target, add_special_tokens=False)
     if ids[: len(prompt_ids)] == prompt_ids:
@@ -45,6 +44,12 @@ def token_pair(
     if target_ids[-1:] != [tokenizer.eos_token_id]:
         target_ids.append(tokenizer.eos_token_id)
     return prompt_ids, target_ids
+
+
+def text_pair(tokenizer: HfTokenizer, asked: Messages, answer: Mapping[str, object]) -> tuple[str, str]:
+    """Return a chat as a rollout sends it, and the message to learn. Raises as ``token_pair`` does."""
+    prompt = _rendered(tokenizer, asked, add_generation_prompt=True)
+    return prompt, _target(tokenizer, prompt, asked, answer)
 
 
 def answer_of(text: str, fields: Mapping[str, object] | None = None) -> dict[str, object]:
@@ -67,7 +72,7 @@ def target_check(tokenizer: HfTokenizer, columns: Sequence[str]) -> Check:
             return None
         for name, answer in answers:
             try:
-                token_pair(tokenizer, prompt.messages() if columns else asked, answer)
+                text_pair(tokenizer, prompt.messages() if columns else asked, answer)
             except NoTarget as error:
                 return f"{name}: {error}"
             except Exception as error:  # the template is code of the model's
