@@ -11,6 +11,7 @@ from slipstream.rollout.gateway.sessions.placing import SessionLimits
 from slipstream.rollout.gateway.sessions.sessions import Sessions
 from slipstream.rollout.gateway.spec import GatewaySurroundings
 from slipstream.rollout.system.key import Application
+from slipstream.rollout.system.steady_clock import steady_s
 from slipstream.rollout.tokens.turn_entries import Entry
 
 
@@ -47,6 +48,7 @@ def build(surroundings: GatewaySurroundings) -> ServedSessions:
     )
     if entries := sessions.restore(surroundings.retained):
         journal.append(entries)
+    sessions.rest_from(steady_s())
     model = served_model(
         config.model,
         name=gateway.served_model_name or config.run.name,

@@ -69,7 +69,7 @@ class Arrival:
     retries: int
     """How often the client says that it has sent this request before (``x-stainless-retry-count``)."""
     arrived_s: float
-    """Seconds since the epoch at which the request arrived."""
+    """When the request arrived, by the clock by which sessions rest (``steady_s``)."""
     request: str = ""
     """Id of the request, which its answer is named after."""
     previous: str = ""
@@ -110,7 +110,7 @@ class Answer:
     cancelled: bool
     """The client has gone before the end."""
     ended_s: float = field(default=0.0)
-    """Seconds since the epoch."""
+    """By the same clock as ``Arrival.arrived_s``."""
     exchange: bytes = b""
     """JSON to be kept with the turn, so that later requests can name the answer; empty: they cannot."""
 

@@ -17,7 +17,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 
@@ -45,6 +44,7 @@ from slipstream.rollout.gateway.spec import Build, GatewaySpec, GatewaySurroundi
 from slipstream.rollout.live.driver_address import DriverAddress
 from slipstream.rollout.system.garbage import keep_few_heaps, kept_for_good, look_seldom_for_garbage
 from slipstream.rollout.system.key import Application, Key
+from slipstream.rollout.system.steady_clock import steady_s
 from slipstream.rollout.tokens.turn_entries import Entry
 
 log = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ class _Process:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            entries = self._served.sweep(time.time())
+            entries = self._served.sweep(steady_s())
             if entries:
                 self._journal.append(entries)
 

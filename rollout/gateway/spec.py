@@ -90,7 +90,7 @@ class Served(Protocol):
         ...
 
     def sweep(self, now_s: float) -> Sequence[Entry]:
-        """End the sessions that have rested for too long."""
+        """End the sessions that have rested for too long. ``now_s``: by ``steady_s``."""
         ...
 
     def forget(self, session: str | None, key: str | None) -> Sequence[Entry]:

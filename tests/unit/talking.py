@@ -133,6 +133,7 @@ class Gateway:
         """Kill the process and start it again."""
         self.sessions = self.made()
         self.append(self.sessions.restore(list(enumerate(self.journal, 1))))
+        self.sessions.rest_from(self.now)
 
     def append(self, entries: Sequence[Entry]) -> list[int]:
         self.journal += entries

@@ -1,6 +1,7 @@
 """Sessions: naming by history, prompts that continue, branches, next states, retries, ends and limits."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from slipstream.rollout.gateway.conversations import (
 )
 from slipstream.rollout.gateway.sessions.placing import SessionLimits
 from slipstream.rollout.gateway.source import Finished
+from slipstream.rollout.system.steady_clock import steady_s
 from slipstream.rollout.tokens.record import decode_chunks
 from slipstream.rollout.tokens.trajectory import Finish
 from slipstream.rollout.tokens.turn_entries import Forgotten, SessionEnd, Turn, TurnType, UserReward
@@ -601,6 +603,29 @@ def test_a_session_ends_when_it_has_been_idle_but_not_while_it_runs(gateway):
     assert ends(gateway) == [SessionEnd("s", "key")]
     assert gateway.sessions.sessions == 1 and gateway.sessions.counters.ended == {"idle": 1}
     gateway.end(running, ODD)
+
+
+@pytest.mark.parametrize("set_by_s", [-1e6, 1e6])
+def test_a_session_rests_as_long_as_time_passes_however_the_wall_clock_is_set(set_by_s, monkeypatch, gateway):
+    wall_s, passed_s = [time.time()], [time.monotonic()]
+    monkeypatch.setattr(time, "time", lambda: wall_s[0])
+    monkeypatch.setattr(time, "monotonic", lambda: passed_s[0])
+    gateway.now = steady_s()
+    gateway.talk([user("hi")], ODD, session="s")
+    wall_s[0] += set_by_s
+    passed_s[0] += 1790
+    assert not gateway.sessions.sweep(steady_s())
+    passed_s[0] += 20
+    assert gateway.sessions.sweep(steady_s()) == [SessionEnd("s", "key")]
+
+
+@pytest.mark.parametrize("set_by_s", [-1e6, 1e6])
+def test_a_restart_begins_the_rest_of_sessions_anew_whatever_the_clock_of_the_journal_was(gateway, set_by_s):
+    gateway.talk([user("hi")], ODD, session="s")
+    gateway.now += set_by_s
+    gateway.restart()
+    assert not gateway.sessions.sweep(gateway.now + 1799)
+    assert gateway.sessions.sweep(gateway.now + 1801) == [SessionEnd("s", "key")]
 
 
 def test_rewards_name_turns_by_their_place_in_the_session(gateway):

@@ -27,6 +27,7 @@ from slipstream.rollout.gateway.serving.metrics import ServingMetrics
 from slipstream.rollout.gateway.serving.replies import ClientGone, EventStream, Result, unless_disconnected
 from slipstream.rollout.gateway.serving.schema import Endpoint
 from slipstream.rollout.gateway.source import TokenSource
+from slipstream.rollout.system.steady_clock import steady_s
 
 
 def arrival_of(
@@ -81,7 +82,7 @@ class RequestHandler:
         limits: LimitsConfig,
         metrics: ServingMetrics,
         record_reward: Callable[[User, str, float, int | None], None],
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady_s,
         log_content: bool = False,
         aborts_all: bool = False,
     ) -> None:

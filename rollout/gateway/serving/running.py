@@ -9,7 +9,6 @@ cancelled, and recorded as that.
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from slipstream.rollout.gateway.source import (
     TokenSource,
 )
 from slipstream.rollout.system.changes import Changes
+from slipstream.rollout.system.steady_clock import steady_s
 from slipstream.rollout.tokens.trajectory import Finish
 from slipstream.rollout.tokens.turn_entries import Entry
 
@@ -258,7 +258,7 @@ class RunningTurns:
         conversations: Conversations,
         entries: EntryLog,
         *,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady_s,
     ) -> None:
         self._source = source
         self._conversations = conversations

@@ -95,6 +95,11 @@ class SessionTable:
             else:
                 table.pop(identity, None)
 
+    def rest_from(self, now_s: float) -> None:
+        """Take all sessions for used at this time. Their order stays."""
+        for session in self._sessions.values():
+            session.used_s = now_s
+
     def shrink(self) -> list[SessionState]:
         """Clear sessions until they fit into memory; return those that have ended by it."""
         excess = self.size - self._limits.size

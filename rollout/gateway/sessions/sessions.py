@@ -226,6 +226,10 @@ class Sessions:
             self._shrink()
         return self._leave()
 
+    def rest_from(self, now_s: float) -> None:
+        """Let the rests of all sessions begin now: their times are those of another process's clock."""
+        self._table.rest_from(now_s)
+
     def _session(self, arrival: Arrival, marks: Sequence[Mark]) -> SessionState:
         """Return the session of a request; a new one is not in the table yet."""
         key = arrival.user.name

@@ -96,7 +96,7 @@ class SessionState:
     key: str
     name: str
     used_s: float
-    """Seconds since the epoch of the last request or answer."""
+    """When the last request came or the last answer ended, by the process's steady clock."""
     nodes: dict[bytes, MessageNode] = field(default_factory=dict[bytes, MessageNode])
     """Messages by the digest of their history."""
     turns: list[ChainTurn] = field(default_factory=list[ChainTurn])
