@@ -41,6 +41,9 @@ _WITH_FLAGS = {
 _CALL_END = "<|call|>"
 """End token of gpt-oss that is a part of the call before it: its parsers find no call without it."""
 
+END_OF_REASONING = "</think>"
+"""Ends the reasoning of an answer, in the formats of most models."""
+
 
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that workflows use."""

@@ -207,6 +207,7 @@ def test_sglang_is_imported_only_where_its_server_is_launched_or_its_endpoints_a
         "slipstream.rollout.engine.adapters",
         "slipstream.rollout.engine.cpu",
         "slipstream.rollout.engine.dead_ends",
+        "slipstream.rollout.engine.whole_calls",
         "slipstream.rollout.workflow.environment.tools",
     }
 

@@ -22,7 +22,7 @@ from openai_harmony import Message
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 from sglang.srt.entrypoints.harmony_utils import parse_response_input
-from sglang.srt.entrypoints.openai import serving_chat
+from sglang.srt.entrypoints.openai import serving_chat, serving_responses
 from sglang.srt.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -39,6 +39,7 @@ from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompl
 from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from slipstream.rollout.engine.whole_calls import WholeCalls
 from slipstream.rollout.gateway.conversations import Arrival, ChatMessage
 from slipstream.rollout.gateway.serving.call import LiveCall
 from slipstream.rollout.gateway.serving.limits import Refusal
@@ -71,6 +72,7 @@ def _let_calls_be_repeated() -> None:
 
 
 _let_calls_be_repeated()
+serving_chat.FunctionCallParser = serving_responses.FunctionCallParser = WholeCalls
 
 
 @dataclass(frozen=True)
@@ -308,6 +310,22 @@ class Chat(Chatting):
                 elif event.startswith(DATA):
                     collected.add(orjson.loads(event[len(DATA) :]))
                 yield event
+
+    async def _process_tool_call_stream(
+        self,
+        index: int,
+        delta: str,
+        parser_dict: dict[int, Any],
+        content: dict[str, Any],
+        *args: Any,
+        **more: Any,
+    ) -> AsyncGenerator[str]:
+        finish = content["meta_info"]["finish_reason"]
+        if index in parser_dict and finish is not None and finish["type"] == "length":
+            parser_dict[index].is_cut_off = True
+        events = super()._process_tool_call_stream(index, delta, parser_dict, content, *args, **more)
+        async for event in events:
+            yield event
 
     async def _handle_non_streaming_request(
         self, adapted_request: GenerateReqInput, request: ChatCompletionRequest, raw_request: object

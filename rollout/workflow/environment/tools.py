@@ -12,13 +12,15 @@ import inspect
 import json
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, cast, get_type_hints
+from contextlib import suppress
+from typing import Any, get_type_hints
 
 from pydantic import ValidationError, create_model
 from pydantic.fields import FieldInfo
 
 from slipstream.rollout.engine.server_process import importing_sglang
 from slipstream.rollout.system import plugins
+from slipstream.rollout.tokens.tokenizer import END_OF_REASONING
 from slipstream.rollout.tokens.trajectory import Finish, Messages, Prompt
 from slipstream.rollout.workflow.environment.contract import Action, Step
 
@@ -32,80 +34,49 @@ PartsParser = Callable[[str], tuple[str, str]]
 _IMPORTING = threading.Lock()
 """Environments ask for parsers in threads. Each import puts the process's variables back as it found them."""
 
-
 HARMONY = "gpt-oss"
 """SGLang's name for the format of gpt-oss, with channels: of its parsers of calls and of reasoning."""
-_ANSWERS = "<|start|>assistant"
-"""End of a prompt in that format. Its parser finds no call that begins an answer without it."""
-_END_OF_REASONING = "</think>"
 
 
 def call_parser(name: str, tools: Sequence[Mapping[str, object]]) -> CallParser:
     """Return SGLang's parser of this name. Raises ValueError for a name that it does not have."""
     with _IMPORTING, importing_sglang():
         from sglang.srt.entrypoints.openai.protocol import Tool  # pyright: ignore[reportMissingTypeStubs]
-        from sglang.srt.environ import envs  # pyright: ignore[reportMissingTypeStubs]
-        from sglang.srt.function_call.function_call_parser import (  # pyright: ignore[reportMissingTypeStubs]
-            FunctionCallParser,
-        )
 
-    known = FunctionCallParser.ToolCallParserEnum
+        from slipstream.rollout.engine.whole_calls import WholeCalls
+
+    known = WholeCalls.ToolCallParserEnum
     if name not in known:
         raise ValueError(f"there is no parser of tool calls {name!r}; SGLang has {', '.join(sorted(known))}")
     described = [Tool.model_validate(tool) for tool in tools]
 
     def calls_of(text: str) -> Sequence[tuple[str, str]]:
-        parser = FunctionCallParser(described, name)
-        written = _ANSWERS + text if name == HARMONY else text
-        with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):
-            _, read = parser.parse_non_stream(written)
-        calls = [(call.name, call.parameters) for call in read if call.name]
-        unread = _begun(parser.detector, written) - len(calls)
-        return [*calls, *[("", "")] * unread]
+        _, read, unread = WholeCalls(described, name).read(text)
+        return [*((call.name or "", call.parameters) for call in read), *[("", "")] * unread]
 
     return calls_of
-
-
-def _begun(detector: Any, text: str) -> int:
-    """Return the least number of calls that an answer has begun. Several may follow one mark."""
-    if not detector.has_tool_call(text) or _is_json(text):  # a parser may take any JSON for a call
-        return 0
-    said = text.rpartition(_END_OF_REASONING)[2]
-    if isinstance(detector.bot_token, str) and detector.bot_token and not text.startswith(_ANSWERS):
-        return said.count(detector.bot_token)
-    return 1
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 def parts_parser(name: str, tools: Sequence[Mapping[str, object]]) -> PartsParser:
     """Return SGLang's parsers of reasoning and of calls, by the name of the one for calls."""
     with _IMPORTING, importing_sglang():
         from sglang.srt.entrypoints.openai.protocol import Tool  # pyright: ignore[reportMissingTypeStubs]
-        from sglang.srt.function_call.function_call_parser import (  # pyright: ignore[reportMissingTypeStubs]
-            FunctionCallParser,
-        )
         from sglang.srt.parser.reasoning_parser import (  # pyright: ignore[reportMissingTypeStubs]
             ReasoningParser,
         )
+
+        from slipstream.rollout.engine.whole_calls import WholeCalls
 
     described = [Tool.model_validate(tool) for tool in tools]
 
     def parts_of(text: str) -> tuple[str, str]:
         reasoning, said = "", text
-        if name == HARMONY or _END_OF_REASONING in text:
+        if name == HARMONY or END_OF_REASONING in text:
             # This one also reads a reasoning that the prompt has begun.
             kind = HARMONY if name == HARMONY else "deepseek-r1"
             read = ReasoningParser(model_type=kind).parse_non_stream(text)
             reasoning, said = read[0] or "", read[1] or ""
-        content, _ = FunctionCallParser(described, name).parse_non_stream(said)
-        return reasoning, content
+        return reasoning, WholeCalls(described, name).read(said)[0]
 
     return parts_of
 
@@ -214,19 +185,17 @@ class _Reader:
         assert self._parser is not None, "no episode has begun"
         return self._parser(text)
 
-    def message(self, text: str, calls: Sequence[tuple[str, str, str]]) -> dict[str, object] | None:
-        """Return an answer as a message. ``calls``: (id, name, arguments as JSON) of each. None: the
-        arguments of a call are no object."""
+    def message(self, text: str, calls: Sequence[tuple[str, str, str]]) -> dict[str, object]:
+        """Return an answer as a message. ``calls``: (id, name, arguments as JSON) of each. Arguments that
+        are no object stay as they were written."""
         assert self._parts is not None, "no episode has begun"
         written: list[dict[str, object]] = []
         for number, name, arguments in calls:
-            try:
-                given: object = json.loads(arguments or "{}")
-            except ValueError:
-                return None
-            if not isinstance(given, dict):
-                return None
-            function = {"name": name, "arguments": cast("dict[str, object]", given)}
+            given: object = arguments
+            with suppress(ValueError):
+                given = json.loads(arguments or "{}")
+            is_object = isinstance(given, dict)
+            function: dict[str, object] = {"name": name, "arguments": given if is_object else arguments}
             written.append({"id": number, "type": "function", "function": function})
         return answer_message(*self._parts(text), written)
 
