@@ -18,11 +18,22 @@ from sglang.srt.environ import envs
 from sglang.srt.function_call.core_types import ToolCallItem
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.function_call.gpt_oss_detector import GptOssDetector
+from sglang.srt.function_call.mistral_detector import MistralDetector
 
 from slipstream.rollout.tokens.tokenizer import END_OF_REASONING
 
 _PROMPT_END = "<|start|>assistant"
 """End of a prompt of gpt-oss. Its parser finds no call that begins an answer without it."""
+
+_HARMONY_HEAD = re.compile(
+    r"<\|start\|>assistant(?:<\|channel\|>\w+)? ?(to=[\w.-]+) ?(?:<\|channel\|>\w+)? ?"
+    r"(?:<\|constrain\|>)? ?\w*<\|message\|>"
+)
+_READ_HEAD = r"<|start|>assistant<|channel|>commentary \1 <|constrain|>json<|message|>"
+"""Head of a call of gpt-oss as its policy or its chat template writes it, and as SGLang's parser reads it."""
+
+_MISTRAL_ID = re.compile(r"\[CALL_ID\][A-Za-z0-9]*(?=\[ARGS\])")
+"""The id of a call, of which SGLang's parser of Mistral knows nothing."""
 
 _HARMONY_CALL = re.compile(
     r"to=(?:functions\.)?([\w.-]+)(?:(?!<\|message\|>).)*<\|message\|>(.*?)(?=<\|call\|>|<\|start\|>|$)",
@@ -84,10 +95,16 @@ class WholeCalls(FunctionCallParser):
         return (full_text, []) if unread else (said, calls)
 
     def parse_stream_chunk(self, chunk_text: str) -> tuple[str, list[ToolCallItem]]:
-        with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):
-            said, calls = super().parse_stream_chunk(chunk_text)
+        try:
+            with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):
+                said, calls = super().parse_stream_chunk(chunk_text)
+        except Exception:  # as in ``read``
+            said, calls = "", []
         self._text += chunk_text
         self._calls += calls
+        pending = self._text[self._sent :]
+        if said and not (self._is_harmony or self.detector._buffer or pending.startswith(said)):
+            said = pending  # the parser has taken marks of calls out of a text without a call
         if self._calls or self._waiting or (said and self._has_mark(len(chunk_text))):
             self._waiting += said
             return "", []
@@ -108,20 +125,35 @@ class WholeCalls(FunctionCallParser):
         return rest, [call.model_copy(update={"tool_index": at}) for at, call in enumerate(read)]
 
     def _written(self, text: str) -> str:
-        return _PROMPT_END + text if self._is_harmony and not text.startswith(_PROMPT_END) else text
+        """Return an answer in the one of several forms of its format that SGLang's parser reads."""
+        if self._is_harmony:
+            return _HARMONY_HEAD.sub(_READ_HEAD, text if text.startswith(_PROMPT_END) else _PROMPT_END + text)
+        if isinstance(self.detector, MistralDetector):  # the space is there or not, as the tokenizer has it
+            return _MISTRAL_ID.sub("", text).replace("[TOOL_CALLS][", "[TOOL_CALLS] [")
+        return text
 
     def _begun(self, text: str) -> int:
         """Return the least number of calls that an answer has begun. Several may follow one mark."""
-        said, mark = text.rpartition(END_OF_REASONING)[2], self.detector.bot_token
-        if isinstance(mark, str) and mark and not self._is_harmony:
-            return said.count(mark.split()[0])  # some marks end with the blanks or brackets of a right call
+        if self._mark:
+            return text.rpartition(END_OF_REASONING)[2].count(self._mark)
+        if self._is_harmony:
+            return len(_HARMONY_CALL.findall(text))
         # A parser without a mark may take any JSON for a call.
         return int(self.detector.has_tool_call(text) and not _is_json(text))
 
     def _has_mark(self, new: int) -> bool:
         """True if a call has begun by the last ``new`` characters of the stream."""
+        mark = self._mark
+        return bool(mark) and mark in self._text[-new - len(mark) :]
+
+    @property
+    def _mark(self) -> str:
+        """The mark that begins calls, without the blanks and brackets of a right call; empty: there is none.
+
+        That of gpt-oss is the head of each message beside the first.
+        """
         mark = self.detector.bot_token
-        return isinstance(mark, str) and bool(mark) and mark in self._text[-new - len(mark) :]
+        return mark.split()[0] if isinstance(mark, str) and mark and not self._is_harmony else ""
 
     def _with_rest(self, said: str, text: str) -> str:
         """Return the text beside the calls with the text after them, which some of SGLang's parsers leave

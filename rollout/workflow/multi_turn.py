@@ -23,6 +23,7 @@ from slipstream.rollout.workflow.environment.tools import (
     ToolEnvironment,
     answer_message,
     parts_parser,
+    ways_to_write,
 )
 from slipstream.rollout.workflow.limited import OnLimit, limited, wrong_on_limit
 
@@ -133,12 +134,11 @@ async def _continued(dialogue: Dialogue, messages: Messages, action: Action, ste
     if apart is None and CHANNEL in action.text:
         parts = await asyncio.to_thread(parts_parser, HARMONY, ())
         apart = answer_message(*parts(action.text))
-    text: dict[str, Any] = {"role": "assistant", "content": action.text}
     if apart is None:
-        return [*messages, text, *step.messages]
+        return [*messages, {"role": "assistant", "content": action.text}, *step.messages]
     written: list[Messages] = []
     failure: Exception | None = None
-    for answer in (dict(apart), text):
+    for answer in ways_to_write(apart, action.text):
         conversation = [*messages, answer, *step.messages]
         try:
             if dialogue.is_continued_by(conversation):

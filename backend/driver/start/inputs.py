@@ -15,6 +15,7 @@ from slipstream.backend.driver.start.engine_model import engine_problems
 from slipstream.backend.driver.start.length_filter import LengthFilter
 from slipstream.backend.driver.start.plugin_checks import model_of
 from slipstream.backend.driver.start.plugin_process import imported_plugin_problems
+from slipstream.backend.driver.start.tool_checks import tool_problems
 from slipstream.backend.trainer.engine_checkpoint import EngineCheckpoint, engine_model_of
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel, read_config
@@ -251,7 +252,11 @@ def problems_in(setting: str, rows: Iterable[object]) -> list[str]:
 def tokenizer_problems(config: RunConfig, tokenizer: HfTokenizer) -> list[str]:
     """Return what is wrong with the chat templates that the recipe uses."""
     own = template_problems(tokenizer) if writes_prompts(config) and named_files(config) else []
-    return [*(f"model.path: {reason}" for reason in own), *template_file_problems(config, tokenizer)]
+    return [
+        *(f"model.path: {reason}" for reason in own),
+        *([] if own else tool_problems(config, tokenizer)),
+        *template_file_problems(config, tokenizer),
+    ]
 
 
 def checkpoint_problems(config: RunConfig, settings: Iterable[str]) -> list[str]:

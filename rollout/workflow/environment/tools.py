@@ -10,10 +10,11 @@ import asyncio
 import copy
 import inspect
 import json
+import re
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from pydantic import ValidationError, create_model
 from pydantic.fields import FieldInfo
@@ -94,6 +95,20 @@ def answer_message(
     return message
 
 
+def ways_to_write(answer: Mapping[str, object], text: str) -> list[dict[str, Any]]:
+    """Return an answer in the ways in which one chat template or another repeats what was sampled: calls
+    apart, with their arguments as objects or as JSON, and all of it as a text."""
+    apart = dict(answer)
+    calls = cast("Sequence[Mapping[str, Any]]", apart.get("tool_calls", ()))
+    functions = [dict(call["function"]) for call in calls]
+    for function in functions:
+        if isinstance(function["arguments"], dict):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    spelled = [{**call, "function": function} for call, function in zip(calls, functions, strict=True)]
+    as_json = [{**apart, "tool_calls": spelled}] if spelled else []
+    return [apart, *as_json, {"role": "assistant", "content": text}]
+
+
 Function = Callable[..., Awaitable[object]]
 
 
@@ -165,6 +180,13 @@ def _fields(path: str, function: Function) -> dict[str, Any]:
     return fields
 
 
+_WRITTEN_IDS = {
+    "mistral": re.compile(r'(?:"id": ?"|\[CALL_ID\])([A-Za-z0-9]{9})(?="|\[ARGS\])'),
+    "kimi_k2": re.compile(r"<\|tool_call_begin\|>\s*(\S+?)\s*<\|tool_call_argument_begin\|>"),
+}
+"""The ids in the calls of an answer, by the parser: their policies write them, and their templates too."""
+
+
 class _Reader:
     """Reads calls. The parser is made for the first episode, so that the driver imports no SGLang."""
 
@@ -184,6 +206,13 @@ class _Reader:
         """Return (name, arguments as JSON) of each call; ("", "") for each that cannot be read."""
         assert self._parser is not None, "no episode has begun"
         return self._parser(text)
+
+    def numbers(self, text: str, first: int, count: int) -> list[str]:
+        """Return the ids of the calls of an answer, the ``first`` and those after it of the episode."""
+        written = _WRITTEN_IDS[self._name].findall(text) if self._name in _WRITTEN_IDS else []
+        # Templates of Mistral refuse ids that have not nine letters or digits.
+        made = [f"call{number:05d}" for number in range(first, first + count)]
+        return written if len(written) == count else made
 
     def message(self, text: str, calls: Sequence[tuple[str, str, str]]) -> dict[str, object]:
         """Return an answer as a message. ``calls``: (id, name, arguments as JSON) of each. Arguments that
@@ -261,8 +290,7 @@ class ToolEnvironment:
         first, self._calls = self._calls + 1, self._calls + len(calls)
         if has_unread:
             results[-1] += f"\n{self._unread}"
-        # Templates of Mistral refuse ids that have not nine letters or digits.
-        numbers = [f"call{number:05d}" for number in range(first, self._calls + 1)]
+        numbers = self._reader.numbers(action.text, first, len(calls))
         return Step(
             [
                 {"role": "tool", "tool_call_id": number, "name": name, "content": result}
