@@ -161,17 +161,34 @@ def with_template_args(tokenizer: TokenizerT, template_args: Mapping[str, object
 
 
 def said(
-    tokenizer: Tokenizer, tokens: Sequence[int], finish: Finish, matched: int | str | None = None
+    tokenizer: Tokenizer,
+    tokens: Sequence[int],
+    finish: Finish,
+    matched: int | str | None = None,
+    stops: Sequence[str] = (),
 ) -> str:
     """Return what a completion says: its text with all special tokens, without the token that ends its turn.
 
-    ``matched``: the token id or the stop text that has ended the completion; None: unknown, or neither. A
-    stop text and a stop token that is text, such as `</tool_call>`, belong to what is said.
+    ``matched``: the token id or the stop text that has ended the completion; None: unknown, or neither. Where
+    it is unknown, ``stops`` are the texts that may have. A stop text and a stop token that is text, such as
+    `</tool_call>`, belong to what is said.
     """
     ids = list(tokens)
-    if finish is Finish.STOP and ids and _ends_turn(tokenizer, ids[-1], matched):
-        ids.pop()
+    if finish is Finish.STOP and ids:
+        if matched is None:
+            matched = _stop_in_end(tokenizer, ids, stops)
+        if _ends_turn(tokenizer, ids[-1], matched):
+            ids.pop()
     return tokenizer.decode(ids)
+
+
+def _stop_in_end(tokenizer: Tokenizer, ids: Sequence[int], stops: Sequence[str]) -> str | None:
+    """Return the stop text that is complete with the last token; None: none of them is."""
+    found = [stop for stop in stops if stop]
+    if not found:
+        return None
+    whole, before = tokenizer.decode(ids), tokenizer.decode(ids[:-1])
+    return next((stop for stop in found if whole.count(stop) > before.count(stop)), None)
 
 
 def _ends_turn(tokenizer: Tokenizer, token: int, matched: int | str | None) -> bool:
@@ -179,11 +196,14 @@ def _ends_turn(tokenizer: Tokenizer, token: int, matched: int | str | None) -> b
 
     Published models have several end tokens (`eos_token_id` of generation_config.json), and recipes name
     others (`stop_token_ids`). All that end a turn are special tokens. A special token may also be a part of
-    an answer: a closing tag, the end of a call, or one in which a stop text is complete.
+    an answer: a closing tag, the end of a call, or one in which a stop text is complete. Recipes of base
+    models name the end of a turn as a stop text, too; the chat template writes it.
     """
     if token == tokenizer.eos_token_id:
         return True
     text = tokenizer.decode([token])
     if tokenizer.decode([token], skip_special_tokens=True) or text == _CALL_END or text.startswith("</"):
         return False
-    return not isinstance(matched, str) or matched == text
+    if not isinstance(matched, str):
+        return True
+    return matched == text and text in str(getattr(tokenizer, "chat_template", ""))

@@ -177,18 +177,23 @@ SPECIAL = ("<answer>", "</answer>", "<|obs|>", "<|eom|>", "<|call|>")
         ("<answer>5</answer>", None, "<answer>5</answer>"),
         ("<answer>5</answer>" + END, END, "<answer>5</answer>"),
         ("I look.<|obs|>", None, "I look.<|obs|>"),
+        ("I look.<|obs|>", "text", "I look.<|obs|>"),
+        ("It is 5." + END, "text", "It is 5."),
         ('to=add <|message|>{"a": 2}<|call|>', "<|call|>", 'to=add <|message|>{"a": 2}<|call|>'),
         (END, END, ""),
     ],
 )
 def test_what_is_said_is_read_without_the_end_of_the_turn_alone(sampled, matched, read):
-    """``matched``: the token that has ended the answer; None: a stop text has."""
+    """``matched``: the token that has ended the answer; None, or "text": a stop text has, a part of the last
+    token or all of it."""
     tokenizer = build_tokenizer(APPENDING)
     tokenizer.add_special_tokens(
         {"additional_special_tokens": list(SPECIAL)}, replace_extra_special_tokens=False
     )
     ids = tokenizer.encode(sampled)
     stop = sampled[-5:] if matched is None else tokenizer.convert_tokens_to_ids(matched)
+    if matched == "text":
+        stop = tokenizer.decode(ids[-1:])
     n = len(ids)
     completion = Completion(tuple(ids), (-1.0,) * n, (Span(0, 0, n),), Finish.STOP, matched=stop)
 
@@ -210,8 +215,8 @@ def test_what_is_said_is_read_without_the_end_of_the_turn_alone(sampled, matched
     ctx = WorkflowContext(Once(), tokenizer, NoReward(), SamplingConfig())
     episode = asyncio.run(MultiTurn(Notes).run(PROMPT, ctx))
     assert seen == [read]
-    if "<|obs|>" not in sampled:  # a trajectory does not know which stop text has ended it
-        assert last_response(tokenizer, episode) == read
+    stops = [stop] if isinstance(stop, str) else []
+    assert last_response(tokenizer, episode, stops=stops) == read
     assert said(tokenizer, ids, Finish.LENGTH) == sampled
 
 

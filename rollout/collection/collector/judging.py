@@ -48,10 +48,19 @@ class Judges(Protocol):
 class Judging:
     """Judges whole trajectories by their last completion."""
 
-    def __init__(self, judges: Judges, tokenizer: Tokenizer, *, reads_reasoning: bool = True) -> None:
-        """``reads_reasoning``: the reward gets the reasoning before an answer too."""
+    def __init__(
+        self,
+        judges: Judges,
+        tokenizer: Tokenizer,
+        *,
+        reads_reasoning: bool = True,
+        stops: Sequence[str] = (),
+    ) -> None:
+        """``reads_reasoning``: the reward gets the reasoning before an answer too. ``stops``: the stop texts
+        of the recipe, which belong to answers."""
         self._judges = judges
         self._tokenizer = tokenizer
+        self._stops = stops
         self._markers = () if reads_reasoning else _markers_of(tokenizer)
 
     @property
@@ -75,7 +84,7 @@ class Judging:
         return await self._judges.score_group(prompt, responses, trajectories)
 
     def _response(self, trajectory: Trajectory) -> str:
-        return last_response(self._tokenizer, trajectory, self._markers)
+        return last_response(self._tokenizer, trajectory, self._markers, self._stops)
 
 
 class WorkflowReward:
@@ -99,8 +108,13 @@ _TAIL = 16
 """Tokens of a prompt in which the begin of the reasoning is looked for: templates end with it."""
 
 
-def last_response(tokenizer: Tokenizer, trajectory: Trajectory, markers: Markers = ()) -> str:
-    """Return what the trajectory's last completion says. ``markers``: reasoning between these is cut off."""
+def last_response(
+    tokenizer: Tokenizer, trajectory: Trajectory, markers: Markers = (), stops: Sequence[str] = ()
+) -> str:
+    """Return what the trajectory's last completion says, a stop text of ``stops`` included.
+
+    ``markers``: reasoning between these is cut off.
+    """
     start = end = previous_end = 0
     was_sampled = False
     for version, _, run_end in trajectory.header.runs:
@@ -108,7 +122,7 @@ def last_response(tokenizer: Tokenizer, trajectory: Trajectory, markers: Markers
         if is_sampled:
             start, end = (start if was_sampled else previous_end), run_end
         was_sampled, previous_end = is_sampled, run_end
-    text = said(tokenizer, trajectory.tokens_T[start:end].tolist(), trajectory.finish)
+    text = said(tokenizer, trajectory.tokens_T[start:end].tolist(), trajectory.finish, stops=stops)
     if not markers:
         return text
     before = tokenizer.decode(trajectory.tokens_T[max(0, start - _TAIL) : start].tolist()).rstrip()

@@ -206,7 +206,8 @@ async def episode_parts(
 
         reward = rollout.reward
         reads_all = reward is None or reads_reasoning(rollout.judging.reasoning, reward.path, reward.args)
-        judging = Judging(judges, tokenizer, reads_reasoning=reads_all)
+        stops = (*rollout.sampling.stop, *sampling.stop)
+        judging = Judging(judges, tokenizer, reads_reasoning=reads_all, stops=stops)
         hooked = hook_parts(config, tokenizer, judging, lambda: pool.version, around_calls)
         workflow = hooked.workflow or cast(Workflow, plugins.build(rollout.workflow))
         if (close := getattr(workflow, "close", None)) is not None:
