@@ -8,7 +8,7 @@
 The process takes its settings from the recipe in the run folder, and finds the driver there, too. It may
 outlive the driver, whose successor takes it over. It ends by SIGTERM, after ``linger_s`` seconds without a
 driver, and when its journal fails: then it must not take another request. The process that started it starts
-it again, unless its exit code is WRONG_INPUT.
+it again, unless its exit code is WRONG_INPUT; one that was killed is forked again (``forked.py``).
 """
 
 import asyncio
@@ -19,12 +19,14 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 
 from slipstream.rollout.engine.descriptors import RESERVED, make_room, raise_limit
 from slipstream.rollout.engine.engine_pool import EnginePool
 from slipstream.rollout.engine.server_process import let_import_sglang
 from slipstream.rollout.gateway.administration import Administration
 from slipstream.rollout.gateway.engines import Decode, EngineTokens
+from slipstream.rollout.gateway.forked import run_forked
 from slipstream.rollout.gateway.forward import Forwarding, Owners, PeersOnly
 from slipstream.rollout.gateway.journal import TurnJournal
 from slipstream.rollout.gateway.journal_file import DamagedJournal, JournalError
@@ -309,18 +311,39 @@ def run(
     argument: str,
     read: Callable[[str], GatewaySpec],
     parts: Callable[[GatewaySpec], tuple[Build, Decode]],
+    *,
+    forks: bool = False,
 ) -> int:
-    """Run a gateway process until its end. Return its exit code."""
+    """Run a gateway process until its end. Return its exit code.
+
+    ``forks``: this process makes the parts, and serves in a child (``run_forked``).
+    """
     keep_few_heaps()
     import uvloop
+
+    def serve() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_main(spec, *made))
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
         spec = read(argument)
         os.umask(spec.config.run.umask)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_main(spec, *parts(spec)))
+        made = parts(spec)
+    except (KeysError, ValueError) as error:
+        log.error("%s", error)
+        return WRONG_INPUT
+    except OSError as error:
+        log.error("%s", error)
+        return 1
+    return run_forked(partial(_exit_code, serve)) if forks else _exit_code(serve)
+
+
+def _exit_code(serve: Callable[[], None]) -> int:
+    """Return the exit code of a process that has served."""
+    try:
+        serve()
     except (KeysError, ValueError, DamagedJournal) as error:
         log.error("%s", error)
         return WRONG_INPUT
@@ -341,4 +364,4 @@ def _parts(spec: GatewaySpec) -> tuple[Build, Decode]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1], GatewaySpec.read, _parts))
+    sys.exit(run(sys.argv[1], GatewaySpec.read, _parts, forks=True))

@@ -1,6 +1,6 @@
 """A gateway process with endpoints of its own, for tests of what surrounds endpoints.
 
-    python -m tests.unit.gateway_process SPECIFICATION
+    python -m tests.unit.gateway_process SPECIFICATION [forks]
 
 Prints a line when users can reach it.
 
@@ -101,4 +101,4 @@ def parts(spec: GatewaySpec):
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1], GatewaySpec.read, parts))
+    sys.exit(run(sys.argv[1], GatewaySpec.read, parts, forks="forks" in sys.argv[2:]))

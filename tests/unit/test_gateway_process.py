@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -82,9 +83,10 @@ class Gateways:
         assert self.config.gateway is not None
         return f"http://127.0.0.1:{self.config.gateway.port}"
 
-    def start(self, number: int = 0) -> dict:
-        process = self.processes[number] = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.gateway_process", self.argument(number)],
+    def start(self, number: int = 0, *options: str) -> dict:
+        """``options``: "forks" lets the process serve in a child."""
+        self.processes[number] = subprocess.Popen(
+            [sys.executable, "-m", "tests.unit.gateway_process", self.argument(number), *options],
             cwd=ROOT,
             env=environment(),
             stdin=subprocess.DEVNULL,
@@ -92,7 +94,11 @@ class Gateways:
             text=True,
             start_new_session=True,
         )
-        log = ""
+        return self.reached(number)
+
+    def reached(self, number: int = 0) -> dict:
+        """Wait until users reach a process that starts, and return where."""
+        process, log = self.processes[number], ""
         while "users reach" not in log:
             line = process.stderr.readline()
             assert line, f"it has ended with {process.wait()}: {log}"
@@ -196,6 +202,31 @@ def test_sessions_are_there_again_after_a_kill(tmp_path):
         told = running.start()
         figures = running.post("/figures", url=told["admin"])
         assert figures["restored"] == [[number, "Turn"] for number in numbers]
+
+
+def test_a_process_that_was_killed_is_forked_again_with_its_sessions_and_ends_with_its_parent(tmp_path):
+    with gateways(tmp_path) as running:
+        running.start(0, "forks")
+        parent, served = running.processes[0].pid, []
+        numbers = []
+        for _ in range(3):
+            numbers.append(running.post()["entry"])
+            address = read_address(running.run, 0)
+            assert address is not None and address.pid not in (parent, *served)
+            served.append(address.pid)
+            os.kill(address.pid, signal.SIGKILL)
+            told = running.reached()
+        assert running.post("/figures", url=told["admin"])["restored"] == [[n, "Turn"] for n in numbers]
+        code, log = running.end()
+        assert code == 0 and "Traceback" not in log
+        assert read_address(running.run, 0) is None, "its end was orderly"
+        running.start(0, "forks")
+        address = read_address(running.run, 0)
+        assert address is not None
+        descriptor = os.pidfd_open(address.pid)
+        running.end(how=signal.SIGKILL)
+        assert select.select([descriptor], [], [], 30)[0], "it dies with its parent"
+        os.close(descriptor)
 
 
 def test_a_port_that_is_taken_and_a_journal_that_is_damaged_are_named(tmp_path):
