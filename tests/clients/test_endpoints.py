@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.chat_model import build_tokenizer
 from tests.clients.openapi_bodies import bodies
 from tests.scripted_source import logprob
 
@@ -16,6 +17,8 @@ ANNA = {"authorization": "Bearer key-anna"}
 MESSAGES = [{"role": "user", "content": "#say Hello"}]
 CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ANTHROPIC, COUNT, GENERATE = "/v1/messages", "/v1/messages/count_tokens", "/generate"
+VOCABULARY = len(build_tokenizer())
+"""An odd number of ids: ranks would pad it."""
 BODIES = {
     CHAT: {"messages": MESSAGES},
     COMPLETION: {"prompt": "#say Hello", "max_tokens": 30},
@@ -106,7 +109,11 @@ def test_what_is_not_for_clients_is_refused_or_has_no_effect(http, gateway, path
         (COMPLETION, {"echo": True, "logprobs": 0}),
         (COMPLETION, {"n": 5}),
         (COMPLETION, {"prompt": [[1], [2], [3]], "n": 2}),
-        (COMPLETION, {"prompt": [999_999]}),
+        (COMPLETION, {"prompt": [VOCABULARY]}),
+        (COMPLETION, {"prompt": [[1], [VOCABULARY]]}),
+        (COMPLETION, {"prompt": [-1]}),
+        (GENERATE, {"text": None, "input_ids": [1, VOCABULARY]}),
+        (GENERATE, {"text": None, "input_ids": [[1], [VOCABULARY]]}),
     ],
 )  # fmt: skip
 def test_ids_templates_urls_and_crowds_are_refused(http, path, field):
@@ -192,6 +199,10 @@ def test_head_is_get_without_a_body(http, path):
 
 
 class TestGenerate:
+    def test_the_last_id_of_the_vocabulary_is_one(self, http):
+        body = {"input_ids": [VOCABULARY - 1], "sampling_params": {"max_new_tokens": 2}}
+        assert http.post(GENERATE, json=body).status_code == 200
+
     def test_ids_give_ids_and_log_probs(self, http, gateway):
         ids = list(b"#say ab")  # not the ids of the tokenizer: any ids are read
         reply = http.post(GENERATE, json={"input_ids": ids, "sampling_params": {"max_new_tokens": 2},

@@ -429,7 +429,7 @@ class TextCompletion(OpenAIServingCompletion):
                 yield text, self._encoded[text]
         else:
             for ids in as_batch(converted.input_ids):
-                yield None, self.tokenizer_manager.checked(ids)
+                yield None, ids
 
     async def _generate_completion_stream(
         self, adapted_request: GenerateReqInput, request: CompletionRequest, raw_request: object

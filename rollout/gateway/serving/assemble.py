@@ -75,6 +75,7 @@ def assemble(
         contents=AnswerContents(stand_in.tokenizer, lambda: source.version),  # pyright: ignore[reportArgumentType]
         entries=entries,
         workers=workers,
+        vocab_size=stand_in.vocab_size,
         longest_token=stand_in.longest_token,
         mint=mint,
     )

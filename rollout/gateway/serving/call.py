@@ -81,6 +81,8 @@ class SharedParts:
     contents: AnswerContents
     entries: EntryLog
     workers: Workers
+    vocab_size: int
+    """Number of token ids of the model, without the rows by which ranks pad its embedding."""
     longest_token: int | None
     """Largest number of characters that a token stands for; None: there is no such number."""
     mint: Callable[[], str]
@@ -171,7 +173,12 @@ class LiveCall:
         text: str | None = None,
         template: Template | None = None,
     ) -> Arrival:
-        """Return the request with one of its prompts, as the endpoint has made it."""
+        """Return the request with one of its prompts, as the endpoint has made it. Raises Refusal for a
+        token id outside the vocabulary."""
+        # Engines index past their embedding with such an id, or, with several ranks, take it for zeros.
+        size = self._shared.vocab_size
+        if outside := [token for token in ids or () if not 0 <= token < size]:
+            raise Refusal(400, f"token id {outside[0]} is outside the vocabulary of {size}")
         return replace(self._arrival, prompt_ids=ids, messages=messages, text=text, template=template)
 
     def begin(

@@ -85,13 +85,9 @@ class Native:
         top = body.top_logprobs_num if body.return_logprob else 0
         sampling = body.sampling_params.model_dump(exclude_none=True)
         try:
-            for text, ids in await call.prepared(lambda: list(self._prompts(call, body))):
-                call.begin(
-                    call.prompt(ids, text=text),
-                    sampling,
-                    top_logprobs=top,
-                    scores_prompt=body.scores_prompt,
-                )
+            prepared = await call.prepared(lambda: list(self._prompts(call, body)))
+            for prompt in [call.prompt(ids, text=text) for text, ids in prepared]:
+                call.begin(prompt, sampling, top_logprobs=top, scores_prompt=body.scores_prompt)
         except ValueError as error:
             raise Refusal(400, str(error)) from error
         form = Form(call.id, body.stream, body.return_logprob, top, prompt_ids=False)
@@ -109,7 +105,7 @@ class Native:
                 yield text, self._stand_in.encode(text)
         else:
             for ids in as_batch(body.input_ids):
-                yield None, self._stand_in.checked(ids)
+                yield None, ids
 
     async def _events(self, call: LiveCall, form: Form) -> AsyncIterator[str]:
         """Yield each answer so far, whenever it has grown: SGLang repeats what it has sent before."""

@@ -180,14 +180,6 @@ class StandIn:
         """Return the ids of a plain text, with the special tokens that the tokenizer adds."""
         return list(self.tokenizer(text)["input_ids"])
 
-    def checked(self, ids: Sequence[int]) -> list[int]:
-        """Return ids that a client has sent. Raises ValueError for one outside the vocabulary."""
-        size = self.vocab_size
-        outside = [token for token in ids if not 0 <= token < size]
-        if outside:
-            raise ValueError(f"token id {outside[0]} is outside the vocabulary of {size}")
-        return list(ids)
-
     @property
     def vocab_size(self) -> int:
         return self.model_config.vocab_size
