@@ -121,6 +121,15 @@ CASES = (
         },
     ),
     WrongInput(
+        "a chat template that writes no tools",
+        ("rollout.workflow: ToolUse cannot be used with the chat template of FOLDER/model", "leaves out"),
+        overrides=(
+            "rollout.workflow={path: slipstream.rollout.workflow.ToolUse, args: {tools: [my_tools.add], "
+            "parser: qwen25}}",
+        ),
+        files={"my_tools.py": "async def add(a: int) -> int:\n    return a\n"},
+    ),
+    WrongInput(
         "an endpoint's chat template that is not there",
         ("gateway.chat_template", "FOLDER/no.jinja", "expected a file with a Jinja chat template"),
         overrides=("gateway={chat_template: FOLDER/no.jinja}",),
