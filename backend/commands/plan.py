@@ -19,7 +19,7 @@ from slipstream.backend.commands.plan_document import (
 from slipstream.backend.megatron.export_plan import bucket_mb
 from slipstream.backend.memory.engine_memory import EngineMemory
 from slipstream.backend.memory.trainer_memory import StageMemory, tokens_of
-from slipstream.backend.memory.verdict import GIB
+from slipstream.backend.memory.verdict import GIB, trainers_part
 from slipstream.backend.monitor.tables import rows_table
 from slipstream.backend.simulate.advice import SplitAdvice
 from slipstream.backend.simulate.compare import SimulatedRun
@@ -98,11 +98,11 @@ def _placement(engines: PlacedEngines) -> str:
 def _print_memory(planned: Planned, console: Console) -> None:
     """Print a row for the trainer ranks with the largest peak, and one for the ranks of engines."""
     worst = max(planned.stages, key=lambda stage: stage.peak)
-    gpu, stages = planned.gpu_memory, len(planned.stages)
+    gpu, stages, engine = planned.gpu_memory, len(planned.stages), planned.config.rollout.engine
     place = f", pipeline stage {worst.stage} of {stages}" if stages > 1 else ""
     rows = {f"trainer{place}": _of_trainer(worst)}
     if planned.engine is not None:
-        rows["engine"] = _of_engine(planned.engine)
+        rows["engine"] = _of_engine(planned.engine, shares=engine.gpu_share is not None)
     names = [name for name in COLUMNS if any(row.get(name) for row in rows.values())]
     columns: dict[str, Callable[[tuple[str, Sizes]], object]] = {"GiB on each rank": itemgetter(0)}
     for name in names:
@@ -110,7 +110,8 @@ def _print_memory(planned: Planned, console: Console) -> None:
     console.print(rows_table("memory, estimated", rows.items(), columns))
     actor, layout = planned.config.actor, planned.export.layout
     new_tokens = planned.config.rollout.sampling.max_new_tokens
-    fits = "" if gpu is None else f"{_gib(worst.peak)} of {_gib(gpu)} GiB, {_verdict(worst.peak, gpu)}; "
+    part = None if gpu is None else trainers_part(engine, gpu)
+    fits = "" if part is None else f"{_gib(worst.peak)} of {_gib(part)} GiB, {_verdict(worst.peak, part)}; "
     _line(
         console,
         f"trainer: {fits}micro-batches of {tokens_of(actor, new_tokens):,} tokens on a rank, recompute "
@@ -203,15 +204,18 @@ def _of_trainer(stage: StageMemory) -> Sizes:
     }
 
 
-def _of_engine(engine: EngineMemory) -> Sizes:
-    """Return the sizes of an engine rank; its transfer takes place in the memory that SGLang leaves free."""
-    pool = engine.pool
+def _of_engine(engine: EngineMemory, *, shares: bool) -> Sizes:
+    """Return the sizes of an engine rank; its transfer takes place in the memory that SGLang leaves free.
+
+    shares: a trainer at work has that memory, and it is no part of the engine's.
+    """
+    pool, reserved = engine.pool, 0 if shares else engine.reserved
     return {
         "weights": engine.weights,
         "KV cache": None if pool is None else max(pool, 0),
         "transfer": engine.transfer,
-        "runtime": engine.reserved,
-        "in all": None if pool is None else engine.weights + max(pool, 0) + engine.reserved,
+        "runtime": None if shares else reserved,
+        "in all": None if pool is None else engine.weights + max(pool, 0) + reserved,
     }
 
 

@@ -11,6 +11,11 @@ from slipstream.configs.schema.judge import OwnEngines, own_engines
 GIB = 2**30
 
 
+def trainers_part(setting: EngineConfig, gpu_memory: int) -> int:
+    """Return the bytes of a GPU that the trainer may use beside engines that work at the same time."""
+    return round((1 - (setting.gpu_share or 0)) * gpu_memory)
+
+
 def misfits(
     stages: Sequence[StageMemory], engine: EngineMemory | None, setting: EngineConfig, gpu_memory: int | None
 ) -> list[str]:
@@ -26,11 +31,11 @@ def misfits(
     problems: list[str] = []
     worst = max(stages, key=lambda stage: stage.held)
     exact = worst.held - worst.runtime
-    left = 1 - (setting.gpu_share or 0)
-    if exact > left * gpu_memory:
+    left = trainers_part(setting, gpu_memory)
+    if exact > left:
         has = f"a GPU has {memory:g} GiB (cluster.gpu_memory_gib)"
         if setting.gpu_share is not None:
-            has += f", {left * memory:.1f} of them for the trainer (rollout.engine.gpu_share)"
+            has += f", {left / GIB:.1f} of them for the trainer (rollout.engine.gpu_share)"
         problems.append(
             f"actor.parallel: weights, gradients and optimizer take {exact / GIB:.1f} GiB on each rank of "
             f"pipeline stage {worst.stage}, and {has}; split the model over more ranks (tensor, pipeline, "

@@ -43,6 +43,12 @@ PACKAGES = (
     "ray",
     "transformers",
 )
+DRY = (
+    "no figure below is one of a GPU: float32 on CPUs, plain layers and attention whatever a run is called, engines "
+    "in fp8 are not, and engine and trainer at one time have cores of their own"
+)
+"""What a dry run tells first."""
+
 TABLE: Columns[Ended] = {
     "command": lambda row: row.name,
     "": lambda row: "failed" if row.failed else "done",
@@ -146,6 +152,8 @@ def main() -> None:
     root.mkdir(parents=True, exist_ok=True)
     console, told = table_console(), dict[str, object]()
     console.print(describe(card), markup=False, soft_wrap=True)
+    if dry:
+        console.print(DRY, markup=False, soft_wrap=True)
     inputs = Inputs.below(root / "inputs")
     make_inputs(inputs, large=bool({"d", "e"} & set(parts)), dry=dry, say=console.print)
     for part in parts:
@@ -155,7 +163,18 @@ def main() -> None:
         found = verdicts(part, ended, dry=dry)
         report(part, ended, found, console)
         told[part] = as_json(ended, found)
-    print(json.dumps({**told, "card": card, "versions": versions(), "dry_run": dry, "root": str(root)}))
+    print(
+        json.dumps(
+            {
+                **told,
+                "card": card,
+                "versions": versions(),
+                "dry_run": dry,
+                "note": DRY if dry else None,
+                "root": str(root),
+            }
+        )
+    )
     sys.exit(not all(isinstance(each, dict) and each["pass"] for each in told.values()))
 
 

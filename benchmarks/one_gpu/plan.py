@@ -223,8 +223,8 @@ def _of_machine(settings: Settings, *, dry: bool) -> Settings:
 def on_cpus(settings: Settings) -> Settings:
     """Return the settings of a run without a GPU: few steps of a small batch.
 
-    Engines that would share the GPU at one time have cores of their own. Engines in fp8 hold bfloat16's
-    stand-in: SGLang has no fp8 on CPUs.
+    Engines that would share the GPU at one time have cores of their own. No engine is in fp8, which SGLang
+    lacks on CPUs.
     """
     left = {path: value for path, value in settings.items() if path not in GPU_ALONE}
     if "rollout.engine.gpu_share" in settings:

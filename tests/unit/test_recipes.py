@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from slipstream.backend.cli import app
 from slipstream.backend.commands.check import planned, read_recipe, read_supervised, shipped_model
 from slipstream.backend.driver.modes.sft import checked_examples
-from slipstream.backend.memory.verdict import GIB
+from slipstream.backend.memory.verdict import GIB, trainers_part
 from slipstream.backend.simulate.advice import advise
 from slipstream.configs.published import MODELS, repositories
 from slipstream.configs.schema import PromptFile, is_on_hub
@@ -28,11 +28,18 @@ RECIPES = ROOT / "configs/recipes"
 PLANS = ROOT / "tests/unit/plans"
 
 NAME = re.compile(
-    r"[a-z]+-(?P<model>.+)-(?P<nodes>\d+)n(?P<gpus>\d+)g-(?P<layout>(?:(?:tp|pp|dp|ep)\d+)+)"
+    r"[a-z]+-(?P<model>.+)-(?P<nodes>\d+)n(?P<gpus>\d+)g-(?P<layout>colocated|(?:(?:tp|pp|dp|ep)\d+)+)"
     r"(?:-async(?P<eta>\d+))?"
 )
 OTHERS = {"quickstart", "simulate-areal"}
 """Recipes that are no runs on a cluster, and are named for what they do."""
+
+ON_GSM8K = {
+    "grpo-qwen2.5-1.5b-1n8g-dp4-async2",
+    "grpo-qwen3-0.6b-1n1g-colocated-async2",
+    "grpo-smollm2-135m-1n1g-colocated-async2",
+}
+"""Recipes whose prompts docs/gsm8k.md makes."""
 
 NAMES = sorted(file.stem for file in RECIPES.glob("*.yaml") if file.stem not in OTHERS)
 PARAMETERS = {
@@ -40,6 +47,7 @@ PARAMETERS = {
     "llama-3.1-70b": 70_553_706_496,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-32b": 32_763_876_352,
+    "qwen3-0.6b": 596_049_920,
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-235b-a22b": 235_093_634_560,
     "qwen3-30b-a3b": 30_532_122_624,
@@ -54,7 +62,7 @@ that choose experts."""
 
 def match_of(name: str) -> re.Match[str]:
     match = NAME.fullmatch(name)
-    assert match is not None, f"{name} is not named <algo>-<model>-<N>n<G>g-<parallelism>[-async<eta>]"
+    assert match is not None, f"{name} is not named <algo>-<model>-<N>n<G>g-<layout>[-async<eta>]"
     return match
 
 
@@ -143,6 +151,62 @@ def test_every_recipe_fits_its_gpus(name):
     assert plan.engine.tokens > 2 * plan.config.rollout.sampling.max_new_tokens
 
 
+ONE_GPU = [name for name in NAMES if "-1n1g-" in name]
+BY_TURNS = (
+    "rollout.engine.gpu_share=null",
+    "rollout.engine.args.mem_fraction_static=0.6",
+    "rollout.max_head_offpolicyness=0",
+)
+FOR_24_GB = (
+    "cluster.gpu_memory_gib=22.5",
+    "actor.microbatch_tokens=4096",
+    "actor.recompute=full",
+    "rollout.engine.gpu_share=0.3",
+)
+SIZES = {
+    "24": ("cluster.gpu_memory_gib=22.5",),
+    "48": ("cluster.gpu_memory_gib=45",),
+    "80": ("cluster.gpu_memory_gib=79",),
+}
+BESIDE = 3 * GIB
+"""Memory that an engine takes beside weights and KV cache: CUDA graphs, activations, CUDA itself."""
+
+
+def settings_of(name: str, size: str, mode: str) -> tuple[str, ...]:
+    given = FOR_24_GB if size == "24" and "qwen3" in name else SIZES[size]
+    return given + (BY_TURNS if mode == "turns" else ())
+
+
+@pytest.mark.parametrize("name", ONE_GPU)
+def test_a_recipe_of_one_gpu_says_its_settings_for_other_gpus_and_for_turns(name):
+    told = " ".join((RECIPES / f"{name}.yaml").read_text(encoding="utf-8").replace("#", "").split())
+    assert " ".join(BY_TURNS) in told
+    if "qwen3" in name:
+        assert " ".join(FOR_24_GB) in told and " ".join(SIZES["48"]) in told
+    else:
+        assert "With more memory only `cluster.gpu_memory_gib` changes" in told
+
+
+@pytest.mark.parametrize("mode", ["turns", "at one time"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ONE_GPU)
+def test_a_recipe_of_one_gpu_fits_24_48_and_80_gb_in_both_modes(name, size, mode):
+    settings = settings_of(name, size, mode)
+    plan = planned(config_of(name, *settings))
+    assert plan.engine is not None and plan.engine.pool is not None and plan.gpu_memory is not None
+    peak, engine = max(stage.peak for stage in plan.stages), plan.config.rollout.engine
+    assert engine.colocated and engine.takes_turns == (mode == "turns")
+    left = trainers_part(engine, plan.gpu_memory)
+    assert peak + (0 if engine.takes_turns else BESIDE) < left
+    needed = plan.config.rollout.sampling.max_new_tokens + 512
+    assert plan.engine.tokens is not None and plan.engine.tokens > 32 * needed
+    ended = call("check", name, *settings, *without_its_model(name))
+    assert ended.exit_code == 0, ended.output
+    shown = call("plan", name, "--no-split", *settings).stdout
+    assert f"of {left / GIB:.1f} GiB, fits" in shown and "DO NOT FIT" not in shown
+    assert ("take turns" if mode == "turns" else "work at the same time") in shown
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_has_the_parameters_of_its_published_checkpoint(name):
     model = match_of(name)["model"]
@@ -155,7 +219,7 @@ def test_a_model_has_the_parameters_of_its_published_checkpoint(name):
         assert 104e9 < counted < 108e9
 
 
-TAKES_TURNS = {"grpo-qwen3-8b-1n8g-tp2dp4"}
+SHARES_ITS_GPUS = {"grpo-qwen3-8b-1n8g-tp2dp4", *ONE_GPU}
 """Recipes whose trainer idles while the same GPUs generate, as their first lines say."""
 
 
@@ -180,7 +244,7 @@ def test_the_trainer_of_every_recipe_is_idle_for_at_most_15_percent_of_the_time(
         return
     [run] = advice.runs
     assert run.outcome is not None, run.stalled
-    if name in TAKES_TURNS:
+    if name in SHARES_ITS_GPUS:
         assert "The trainer idles" in (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
     else:
         assert run.outcome.trainer_idle <= 0.15
@@ -203,7 +267,7 @@ def test_a_checkpoint_of_every_recipe_has_twice_the_time_that_it_needs(name):
 def test_a_recipe_lacks_nothing_but_its_model_and_check_says_where_that_comes_from(name):
     if name == "grpo-smollm2-135m-1n0g-dp1-async2":
         pytest.skip("its first lines make its prompts")
-    if name == "grpo-qwen2.5-1.5b-1n8g-dp4-async2":
+    if name in ON_GSM8K:
         pytest.skip("docs/gsm8k.md makes its prompts")
     ended = call("check", name, *options_of(name))
     assert ended.exit_code == 2
