@@ -1,4 +1,4 @@
-# make quickstart   sets everything up and trains a small policy on this machine
+# make quickstart   sets everything up and trains a small policy on this machine; GPU=1: on one GPU of it
 # make test         sets everything up and runs the tests
 # make test-fast    the unit tests only: no engine, no Ray, no Slurm; a quarter of an hour
 # make property-sweep SEEDS=20 N=2000   random schedules of the control core, N for each seed (some minutes)
@@ -34,8 +34,14 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: quickstart test test-numerics test-runs test-fast test-unit-0 test-unit-1 test-slime test-verifiers test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs soak gateway-memory staleness-study lint format docs docs-serve install clean constraints lock lock-check
 .DELETE_ON_ERROR:
 
+# One GPU is enough: trainer and engine take turns on it. FlashInfer would first compile its sampling kernels.
+ON_ONE_GPU := cluster.type=local cluster.device=gpu model.dtype=bfloat16 \
+  weights.transport.type=tensor rollout.engine.colocated=true \
+  rollout.engine.args.mem_fraction_static=0.6 rollout.engine.args.sampling_backend=pytorch
+
 quickstart: install
-	$(BIN)/slipstream train configs/recipes/quickstart.yaml
+	@kind=$$(sh $(ENVIRONMENT)/kind.sh '$(VENV)' '$(GPU)') && \
+	  $(BIN)/slipstream train configs/recipes/quickstart.yaml $$([ $$kind = cpu ] || echo '$(ON_ONE_GPU)')
 
 # Four lanes for two cores, so that none is idle until the end: whole runs and clusters often wait for processes
 # to start. Ray's workers have a niceness of 15, and so have the tests beside them: else whole runs would stand

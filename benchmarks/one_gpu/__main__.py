@@ -44,8 +44,8 @@ PACKAGES = (
     "transformers",
 )
 DRY = (
-    "no figure below is one of a GPU: float32 on CPUs, plain layers and attention whatever a run is called, engines "
-    "in fp8 are not, and engine and trainer at one time have cores of their own"
+    "no figure below is one of a GPU: every run is in float32 on CPUs, with plain layers and attention, no "
+    "engine is in fp8, and engine and trainer share cores"
 )
 """What a dry run tells first."""
 

@@ -34,7 +34,6 @@ ON_THE_GPU: Settings = {
     "cluster.device": "gpu",
     # FlashInfer, SGLang's default, compiles its sampling kernels at the first request.
     "rollout.engine.args.sampling_backend": "pytorch",
-    "rollout.engine.untested": ["sampling_backend"],
 }
 TURNS: Settings = {
     "rollout.engine.colocated": True,
@@ -62,7 +61,6 @@ GPU_ALONE = (
     "rollout.engine.args.attention_backend",
     "rollout.engine.args.sampling_backend",
     "rollout.engine.args.mem_fraction_static",
-    "rollout.engine.untested",
     "actor.layer_spec",
 )
 """Settings that a run without a GPU refuses, or that mean nothing there."""
@@ -144,8 +142,8 @@ Command = Training | Step
 def overrides(settings: Settings) -> list[str]:
     """Return settings as arguments of ``slipstream train``.
 
-    >>> overrides({"eval": None, "rollout.engine.colocated": True, "rollout.engine.untested": ["a"]})
-    ['eval=null', 'rollout.engine.colocated=true', 'rollout.engine.untested=[a]']
+    >>> overrides({"eval": None, "rollout.engine.colocated": True, "run.name": "c-local-fa3"})
+    ['eval=null', 'rollout.engine.colocated=true', 'run.name=c-local-fa3']
     """
     return [f"{path}={_as_yaml(value)}" for path, value in settings.items()]
 

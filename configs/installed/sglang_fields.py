@@ -92,6 +92,7 @@ SGLANG_FIELDS = table(
         "enable_deterministic_inference",
         "a request has the same result in every batch; rules/rollout.py asks for rollout.sampling.seed",
     ),
+    allowed("sampling_backend", "runs on a GPU: docs/benchmarks.md", ("pytorch", "flashinfer")),
     allowed("enable_symm_mem enable_nccl_nvls", "tests/unit/test_rollout_gpu_environment.py"),
     allowed("disable_overlap_schedule radix_eviction_policy schedule_conservativeness sleep_on_idle", _RUNS),
     allowed(
@@ -283,7 +284,7 @@ SGLANG_FIELDS = table(
         "a rounded cache has not been run here, and log-probs of the engines then differ from the trainer's",
     ),
     untested(
-        "decode_attention_backend enable_lean_attention prefill_attention_backend sampling_backend "
+        "decode_attention_backend enable_lean_attention prefill_attention_backend "
         "grammar_backend fp8_gemm_runner_backend fp4_gemm_runner_backend bf16_gemm_backend "
         "dsa_prefill_backend dsv4_prefill_backend dsa_decode_backend dsv4_attn_backend "
         "dsa_paged_mqa_logits_backend dsa_topk_backend disable_flashinfer_autotune "

@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from slipstream.backend.cli import app
 from slipstream.backend.commands.machine import HostFacts, machine_problems
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.commands.preflight import StartPlace, check_start
@@ -22,6 +24,7 @@ from slipstream.configs.installed.environment import (
     read_record,
     write_record,
 )
+from slipstream.configs.load import load_recipe
 from slipstream.configs.schema import RunConfig
 from tests.environment import ROOT
 from tests.unit.test_rollout_gpu_environment import VALID
@@ -118,6 +121,40 @@ def test_make_passes_the_choice_on(tmp_path):
     )
     assert made.returncode == 2
     assert "GPU=maybe found" in made.stderr and "called with" not in made.stdout
+
+
+@pytest.mark.parametrize("asked", ["", "GPU={}"])
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_the_quickstart_runs_on_what_its_environment_is_for(venv, kind, asked, monkeypatch):
+    """`make quickstart` with a stand-in for `slipstream` that only shows its arguments."""
+    write_record(kind, venv)
+    program = venv / "bin" / "slipstream"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "$@"\n')
+    program.chmod(0o755)
+    (venv / ".installed").touch()
+    choice = [asked.format(int(kind == "gpu"))] if asked else []
+    made = subprocess.run(
+        ["make", "quickstart", "--no-print-directory", f"VENV={venv}", *choice],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    command, recipe, *overrides = made.stdout.splitlines()[-1].split()
+    assert (command, recipe) == ("train", "configs/recipes/quickstart.yaml")
+    monkeypatch.chdir(ROOT)
+    if kind == "cpu":
+        assert not overrides
+        return
+    config = load_recipe(Path(recipe), overrides)
+    assert (config.cluster.device, config.model.dtype) == ("gpu", "bfloat16")
+    assert config.rollout.engine.takes_turns, "one GPU is enough"
+    assert CliRunner().invoke(app, ["check", recipe, *overrides]).exit_code == 0
+    of_a_model = ["--model-config", "configs/models/Qwen3-0.6B", "--no-split", "cluster.gpu_memory_gib=22.5"]
+    plan = CliRunner().invoke(app, ["plan", recipe, *overrides, *of_a_model])
+    assert plan.exit_code == 0 and "engines and trainer take turns" in plan.stdout, plan.output
+    assert "fits" in plan.stdout and "NOT FIT" not in plan.stdout
 
 
 # ---- the record
