@@ -10,6 +10,8 @@ checkpoint from which the server starts (``model``).
 ``meeting`` is null, or has the address and port at which all ranks of an engine meet (``address``, ``port``).
 ``temporary`` is an empty folder for temporary files, which is removed at the end.
 
+``patches.py`` lists what is changed inside SGLang, and for which of its releases.
+
 An engine over several nodes has one such program on each of them. That of node rank 0 answers requests. The
 others listen on no port for them; each leaves the file ``READY`` in its temporary folder once its ranks are
 ready.
@@ -32,7 +34,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.rollout.engine import dead_ends
+from slipstream.rollout.engine import dead_ends, patches
 from slipstream.rollout.engine.leftovers import announced, kill_group
 from slipstream.rollout.system import plugins
 from slipstream.rollout.system.garbage import kept_for_good
@@ -188,6 +190,7 @@ def main() -> None:
     threading.Thread(
         target=_die_with_owner, args=(temporary, leftovers), name="die-with-owner", daemon=True
     ).start()
+    patches.check(patches.LAUNCH, *(path.rpartition(".")[0] for path in settings["prepare"]))
     with kept_for_good():
         from sglang.launch_server import run_server
         from sglang.srt.server_args import ServerArgs

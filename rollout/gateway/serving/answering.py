@@ -39,6 +39,7 @@ from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompl
 from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from slipstream.rollout.engine import patches
 from slipstream.rollout.engine.whole_calls import WholeCalls
 from slipstream.rollout.gateway.conversations import Arrival, ChatMessage
 from slipstream.rollout.gateway.serving.call import LiveCall
@@ -71,6 +72,7 @@ def _let_calls_be_repeated() -> None:
     serving_chat.normalize_assistant_tool_call_arguments = as_objects_if_they_are
 
 
+patches.check(__name__)
 _let_calls_be_repeated()
 serving_chat.FunctionCallParser = serving_responses.FunctionCallParser = WholeCalls
 
