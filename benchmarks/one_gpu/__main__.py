@@ -53,10 +53,8 @@ TABLE: Columns[Ended] = {
     "command": lambda row: row.name,
     "": lambda row: "failed" if row.failed else "done",
     "s": lambda row: f"{row.seconds:.0f}",
-    "generate tokens/s": lambda row: _shown(row, "generate_tokens_per_s", ",.0f"),
-    "train tokens/s": lambda row: (
-        _shown(row, "train_tokens_per_s", ",.0f") or _shown(row, "tokens_per_s", ",.0f")
-    ),
+    "tokens/s": lambda row: _shown(row, "run_tokens_per_s", ",.0f"),
+    "trained/s": lambda row: _shown(row, "train_tokens_per_s", ",.0f") or _shown(row, "tokens_per_s", ",.0f"),
     "TFLOP/s": lambda row: _shown(row, "train_tflops", ".3g") or _shown(row, "tflops", ".3g"),
     "MFU": lambda row: _shown(row, "mfu", ".3f"),
     "pause s": lambda row: _shown(row, "stall_s", ".3f"),

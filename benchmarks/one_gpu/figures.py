@@ -91,6 +91,8 @@ def _of_summary(folder: Path) -> Figures:
         "accuracy_after": summary.reward_after,
         "engine_restarts": summary.engine_restarts,
     }
+    if summary.training_s > 0:
+        found["run_tokens_per_s"] = summary.tokens_generated / summary.training_s
     return {name: float(value) for name, value in found.items() if value is not None}
 
 

@@ -180,13 +180,13 @@ def commands(part: str, inputs: Inputs, *, attention: str = "fa3", dry: bool = F
                 "d-async",
                 {**large, **SHARED, **_bound(2), "run.steps": 10, "weights.transport.type": "tensor"},
             ),
-            ("d-sync", {**large, **SHARED, **_bound(0), "run.steps": 6, "weights.transport.type": "tensor"}),
+            ("d-sync", {**large, **SHARED, **_bound(0), "run.steps": 10, "weights.transport.type": "tensor"}),
             ("d-turns", {**large, **TURNS, "run.steps": 6}),
         ),
         "e": [
             (
                 f"e-{name}",
-                {**large, **SHARED, **more, "run.steps": 6, "weights.transport.type": "disk"},
+                {**large, **SHARED, **_bound(0), **more, "run.steps": 6, "weights.transport.type": "disk"},
             )
             for name, more in (("bf16", {}), ("fp8", {"rollout.engine.quantization": "fp8"}))
         ],
@@ -206,11 +206,11 @@ def _attention(backend: str) -> Settings:
 
 
 def _bound(eta: int) -> Settings:
+    """With 0 every token has lag 0, and the distance of the log-probs is that of all tokens."""
     return {"rollout.max_head_offpolicyness": eta}
 
 
 def _synchronous(layers: str) -> Settings:
-    """Every token then has lag 0, and the mismatch is that of all tokens."""
     return {**_bound(0), "run.steps": 3, "actor.layer_spec": layers, "eval": None}
 
 
