@@ -17,8 +17,8 @@ MAX_DISTANCE = 0.01
 MAX_DISTANCE_RATIO = 1.5
 """Of Transformer Engine's layers and plain ones, either way."""
 MIN_SPEED_UP = 1.1
-"""Asynchronous over synchronous. One GPU is shared, so twice the rate cannot be asked. The tokens and the time
-are those of whole runs of as many steps: a rate over some of an asynchronous run's steps would count tokens
+"""Asynchronous over synchronous. One GPU is shared, so twice the rate cannot be asked. Tokens and time are
+those of whole runs of as many steps: a rate over some of an asynchronous run's steps would count tokens
 that were sampled before them, or none at the end, when nothing is left to sample."""
 MAX_FP8_RATIO = 5.0
 """Distance of an engine in fp8 over that of one in bfloat16."""

@@ -43,3 +43,5 @@ pip --requirement "$wheels"
 # Transformer Engine's PyTorch part is built against the torch that was just installed. It takes a prebuilt wheel of
 # its own release page where that can be reached, and needs nvcc (CUDA_HOME) otherwise.
 NVTE_FRAMEWORK=pytorch pip --no-build-isolation "$(grep '^transformer-engine-torch==' "$pins")"
+# Engines compile kernels at their start, and never look at pip's nvcc themselves.
+sh "$(dirname "$0")/cuda-home.sh" "$python" >/dev/null

@@ -62,7 +62,10 @@ class EngineConfig(Section):
         "GPU is then enough for an asynchronous run. null: trainer and engines take turns.",
     )
     start_timeout_s: float = Field(
-        default=600, gt=0, description="Seconds that an engine may take to start and become healthy."
+        default=600,
+        gt=0,
+        description="Seconds that an engine may take to start and become healthy. One that compiles kernels "
+        "then, as the first start on a machine does, has half an hour more.",
     )
     request_timeout_s: float = Field(
         default=600,

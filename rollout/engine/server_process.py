@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from slipstream.rollout.engine import adapters, cpu
+from slipstream.rollout.engine import adapters, cpu, toolchain
 from slipstream.rollout.engine.adapters import AdapterServing
 from slipstream.rollout.engine.launch import READY
 from slipstream.rollout.engine.leftovers import announced, kill_group, members, shared_memory_of
@@ -184,6 +184,35 @@ _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opens URLs without the http_proxy of the environment, which does not reach servers of this cluster."""
 
 
+COMPILATION_S = 1800.0
+"""Seconds that an engine may take beyond its time-out while it compiles kernels, as the first engine on a
+machine does. DeepGEMM's take minutes."""
+
+BETWEEN_COMPILERS_S = 60.0
+"""Longest time between two compilers, in which a server loads one kernel and prepares the next one."""
+
+
+@dataclass
+class StartTime:
+    """The time that a start may take. It has no clock of its own."""
+
+    timeout_s: float
+    began: float
+    compiled: float | None = None
+    """When a compiler was last seen; None: never."""
+
+    def goes_on(self, now: float, compiles: Callable[[], bool]) -> bool:
+        """True until the time is over. ``compiles`` says whether a compiler runs, and is asked after that."""
+        over = now - self.began - self.timeout_s
+        if over < 0:
+            return True
+        if over >= COMPILATION_S:
+            return False
+        if compiles():
+            self.compiled = now
+        return self.compiled is not None and now - self.compiled < BETWEEN_COMPILERS_S
+
+
 class ServerProcess:
     """Owns a server's process group. Call ``stop`` on every exit path; ``launch.py`` covers a dead owner."""
 
@@ -236,12 +265,13 @@ class ServerProcess:
     async def wait_healthy(self, timeout_s: float) -> None:
         """Wait until /health returns 200, or, on a node that is not the first, until the ranks are ready.
 
-        Raises EngineStartError if that takes too long, or if the server ends.
+        A server that compiles kernels when the time is over has ``COMPILATION_S`` more. Raises
+        EngineStartError if that takes too long, or if the server ends.
         """
-        deadline = time.monotonic() + timeout_s
+        start = StartTime(timeout_s, time.monotonic())
         exited = asyncio.ensure_future(self.wait_exit())
         try:
-            while time.monotonic() < deadline:
+            while start.goes_on(time.monotonic(), self._compiles):
                 if await asyncio.to_thread(self._is_healthy):
                     processes = members(self._process.pid)
                     self._shared_memory |= shared_memory_of(processes)
@@ -256,6 +286,9 @@ class ServerProcess:
         finally:
             exited.cancel()
         raise EngineStartError(f"SGLang was not healthy within {timeout_s:.0f} s{self._tail()}")
+
+    def _compiles(self) -> bool:
+        return any(map(toolchain.compiles, members(self._process.pid)))
 
     async def wait_exit(self) -> int:
         """Wait until the server has ended, and return its exit code."""
@@ -381,6 +414,8 @@ def _environment(spec: ServerSpec) -> dict[str, str]:
     environment = WITHOUT_DIAGNOSIS | environment | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # else a paused engine looks dead
     environment |= process_group_variables(spec.host) | {"SGLANG_HOST_IP": spec.host}
+    if spec.device == "cuda":
+        environment |= toolchain.engine_variables(environment)
     environment |= spec.environment
     if spec.shared_gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.shared_gpus)

@@ -14,13 +14,14 @@ from slipstream.bridge.model.geometry import Geometry
 from slipstream.configs.schema import EngineConfig
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.engine.context import served_length
-from slipstream.rollout.engine.server_process import ServerAccess
+from slipstream.rollout.engine.server_process import COMPILATION_S, ServerAccess
 
 T = TypeVar("T")
 
 STOP_TIMEOUT_S = 15.0
-START_GRACE_S = 60.0
-"""Seconds that an actor's start may take beyond its server's."""
+START_GRACE_S = COMPILATION_S + 60.0
+"""Seconds that an actor's start may take beyond its server's time-out, which the server keeps itself
+unless it compiles kernels."""
 
 INITIAL_VERSION = 0
 """Version of the weights in ``model.path``, with which every server starts."""
