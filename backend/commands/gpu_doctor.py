@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypedDict
 
+from slipstream.backend.commands import compile_check
+from slipstream.backend.commands.compile_check import Compiled, LaunchedKernels
 from slipstream.backend.commands.doctor import Finding
 from slipstream.configs.installed.environment import pinned
+from slipstream.rollout.engine.toolchain import Toolchain
 from slipstream.rollout.ledger.storage.locks import lock_problem
 from slipstream.rollout.system import gpu_environment
 
@@ -107,6 +110,18 @@ class Facts(Protocol):
         """Return what PyTorch sees."""
         ...
 
+    def toolchain(self) -> Toolchain:
+        """Return what an engine would compile with."""
+        ...
+
+    def compiled(self) -> Compiled:
+        """Compile a small file with the toolchain, which is complete."""
+        ...
+
+    def launched(self) -> LaunchedKernels:
+        """Let SGLang compile and launch its own kernels."""
+        ...
+
 
 @dataclass
 class ThisMachine:
@@ -146,6 +161,15 @@ class ThisMachine:
         except (subprocess.CalledProcessError, IndexError, ValueError) as error:
             return {"errors": {"torch": f"the question failed: {error}"}}
 
+    def toolchain(self) -> Toolchain:
+        return compile_check.toolchain_of(self.variables)
+
+    def compiled(self) -> Compiled:
+        return compile_check.compile_sample(self.toolchain(), self.variables)
+
+    def launched(self) -> LaunchedKernels:
+        return compile_check.launch_kernels(self.variables)
+
 
 def examine_gpus(machine: Facts, folder: Path) -> list[Finding]:
     """Return every finding about a run on GPUs. ``folder``: the folder of runs, whose locks are tried."""
@@ -160,6 +184,7 @@ def examine_gpus(machine: Facts, folder: Path) -> list[Finding]:
     return [
         driver,
         *seen,
+        *_compiling(machine, has_gpus=bool(facts.get("gpus"))),
         _agreement(machine),
         _infiniband(machine),
         _shared_memory(machine),
@@ -243,6 +268,13 @@ def _peers(facts: TorchFacts) -> Finding:
         "virtual machine at its settings"
     )
     return Finding(what, f"not for {pairs}", advice, wrong=True)
+
+
+def _compiling(machine: Facts, *, has_gpus: bool) -> list[Finding]:
+    compilers = compile_check.compilers(machine.toolchain(), machine.variables)
+    compiled = compile_check.compilation(None if compilers.wrong else machine.compiled())
+    can_launch = has_gpus and compiled.seen and not compiled.wrong
+    return [compilers, compiled, compile_check.kernels(machine.launched() if can_launch else None)]
 
 
 def _agreement(machine: Facts) -> Finding:

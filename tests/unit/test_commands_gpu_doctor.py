@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.backend.commands.compile_check import Compiled, LaunchedKernels
 from slipstream.backend.commands.doctor import Finding
 from slipstream.backend.commands.gpu_doctor import Facts, ThisMachine, TorchFacts, examine_gpus
 from slipstream.configs.installed.environment import pinned
+from slipstream.rollout.engine.toolchain import Toolchain
 
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\nGCC version: 12\n"
 
@@ -41,6 +43,15 @@ class MadeUp:
         }
     )
 
+    tools: Toolchain = Toolchain("/usr/local/cuda", "/usr/bin/ninja", "/usr/bin/c++", "/usr/bin")
+    sample: Compiled = Compiled("13.0", "")
+    kernels: LaunchedKernels = field(
+        default_factory=lambda: {
+            "facts": {"activation": 2e-3, "rotary embedding": 1e-3, "deep_gemm": "deep_gemm"},
+            "errors": {},
+        }
+    )
+
     def text(self, path: str) -> str | None:
         return self.files.get(path)
 
@@ -59,6 +70,15 @@ class MadeUp:
 
     def torch(self) -> TorchFacts:
         return self.seen
+
+    def toolchain(self) -> Toolchain:
+        return self.tools
+
+    def compiled(self) -> Compiled:
+        return self.sample
+
+    def launched(self) -> LaunchedKernels:
+        return self.kernels
 
 
 def findings(machine: Facts) -> dict[str, Finding]:
@@ -87,7 +107,15 @@ def test_a_machine_without_a_driver_is_wrong_and_what_cannot_be_seen_is_said():
     seen = findings(Unasked(files={}))
     assert [what for what, finding in seen.items() if finding.wrong] == ["NVIDIA driver"]
     unseen = {what for what, finding in seen.items() if not finding.seen}
-    assert unseen == {"GPUs and CUDA", "NCCL", "cuDNN", "Transformer Engine", "peer-to-peer access"}
+    assert unseen == {
+        "GPUs and CUDA",
+        "NCCL",
+        "cuDNN",
+        "Transformer Engine",
+        "peer-to-peer access",
+        "kernels of engines",
+    }
+    assert seen["a kernel compiles"].state == "by nvcc of CUDA 13.0", "which needs no GPU"
     assert seen["InfiniBand"].state == "none" and seen["C library"].state == "glibc 2.35"
 
 
