@@ -2,7 +2,7 @@
 
 First a small file goes the way of SGLang's kernels, from ninja over nvcc and the C++ compiler to a library
 that is linked with CUDA's runtime; that needs no GPU. Then SGLang compiles and launches two kernels of its
-own, which are compared with PyTorch's: the activation and the rotary embedding, which every dense model needs.
+own, the activation and the rotary embedding that every dense model needs. PyTorch's results are the measure.
 """
 
 import json

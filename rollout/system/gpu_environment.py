@@ -1,6 +1,7 @@
 """Environment variables of processes on GPUs: trainer and engines must agree on some, and need others.
 
-This is the only place that sets them. ``variables`` is the table that `slipstream plan` shows, and
+This is the only place that sets them, but for what an engine compiles with, which depends on its node
+(``rollout/engine/toolchain.py``). ``variables`` is the table that `slipstream plan` shows, and
 ``environment`` is what the actors of both sides apply before CUDA is loaded. A value of the table replaces
 the one that the run was started with, because a value that reaches only one side of a process group makes
 NCCL fail or hang in its first collective.

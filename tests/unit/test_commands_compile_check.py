@@ -1,4 +1,4 @@
-"""`doctor --gpu` compiles what engines compile: with a toolchain of scripts that record, and with missing parts."""
+"""`doctor --gpu` compiles what engines compile: with scripts that record, and where programs are missing."""
 
 import os
 from collections.abc import Callable
@@ -23,7 +23,7 @@ echo "ninja $@" >> "$RECORD"
 cd "$2" && sed -n 's/^  command = //p' build.ninja | while read -r command; do
     in=sample.cu out=sample.o sh -c "$command" || exit 1
 done"""
-NVCC = 'echo "nvcc $@" >> "$RECORD"; [ "$1" != --version ] || echo "Cuda compilation tools, release 13.0, V13.0.48"'
+NVCC = 'echo "nvcc $@" >> "$RECORD"; [ "$1" != --version ] || echo "Cuda tools, release 13.0, V13.0.48"'
 CXX = 'echo "c++ $@" >> "$RECORD"'
 
 Programs = Callable[..., dict[str, str]]

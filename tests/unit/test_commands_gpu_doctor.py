@@ -43,8 +43,10 @@ class MadeUp:
         }
     )
 
-    tools: Toolchain = Toolchain("/usr/local/cuda", "/usr/bin/ninja", "/usr/bin/c++", "/usr/bin")
-    sample: Compiled = Compiled("13.0", "")
+    tools: Toolchain = field(
+        default_factory=lambda: Toolchain("/usr/local/cuda", "/usr/bin/ninja", "/usr/bin/c++", "/usr/bin")
+    )
+    sample: Compiled = field(default_factory=lambda: Compiled("13.0", ""))
     kernels: LaunchedKernels = field(
         default_factory=lambda: {
             "facts": {"activation": 2e-3, "rotary embedding": 1e-3, "deep_gemm": "deep_gemm"},
