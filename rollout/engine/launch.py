@@ -190,7 +190,9 @@ def main() -> None:
     threading.Thread(
         target=_die_with_owner, args=(temporary, leftovers), name="die-with-owner", daemon=True
     ).start()
-    patches.check(patches.LAUNCH, *(path.rpartition(".")[0] for path in settings["prepare"]))
+    patches.check(
+        patches.LAUNCH, patches.DEAD_ENDS, *(path.rpartition(".")[0] for path in settings["prepare"])
+    )
     with kept_for_good():
         from sglang.launch_server import run_server
         from sglang.srt.server_args import ServerArgs

@@ -43,6 +43,8 @@ class EnginePatch:
 LAUNCH = "slipstream.rollout.engine.launch"
 """Import path of the module that is ``__main__`` in a server's process."""
 
+DEAD_ENDS = "slipstream.rollout.engine.dead_ends"
+_RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor"
 _CPU = "slipstream.rollout.engine.cpu"
 _ADAPTERS, _GATEWAY = "slipstream.rollout.engine.adapters", "slipstream.rollout.gateway.serving.answering"
 
@@ -118,6 +120,30 @@ PATCHES = (
         f"{_GATEWAY}._let_calls_be_repeated",
         "it refuses conversations that repeat a call whose arguments are no JSON object",
         "8a76611e007991da",
+    ),
+    EnginePatch(
+        "sglang.srt.function_call.function_call_parser:FunctionCallParser",
+        f"{_GATEWAY}._let_calls_be_repeated",
+        "it leaves out calls of unknown tools, calls that it cannot read, and text after calls",
+        "8b07e574e398997b",
+    ),
+    EnginePatch(
+        "sglang.srt.constrained.xgrammar_backend:XGrammarGrammar.fill_vocab_mask",
+        f"{DEAD_ENDS}.guard",
+        "a grammar that allows no token ends the scheduler",
+        "df27a6836c85a27c",
+    ),
+    EnginePatch(
+        f"{_RESULTS}._apply_prefill_grammar",
+        f"{DEAD_ENDS}.guard",
+        "a request whose grammar rejects its token ends as one that was aborted, and would be sent again",
+        "3d9a09dc6d547224",
+    ),
+    EnginePatch(
+        f"{_RESULTS}._accept_grammar_tokens",
+        f"{DEAD_ENDS}.guard",
+        "the same behind the first token",
+        "549c2c2e2e3c8eff",
     ),
 )
 

@@ -69,12 +69,12 @@ def _let_calls_be_repeated() -> None:
                 function["arguments"] = {}
         as_objects(message, strict=False)
 
+    serving_chat.FunctionCallParser = serving_responses.FunctionCallParser = WholeCalls
     serving_chat.normalize_assistant_tool_call_arguments = as_objects_if_they_are
 
 
 patches.check(__name__)
 _let_calls_be_repeated()
-serving_chat.FunctionCallParser = serving_responses.FunctionCallParser = WholeCalls
 
 
 @dataclass(frozen=True)
