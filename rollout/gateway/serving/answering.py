@@ -1,5 +1,7 @@
 """SGLang's endpoints, bound to one request each: they read the request, and write the answer for the client.
 
+``/v1/responses`` is in ``answered_responses``.
+
 SGLang applies the chat template, parses tool calls and reasoning and speaks the protocols. Three things
 change here: where its prompts go (``LiveCall.begin``), where its tokens come from
 (``StandIn.generate_request``), and that an answer is durable before its last byte leaves
@@ -12,16 +14,12 @@ from concurrent.futures import Future
 from contextlib import aclosing, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
-from types import SimpleNamespace
 from typing import Any, Self, cast
 
 import orjson
 from fastapi.responses import ORJSONResponse
-from openai_harmony import Message
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
-from sglang.srt.entrypoints.harmony_utils import parse_response_input
 from sglang.srt.entrypoints.openai import serving_chat, serving_responses
 from sglang.srt.entrypoints.openai.protocol import (
     ChatCompletionRequest,
@@ -30,13 +28,9 @@ from sglang.srt.entrypoints.openai.protocol import (
     CompletionResponse,
     ErrorResponse,
     MessageProcessingResult,
-    ResponsesRequest,
-    ResponsesResponse,
-    ToolCallConstraint,
 )
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
-from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from slipstream.rollout.engine import patches
@@ -46,7 +40,6 @@ from slipstream.rollout.gateway.serving.call import LiveCall
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.messages import StreamedMessages, as_template_reads
 from slipstream.rollout.gateway.serving.stand_in import StandIn
-from slipstream.rollout.gateway.serving.workers import finished
 from slipstream.rollout.tokens.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -123,7 +116,7 @@ def _least_length(messages: Sequence[Any], tools: Sequence[Any] | None) -> int:
 
 
 @contextmanager
-def _reading(call: LiveCall) -> Iterator[None]:
+def reading(call: LiveCall) -> Iterator[None]:
     """Take every error for a refusal: what a request looks like is all that the code inside depends on."""
     try:
         yield
@@ -139,7 +132,7 @@ def _reading(call: LiveCall) -> Iterator[None]:
         raise ValueError(call.refusal.message) from error
 
 
-def _begin(
+def begin(
     call: LiveCall,
     prompt: Arrival,
     sampling: Mapping[str, object],
@@ -201,7 +194,7 @@ class Chatting(OpenAIServingChat):
     def _process_messages(
         self, request: ChatCompletionRequest, is_multimodal: bool
     ) -> MessageProcessingResult:
-        with _reading(self.call):
+        with reading(self.call):
             self.call.check_length(_least_length(request.messages, request.tools))
             _read_answers(request.messages)
             return super()._process_messages(request, is_multimodal)
@@ -270,7 +263,7 @@ class Chat(Chatting):
         """
         self._prepared = Future()
         try:
-            with _reading(self.call):
+            with reading(self.call):
                 self.call.check_length(_least_length(request.messages, request.tools))
                 self._invalid = super()._validate_request(request)
                 if self._invalid is None:
@@ -284,7 +277,7 @@ class Chat(Chatting):
     def _convert_to_internal_request(
         self, request: ChatCompletionRequest, raw_request: object = None
     ) -> tuple[GenerateReqInput, ChatCompletionRequest]:
-        with _reading(self.call):
+        with reading(self.call):
             try:
                 converted, request = self._prepared.result(timeout=0)  # it never waits: the event loop would
             finally:
@@ -294,7 +287,7 @@ class Chat(Chatting):
             )
             prompt = self._prompt(converted.input_ids if converted.text is None else converted.text)
         sampling: Any = converted.sampling_params
-        _begin(self.call, prompt, dict(sampling), request.top_logprobs or 0)
+        begin(self.call, prompt, dict(sampling), request.top_logprobs or 0)
         return converted, request
 
     async def _generate_chat_stream(
@@ -395,7 +388,7 @@ class TextCompletion(OpenAIServingCompletion):
         """Do all that depends on the request alone: encode its prompts."""
         texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
         try:
-            with _reading(self.call):
+            with reading(self.call):
                 for text in texts:
                     if isinstance(text, str):
                         self.call.check_length(len(text))
@@ -406,7 +399,7 @@ class TextCompletion(OpenAIServingCompletion):
     def _convert_to_internal_request(
         self, request: CompletionRequest, raw_request: object = None
     ) -> tuple[GenerateReqInput, CompletionRequest]:
-        with _reading(self.call):
+        with reading(self.call):
             if self.call.refusal is not None:
                 raise self.call.refusal
             scores_prompt = bool(request.echo) and request.logprobs is not None
@@ -420,7 +413,7 @@ class TextCompletion(OpenAIServingCompletion):
             }
             prompts = [self.call.prompt(ids, text=text) for text, ids in self._prompts(converted)]
         for prompt in prompts:
-            _begin(self.call, prompt, sampling, request.logprobs or 0, scores_prompt=scores_prompt)
+            begin(self.call, prompt, sampling, request.logprobs or 0, scores_prompt=scores_prompt)
         converted.rid = f"cmpl-{self.call.id}"
         return converted, request
 
@@ -459,147 +452,6 @@ class TextCompletion(OpenAIServingCompletion):
         )
 
 
-class Responses(Chatting, OpenAIServingResponses):
-    """/v1/responses."""
-
-    _is_stored = False
-    """Later requests may name the response."""
-
-    def __init__(self, stand_in: StandIn) -> None:
-        OpenAIServingResponses.__init__(self, stand_in, stand_in.templates)  # pyright: ignore[reportArgumentType]
-
-    def continuing(self, call: LiveCall, exchanges: Sequence[Mapping[str, Any]]) -> Self:
-        """Return a copy that answers one request, which continues ``exchanges``.
-
-        SGLang keeps responses in memory, by their ids. The copy has just those that the request needs, and
-        whatever it adds to them goes with it: what is kept is in the journal.
-        """
-        bound = self.bound_to(call)
-        bound.response_store, bound.msg_store = {}, {}
-        if exchanges:
-            items: list[dict[str, Any]] = []
-            for exchange in exchanges:
-                items += [*exchange["input"], *exchange["response"]["output"]]
-            last: Any = SimpleNamespace(id=exchanges[-1]["response"]["id"], output=items)
-            bound.response_store[last.id] = last
-            bound.msg_store[last.id] = _harmony_messages(items) if self.use_harmony else items
-        return bound
-
-    @classmethod
-    def _normalize_response_message_for_chat(cls, message: object) -> object:
-        """Leave out the phase, which would keep the reasoning and the text of a turn apart in the chat."""
-        normalized = super()._normalize_response_message_for_chat(message)
-        if isinstance(normalized, dict):
-            return {name: value for name, value in normalized.items() if name != "phase"}
-        return normalized
-
-    def _validate_model(self, model: str | None) -> None:
-        """Requests may name any model."""
-
-    async def _make_request(
-        self, request: ResponsesRequest, prev_response: ResponsesResponse | None, tokenizer: object
-    ) -> object:
-        with _reading(self.call):
-            made = super()._make_request(request, prev_response, tokenizer)
-            messages, _, _, processed = await self.call.prepared(partial(finished, made))
-            sampling = self._sampling(request, processed.stop, processed.tool_call_constraint)
-            if not processed.skip_special_tokens:
-                sampling["skip_special_tokens"] = False
-            self.call.one_by_one = bool(request.stream) and self._is_parsed(bool(request.tools))
-            prompt = self._prompt(processed.prompt_ids)
-        _begin(self.call, prompt, sampling, request.top_logprobs or 0)
-        self._name(request)
-        prompts = [list(self.call.input_ids)]
-        return messages, prompts, prompts, processed
-
-    def _make_request_with_harmony(
-        self, request: ResponsesRequest, prev_response: ResponsesResponse | None
-    ) -> object:
-        with _reading(self.call):
-            made = super()._make_request_with_harmony(request, prev_response)
-            sampling = self._sampling(request, request.stop, None)
-        _begin(self.call, self.call.prompt(made[-1][0]), sampling, 0)
-        self._name(request)
-        return made
-
-    def _name(self, request: ResponsesRequest) -> None:
-        request.request_id = f"resp_{self.call.answer_id}"
-        self._is_stored = bool(request.store)
-
-    def _sampling(
-        self, request: ResponsesRequest, stop: str | list[str] | None, constraint: ToolCallConstraint | None
-    ) -> dict[str, Any]:
-        """Return the sampling parameters as SGLang makes them later, with exactly the length asked for."""
-        parameters = request.to_sampling_params(
-            self.tokenizer_manager.model_config.context_len,
-            self.default_sampling_params,
-            stop=stop,
-            tool_call_constraint=constraint,
-        )
-        return parameters | {"max_new_tokens": request.max_output_tokens}
-
-    async def responses_full_generator(
-        self, request: ResponsesRequest, *args: Any, **settings: Any
-    ) -> ResponsesResponse | ORJSONResponse:
-        response = await super().responses_full_generator(request, *args, **settings)
-        if isinstance(response, ResponsesResponse):
-            await self._record(response.model_dump(mode="json", by_alias=True))
-        return response
-
-    async def responses_stream_generator_non_harmony(
-        self, request: ResponsesRequest, *args: Any, **settings: Any
-    ) -> AsyncGenerator[str]:
-        events = super().responses_stream_generator_non_harmony(request, *args, **settings)
-        async with aclosing(events):
-            async for event in events:
-                await self._record_at_end(event)
-                yield event
-
-    async def responses_stream_generator(
-        self, request: ResponsesRequest, *args: Any, **settings: Any
-    ) -> AsyncGenerator[str]:
-        events = super().responses_stream_generator(request, *args, **settings)
-        async with aclosing(events):
-            async for event in events:
-                await self._record_at_end(event)
-                yield event
-
-    async def _record_at_end(self, event: str) -> None:
-        kind, _, data = event.partition("\n")
-        if kind in ("event: response.completed", "event: response.incomplete"):
-            await self._record(orjson.loads(data.removeprefix(DATA))["response"])
-
-    async def _record(self, response: dict[str, Any]) -> None:
-        """Record the answer with the response that the client gets, so that it can be named later."""
-        parts = [self._normalize_response_message_for_chat(dict(item)) for item in response["output"]]
-        merged = self._merge_consecutive_assistant_messages([part for part in parts if part is not None])
-        message = merged[-1] if merged else {}
-        given = self.call.body["input"]
-        added = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        exchange = {"input": added, "response": response}
-        await self.call.record(
-            [as_template_reads({**message, "content": _text(message.get("content"))})],
-            orjson.dumps(exchange) if self._is_stored and response["status"] != "failed" else b"",
-        )
-
-
-def _text(content: str | list[dict[str, str]] | None) -> str:
-    """Return the text of a message's content, which may be a list of parts."""
-    if isinstance(content, list):
-        return "".join(part.get("text", "") for part in content)
-    return content or ""
-
-
 def as_batch(ids: Any) -> list[list[int]]:
     """Return a list of prompts; a single one is a list of ids."""
     return ids if ids and isinstance(ids[0], list) else [ids]
-
-
-def _harmony_messages(items: Sequence[dict[str, Any]]) -> list[Message]:
-    """Return the items of a conversation as gpt-oss reads them."""
-    before: list[dict[str, Any]] = []
-    messages: list[Message] = []
-    for item in items:
-        messages.append(parse_response_input(dict(item), before))  # pyright: ignore[reportArgumentType]
-        before.append(item)
-    return messages

@@ -13,7 +13,8 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from starlette.responses import Response, StreamingResponse
 
 from slipstream.rollout.gateway.serving import fields
-from slipstream.rollout.gateway.serving.answering import Chat, Messages, Responses, TextCompletion
+from slipstream.rollout.gateway.serving.answered_responses import Responses
+from slipstream.rollout.gateway.serving.answering import Chat, Messages, TextCompletion
 from slipstream.rollout.gateway.serving.call import LiveCall
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.native import GenerateBody, Native
