@@ -140,6 +140,8 @@ NATIVE_VALUES: dict[str, list[Any]] = {
     "json_schema": ["{}", '{"items":' * 70 + "{}" + "}" * 70, '{"type":"string","x":"' + "x" * 66_000 + '"}'],
     "sampling_seed": [0, 2**63 - 1, -(2**63), 2**63],
 }
+SHORT = {"max_new_tokens": 40}
+"""Else an engine would fill its context."""
 LONG: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "word " * 12_000}]},
     {"messages": [{"role": "user", "content": "a" * 60_000}]},
@@ -170,9 +172,9 @@ def valued(draw: st.DrawFn, keys: Sequence[str] = KEYS) -> Case:
     names = draw(st.lists(st.sampled_from(sorted(table)), min_size=1, max_size=3, unique=True))
     values = {name: draw(st.sampled_from(table[name])) for name in names}
     if path == "/generate":
-        body["sampling_params"] = body.get("sampling_params", {}) | values
+        body["sampling_params"] = SHORT | body.get("sampling_params", {}) | values
     else:
-        body |= values
+        body = {"max_tokens": SHORT["max_new_tokens"]} | body | values
         if path == "/v1/chat/completions" and draw(st.integers(0, 19)) == 0:
             body = draw(st.sampled_from(LONG))
     headers = {"authorization": draw(st.sampled_from(keys)).encode(), "content-type": b"application/json"}
