@@ -5,7 +5,7 @@
 # make crash-cases                every known harm to a run once: kills, stops, damage (more than an hour); ONLY="damage"
 # make exactness N=1000 SEED=1    random conversations: is what is trained what the engines have sampled? (some minutes)
 # make wrong-inputs               everything wrong that a user can hand in, and every failing episode, with its message (two minutes)
-# make soak                       memory over hours of a simulated run and ten minutes of a real one
+# make soak                       memory over hours of a simulated run and ten minutes of a real one; MINUTES=60 USERS=50: with users
 # make gateway-memory             memory of a gateway and of the driver's live users over 20,000 turns (some minutes)
 # make crash-sweep N=200 SEED=1   kills runs N times, audits and resumes each (about half a minute per kill)
 # make crash-live N=100 SEED=1    kills gateway and driver N times while users talk (a minute per kill of the driver)
@@ -110,7 +110,7 @@ wrong-inputs: install
 	$(BIN)/python -m tests.wrong_inputs
 
 soak: install
-	$(BIN)/python -m tests.crash.soak
+	$(BIN)/python -m tests.crash.soak --minutes $(or $(MINUTES),10) --users $(or $(USERS),0)
 
 gateway-memory: install
 	$(BIN)/python -m tests.gateway_memory
