@@ -1,6 +1,7 @@
 """The endpoints over plain HTTP: what is refused, sessions, ends of connections, native ones."""
 
 import json
+import shutil
 import threading
 import time
 
@@ -9,8 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from slipstream.backend.quickstart import tokenizer as quickstart
 from tests.chat_model import build_tokenizer
 from tests.clients.openapi_bodies import bodies
+from tests.gateway_process import GatewayProcess
 from tests.scripted_source import logprob
 
 ANNA = {"authorization": "Bearer key-anna"}
@@ -283,6 +286,17 @@ def test_a_prompt_that_cannot_fit_is_refused_at_every_endpoint(http, path, body)
     reply = http.post(path, json=body)
     assert reply.status_code == 400
     assert "and the model's context ends at 2048" in reply.text
+
+
+def test_a_long_text_is_refused_unread_where_one_unknown_token_may_stand_for_all_of_it(chat_model, tmp_path):
+    shutil.copy(chat_model / "config.json", tmp_path)
+    quickstart.build_tokenizer().save_pretrained(tmp_path)
+    with GatewayProcess(tmp_path) as unspelled:
+        reply = unspelled.http.post(
+            CHAT, json={"messages": [{"role": "user", "content": "é" * 300_000}]}, headers=ANNA
+        )
+    assert reply.status_code == 400
+    assert "the prompt has at least 4687 tokens, and the model's context ends at 2048" in reply.text
 
 
 TOO_LONG = {

@@ -37,6 +37,7 @@ import httpx
 from slipstream.backend.quickstart import prepare
 from slipstream.rollout.gateway.keys import add_key
 from slipstream.rollout.system.temporary import PREFIX
+from tests.chat_model import write_chat_model
 from tests.crash.sweep import Ended, Kill, Sweep, SweepFailed, processes
 from tests.ports import held_port
 from tests.runs.conftest import LaunchedRun, run_command, start_run
@@ -454,8 +455,9 @@ def poisoned(poison: dict[str, object]) -> Callable[[Lab, str], float | None]:
 
     def act(lab: Lab, name: str) -> float | None:
         port = held_port()
+        model = write_chat_model(lab.root / f"{name} model")  # one that can spell grammars
         life = start_run(
-            *(lab.inputs, lab.root, name, "run.steps=12", *SETTINGS),
+            *(lab.inputs, lab.root, name, "run.steps=12", *SETTINGS, f"model.path={model}"),
             *(f"gateway.port={port}", f"gateway.admin_port={held_port()}"),
         )
         keys = [add_key(lab.root / f"{name}.keys.json", user) for user in ("anna", "bert")]

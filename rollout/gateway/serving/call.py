@@ -83,8 +83,8 @@ class SharedParts:
     workers: Workers
     vocab_size: int
     """Number of token ids of the model, without the rows by which ranks pad its embedding."""
-    longest_token: int | None
-    """Largest number of characters that a token stands for; None: there is no such number."""
+    longest_token: int
+    """Largest number of characters that a token stands for, or is taken to."""
     mint: Callable[[], str]
     """Returns an id that nobody can guess and that belongs to this process."""
 
@@ -146,7 +146,7 @@ class LiveCall:
     def check_length(self, characters: int) -> None:
         """Raise Refusal if a prompt with so many characters cannot fit into the context."""
         longest, context = self._shared.longest_token, self._shared.context
-        if longest is not None and characters > longest * context:
+        if characters > longest * context:
             raise self._too_long(characters // longest, "at least ")
 
     def measured(

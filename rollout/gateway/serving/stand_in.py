@@ -78,6 +78,11 @@ class ModelFacts:
         return dict(self._defaults)
 
 
+LONGEST_UNKNOWN = 64
+"""Characters that one unknown token is taken to stand for at most. Tokenizers that make one of any number of
+characters would have megabytes encoded to find that a prompt is too long."""
+
+
 class StandIn:
     """SGLang's tokenizer manager, as far as its endpoints know it, for all requests of the process.
 
@@ -129,8 +134,9 @@ class StandIn:
         self._thought_end = self._end_of_thought()
         vocabulary = TokenizerInfo.from_huggingface(self.tokenizer).decoded_vocab
         self._spells_all = spells_all(vocabulary)
-        # What is not in the vocabulary may be one token together, however long.
-        self.longest_token = max(map(len, vocabulary)) if self._spells_all else None
+        self.longest_token = max(map(len, vocabulary))
+        if not self._spells_all:
+            self.longest_token = max(self.longest_token, LONGEST_UNKNOWN)
         log.info("parsers: %s", self._settings)
         # SGLang logs requests that it refuses, with what is in them.
         logging.getLogger("sglang").setLevel(logging.CRITICAL)
