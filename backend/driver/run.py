@@ -100,7 +100,9 @@ async def _run(
     if own is not None:
         own.total_steps = config.run.total_steps
     with permissions(config), ExitStack() as stack:
-        folder, state = await open_run(config, inputs, progress, resume, accept_changes, overwrite=overwrite)
+        folder, state = await open_run(
+            config, inputs, progress, resume, accept_changes, overwrite=overwrite, whole=trains
+        )
         stack.enter_context(state.lease.held(stop.fail))
         stack.callback(state.ledger.close)
         progress.keep_in(folder)

@@ -221,28 +221,3 @@ def test_submit_prints_the_command_of_a_recipe(tmp_path):
         *["sbatch", "--nodes=2", "--gpus-per-node=8", "--time=2-00", "--partition=big", str(batch_script())],
         *[str(path), "--resume", "run.steps=3", f"cluster.container={image}"],
     ]
-
-
-@pytest.mark.parametrize(
-    ("restarts", "arguments", "expected"),
-    [
-        ("", ["--overwrite", "a b=1"], ["--overwrite", "a b=1"]),
-        ("0", ["--overwrite"], ["--overwrite"]),
-        ("2", ["a b=1", "--overwrite", "c=2"], ["a b=1", "--resume", "c=2"]),
-        ("1", ["--resume"], ["--resume"]),
-        ("1", [], []),
-    ],
-)
-def test_a_job_that_is_requeued_deletes_nothing_that_it_has_begun(restarts, arguments, expected):
-    lines = batch_script().read_text().splitlines()
-    first = next(n for n, line in enumerate(lines) if "SLURM_RESTART_COUNT" in line)
-    part = lines[first : lines.index("fi", first) + 1]
-    ended = subprocess.run(
-        ["bash", "-uc", "\n".join([*part, 'printf "%s\\n" "$@"']), "bash", *arguments],
-        env={"PATH": "/usr/bin:/bin", **({"SLURM_RESTART_COUNT": restarts} if restarts else {})},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-    )
-    assert ended.stdout.split("\n")[:-1] == (expected or [""])

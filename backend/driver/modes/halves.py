@@ -27,9 +27,11 @@ from slipstream.backend.driver.start.inputs import InputError
 from slipstream.backend.driver.start.prepare import prepare_inputs
 from slipstream.backend.driver.start.run_folder import (
     LOGS,
+    goes_on,
     permissions,
     recipe_text,
     start_folder,
+    treatment,
     with_absolute_paths,
 )
 from slipstream.backend.driver.start.run_length import with_steps
@@ -126,7 +128,8 @@ async def _run(config: RunConfig, batches: Path, progress: Progress, stop: Stop,
     longest = _checked(config, files)
     with permissions(config), ExitStack() as stack:
         try:
-            lease = await start_folder(config, progress, "delete" if overwrite else "refuse")
+            resume = goes_on(config, progress, resume=False)
+            lease = await start_folder(config, progress, treatment(resume=resume, overwrite=overwrite))
         except LedgerError as error:
             raise InputError(str(error)) from error
         stack.enter_context(lease.held(stop.fail))

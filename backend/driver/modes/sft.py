@@ -32,12 +32,13 @@ from slipstream.backend.driver.start.run_folder import (
     CHECKPOINT_HF,
     LOGS,
     RECIPE,
-    EarlierRun,
     can_resume,
+    goes_on,
     permissions,
     recipe_text,
     resume_folder,
     start_folder,
+    treatment,
     with_absolute_paths,
     write_recipe,
 )
@@ -234,6 +235,7 @@ async def open_folder(
     """
     folder = config.run.folder
     try:
+        resume = goes_on(config, progress, resume=resume)
         if resume and (folder / RECIPE).exists():
             if can_resume(folder):
                 raise InputError(f"{folder} holds a run of `slipstream train`, not of `slipstream sft`")
@@ -244,8 +246,7 @@ async def open_folder(
             progress.note(f"no checkpoint in {folder}: the run starts from the beginning")
         elif resume:
             progress.note(f"nothing to resume in {folder}: the run starts from the beginning")
-        earlier: EarlierRun = "set aside" if resume else "delete" if overwrite else "refuse"
-        return await start_folder(config, progress, earlier), None
+        return await start_folder(config, progress, treatment(resume=resume, overwrite=overwrite)), None
     except (LedgerError, CheckpointError) as error:
         raise InputError(str(error)) from error
     except OSError as error:

@@ -11,12 +11,13 @@ from slipstream.backend.checkpoint.watermarks import check_watermarks
 from slipstream.backend.driver.start.feedback import Feedback
 from slipstream.backend.driver.start.inputs import InputError, Inputs
 from slipstream.backend.driver.start.run_folder import (
-    EarlierRun,
     apply_mode,
     can_resume,
+    goes_on,
     refuse_without_ledger,
     resume_folder,
     start_folder,
+    treatment,
     write_recipe,
 )
 from slipstream.backend.monitor.progress import Progress
@@ -67,16 +68,20 @@ async def open_run(
     accept_changes: bool = False,
     *,
     overwrite: bool = False,
+    whole: bool = True,
 ) -> tuple[Path, RunState]:
     """Return the run folder and where the run stands: at its beginning, or where its last process ended.
 
     ``accept_changes``: go on also with inputs whose content has changed. ``overwrite``: delete an earlier run
-    in the folder, which is refused otherwise. Raises InputError when the folder cannot be used.
+    in the folder, which is refused otherwise. A restart of the Slurm job that has made the folder goes on
+    without being told. Without ``whole``, for a half of a run, it begins anew. Raises InputError when the
+    folder cannot be used.
     """
     folder = config.run.folder
     with ExitStack() as taken:
         try:
-            if resume and can_resume(folder):
+            resume = goes_on(config, progress, resume=resume)
+            if resume and whole and can_resume(folder):
                 lease, known, changed = await resume_folder(config, progress, accept_changes=accept_changes)
                 taken.callback(lease.release)
                 apply_mode(config)
@@ -92,10 +97,10 @@ async def open_run(
                 taken.callback(state.ledger.close)
                 write_recipe(config, known)
             else:
-                if resume:
+                if resume and whole:
                     refuse_without_ledger(folder)
                     progress.note(f"nothing to resume in {folder}: the run starts from the beginning")
-                earlier: EarlierRun = "set aside" if resume else "delete" if overwrite else "refuse"
+                earlier = treatment(resume=resume, overwrite=overwrite)
                 lease = await start_folder(config, progress, earlier)
                 taken.callback(lease.release)
                 state = begin(config, inputs, None, lease)

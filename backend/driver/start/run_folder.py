@@ -4,6 +4,7 @@ Only the user may enter it unless `run.mode` says otherwise.
 
 recipe.yaml       the recipe with every default filled in
 inputs.json       the data sets and the model, by their content: ``identity.py``
+job.json          the Slurm job that has made the folder, if there is one: ``job.py``
 driver.json       the driver that may write here, with driver.term.N: ``rollout/ledger/lease/folder_lease.py``
 ledger.sqlite     the state of every group, unless the run is one of ``slipstream sft``
 driver.log        the output of the terminal
@@ -12,6 +13,7 @@ engine-model/     the model that engines start from, if it differs from `model.p
 checkpoints/, checkpoint-hf/, logs/, metrics.jsonl, trace.jsonl, summary.json
 """
 
+import asyncio
 import os
 import shutil
 import time
@@ -26,10 +28,12 @@ from slipstream.backend.checkpoint.checkpoint_errors import describe
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from slipstream.backend.driver.start.identity import KnownInputs, current_inputs, inputs_to_go_on_with
 from slipstream.backend.driver.start.inputs import InputError
+from slipstream.backend.driver.start.job import is_restart, job_of, maker_of
 from slipstream.backend.monitor.metrics import METRICS_FILE
 from slipstream.backend.monitor.progress import Progress
 from slipstream.configs.schema import RunConfig, is_on_hub
 from slipstream.configs.schema.base import Section
+from slipstream.rollout.ledger.lease.driver_file import is_lease_file
 from slipstream.rollout.ledger.lease.folder_lease import FolderLease, take_lease, wait_until_free
 from slipstream.rollout.ledger.recovery import LEDGER
 from slipstream.rollout.ledger.storage.database import LedgerBusy
@@ -45,7 +49,11 @@ CHECKPOINT_HF = "checkpoint-hf"
 
 EarlierRun = Literal["refuse", "delete", "set aside"]
 """Treatment of an existing run folder when a run starts from the beginning. ``set aside``: the folder is
-renamed, and the user is told; for ``--resume`` when the folder has nothing to go on with."""
+renamed, and the user is told; for a run that goes on when the folder has nothing to go on with."""
+
+RESTART_LOOK_S, RESTART_LOOKS = 10.0, 18
+"""Seconds between two attempts of a restarted job to take its run folder over, and the number of further
+attempts. An NFSv4 server keeps the locks of a node that has died for 90 s by default."""
 
 OF_A_RUN = (RECIPE, LEDGER, METRICS_FILE, CHECKPOINTS)
 """Files by which the folder of a run is recognized. A folder without them is never deleted."""
@@ -68,6 +76,28 @@ def write_recipe(config: RunConfig, inputs: KnownInputs) -> None:
     inputs.write(config.run.folder)
 
 
+def goes_on(config: RunConfig, progress: Progress, *, resume: bool) -> bool:
+    """True if this process goes on with the run in the folder: with ``resume``, or as a restart of its job.
+
+    Raises OSError.
+    """
+    folder = config.run.folder
+    if not is_restart(folder, os.environ):
+        return resume
+    progress.note(f"Slurm has started {maker_of(folder)} again, which goes on with its run in {folder}")
+    return True
+
+
+def treatment(*, resume: bool, overwrite: bool) -> EarlierRun:
+    """Return what becomes of an earlier run when a run starts from the beginning."""
+    return "set aside" if resume else "delete" if overwrite else "refuse"
+
+
+def _is_unused(folder: Path) -> bool:
+    """True if nothing but a lease is in the folder: a process that made it was killed at once, or begins."""
+    return all(is_lease_file(path.name) for path in folder.iterdir())
+
+
 async def start_folder(config: RunConfig, progress: Progress, earlier: EarlierRun = "refuse") -> FolderLease:
     """Make the run folder, with the recipe in it. ``earlier``: what becomes of what is in it.
 
@@ -76,20 +106,23 @@ async def start_folder(config: RunConfig, progress: Progress, earlier: EarlierRu
     """
     folder = config.run.folder
     inputs = current_inputs(config)
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and not _is_unused(folder):
         await _make_way(config, progress, earlier)
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir()
     except FileExistsError:
-        if any(folder.iterdir()):
+        if not _is_unused(folder):
             raise LedgerBusy(
                 f"{folder}: another process has just started this run: choose another run.name"
             ) from None
-        # An empty folder stays: another process may have made it, and the lease decides between the two.
+        # An unused folder stays: another process may have made it, and the lease decides between the two.
         apply_mode(config)
     lease = await hold_folder(config, progress)
     with lease.released_on_error():
+        # First, so that a restart of the job knows the folder as its own, whatever else is missing.
+        if (job := job_of(os.environ)) is not None:
+            job.write(folder)
         (folder / LOGS).mkdir()
         write_recipe(config, inputs)
     return lease
@@ -99,16 +132,18 @@ async def _make_way(config: RunConfig, progress: Progress, earlier: EarlierRun) 
     folder = config.run.folder
     if earlier == "refuse":
         await wait_until_free(folder, say=progress.phase, lease_s=config.run.lease_s)
+        maker = maker_of(folder)
+        whose = f" ({maker})" if maker else ""
         raise InputError(
-            f"{folder} holds an earlier run, which is left as it is. Go on with it: --resume. Delete it and "
-            "start anew: --overwrite. Start another run beside it: run.name=NAME"
+            f"{folder} holds an earlier run{whose}, which is left as it is. Go on with it: --resume. Delete "
+            "it and start anew: --overwrite. Start another run beside it: run.name=NAME"
         )
     if earlier == "delete" and not any((folder / name).exists() for name in OF_A_RUN):
         raise InputError(
             f"{folder} has none of {', '.join(OF_A_RUN)}: it is not the folder of a run and is not deleted. "
             "Move it away, or choose another run.name"
         )
-    lease = await take_lease(folder, lease_s=config.run.lease_s, say=progress.phase)
+    lease = await _take_lease(config, progress)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
     moved = folder.rename(folder.with_name(f"{folder.name}.{stamp}"))
     lease.release(moved)
@@ -135,7 +170,7 @@ async def resume_folder(
 async def hold_folder(config: RunConfig, progress: Progress) -> FolderLease:
     """Take the lease of the run folder, and tell the user if it is the only protection."""
     folder = config.run.folder
-    lease = await take_lease(folder, lease_s=config.run.lease_s, say=progress.phase)
+    lease = await _take_lease(config, progress)
     with lease.released_on_error():
         lease.keep()
         if problem := lock_problem(folder):
@@ -144,6 +179,23 @@ async def hold_folder(config: RunConfig, progress: Progress) -> FolderLease:
                 f"by the lease in driver.json alone, which lasts {config.run.lease_s:.0f} s (run.lease_s)"
             )
     return lease
+
+
+async def _take_lease(config: RunConfig, progress: Progress) -> FolderLease:
+    """Take the lease of the run folder. Raises LedgerBusy, a restart of the job that made it not before long.
+
+    Slurm starts a job again while a lost node may still hold locks, and while its driver may still run.
+    """
+    folder, looks = config.run.folder, RESTART_LOOKS if is_restart(config.run.folder, os.environ) else 0
+    while True:
+        try:
+            return await take_lease(folder, lease_s=config.run.lease_s, say=progress.phase)
+        except LedgerBusy as busy:
+            if not looks:
+                raise
+            looks -= 1
+            progress.phase(f"waiting for the end of the driver of this job's earlier start: {busy}")
+            await asyncio.sleep(RESTART_LOOK_S)
 
 
 @contextmanager

@@ -123,6 +123,11 @@ def look(folder: Path) -> Sighting:
     return Sighting(content, max(terms, default=None))
 
 
+def is_lease_file(name: str) -> bool:
+    """True for the name of a lease's file, or of the draft of one that a killed driver has left."""
+    return name == DRIVER or name.startswith(f".{DRIVER}.") or _TOKEN.fullmatch(name) is not None
+
+
 def token(folder: Path, term: int) -> Path:
     """Return the path of the token in a term."""
     return folder / f"driver.term.{term}"
