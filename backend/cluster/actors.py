@@ -17,6 +17,7 @@ from slipstream.rollout.engine.actor import EngineActor
 from slipstream.rollout.engine.adapters import AdapterServing
 from slipstream.rollout.engine.server_process import LIVE_SERVER_ARGS, ReplicaSpec
 from slipstream.rollout.system import gpu_environment
+from slipstream.rollout.system.restarts import NodeLost
 
 POLICY_RANK = "slipstream.backend.trainer.rank.TrainerRank"
 """Class of the ranks of a reinforcement learning run."""
@@ -36,6 +37,13 @@ def on_node(node: Node, gpus: int, cpus: int = 1) -> ActorOptions:
     """Return the options that place an actor on ``node`` with ``gpus`` GPUs of its own."""
     strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node.id, soft=False)
     return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy, "max_restarts": 0}
+
+
+def check_nodes(nodes: Sequence[Node]) -> None:
+    """Raise NodeLost if Ray has found one of the nodes dead. Ray takes some 15 s until it does."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    if lost := dict.fromkeys(node.address for node in nodes if node.id not in alive):
+        raise NodeLost(f"Ray has lost {', '.join(lost)}")
 
 
 def create_ranks(
@@ -68,6 +76,10 @@ class CollectorActors:
         options = on_node(self._nodes[number], gpus=0, cpus=0)
         return cast(CollectorHandle, ray.remote(CollectorActor).options(**options).remote())
 
+    def check_node(self, number: int) -> None:
+        """Raise NodeLost if collector ``number`` has no node any more."""
+        check_nodes([self._nodes[number]])
+
     async def collect(self, actor: CollectorHandle, spec: CollectorSpec) -> None:
         """Run a collector in an actor until its connection ends. Raises Ray's errors."""
         await actor.collect.remote(spec, self._config)
@@ -97,6 +109,10 @@ class EngineActors:
     @staticmethod
     def name(number: int) -> str:
         return f"engine-{number}"
+
+    def check_nodes(self, number: int) -> None:
+        """Raise NodeLost if engine ``number`` has lost one of its nodes."""
+        check_nodes(self._placement.engines[number])
 
     def create(self, number: int, node: int, trainer_gpus: Sequence[Sequence[str]]) -> EngineServerActor:
         """Return the handle of a new actor for node ``node`` of engine ``number``.
@@ -158,6 +174,10 @@ class JudgeEngineActors:
     @staticmethod
     def name(number: int) -> str:
         return f"judge-engine-{number}"
+
+    def check_nodes(self, number: int) -> None:
+        """Raise NodeLost if engine ``number`` has no node any more."""
+        check_nodes([self._placement.judge[number]])
 
     def create(self, number: int) -> EngineServerActor:
         """Return the handle of a new actor for engine ``number``."""

@@ -10,7 +10,7 @@ engine is withdrawn when its server is well but its weights are not whole, becau
 sent them.
 
 An engine that is lost while it runs users' requests is started again, and that is not counted: no user ends a
-run.
+run. An engine whose node is lost stays away, and the others go on.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
-from slipstream.rollout.system.restarts import RestartLimit, Restarts
+from slipstream.rollout.system.restarts import NodeLost, RestartLimit, Restarts
 
 LONGEST_PAUSE_S = 5.0
 """Longest time between two questions."""
@@ -53,7 +53,10 @@ class EngineHandle(Protocol):
     name: str
 
     async def start(self) -> EngineAddress:
-        """Start, or restart, from the run's initial weights. Returns when the server is healthy."""
+        """Start, or restart, from the run's initial weights. Returns when the server is healthy.
+
+        Raises NodeLost when its node is gone, and what else keeps it from starting.
+        """
         ...
 
     async def wait_exit(self) -> int: ...
@@ -124,6 +127,8 @@ class Supervisor:
         self._note = note
         self._watch = watch
         self._pause_s = pause_s
+        self._left = len(self._engines)
+        """Number of engines that have a node."""
 
     @property
     def restarts(self) -> int:
@@ -143,8 +148,8 @@ class Supervisor:
     async def run(self, serving: asyncio.Event) -> None:
         """Start all engines, set ``serving`` once every one of them serves, and keep them so.
 
-        Never returns. Raises, in an ExceptionGroup, EngineGone, the error of an engine's first start, or the
-        error of bringing an engine up to date.
+        Never returns. Raises, in an ExceptionGroup, EngineGone, the error of an engine's first start, the
+        error of bringing an engine up to date, or NodeLost for the last engine.
         """
         async with asyncio.TaskGroup() as tasks:
             started = [asyncio.Event() for _ in self._engines]
@@ -177,7 +182,10 @@ class Supervisor:
 
     async def _keep(self, engine: _Engine, started: asyncio.Event) -> None:
         while True:
-            reason = await self._serve(engine, started)
+            try:
+                reason = await self._serve(engine, started)
+            except NodeLost as lost:
+                return self._without(engine, lost, started)
             if users := await self._roster.suspects(engine.handle.name):
                 engine.restarts.excused()
                 reason = (
@@ -188,10 +196,20 @@ class Supervisor:
             self._note(f"{engine.handle.name} is started again: {reason}")
             await asyncio.sleep(self._pause_s)
 
+    def _without(self, engine: _Engine, lost: NodeLost, started: asyncio.Event) -> None:
+        """Go on without an engine whose node is lost. Raises NodeLost if the run cannot."""
+        self._left -= 1
+        if not self._left or not started.is_set():
+            raise lost
+        of = f"{self._left} of {len(self._engines)} engines"
+        self._note(f"{engine.handle.name} is gone with its node, and the run goes on with {of}: {lost}")
+
     async def _serve(self, engine: _Engine, started: asyncio.Event) -> str:
         """Run one life of the engine, from its start to its loss. Return the reason of the loss."""
         try:
             client = EngineClient(await engine.handle.start())
+        except NodeLost:
+            raise
         except Exception as error:  # it may pass, unless it repeats
             if engine.restarts.count == 0:  # most likely the recipe is wrong, and would be so again
                 raise

@@ -6,6 +6,9 @@
 
 A failure that repeats would be there at every start, and each start loads a model. Failures with progress in
 between are counted within a window, so that a run of weeks outlives what breaks now and then.
+
+A part whose node is lost (``NodeLost``) is not started again. The run goes on without it while another part
+of its kind is left.
 """
 
 import re
@@ -31,6 +34,10 @@ _VARIABLE = (
 )
 """Parts of a message that differ between two failures for one reason: colors, addresses, ids, paths, and
 numbers with their ports or units."""
+
+
+class NodeLost(RuntimeError):
+    """The node of a part has left the cluster: the part has no place for a further start."""
 
 
 @dataclass(frozen=True)

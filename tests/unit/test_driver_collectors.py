@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayTaskError
 
 from slipstream.backend.driver.processes import collectors
 from slipstream.backend.driver.processes.collectors import CollectorGone, Collectors
 from slipstream.rollout.collection.collector.spec import CollectorSpec
 from slipstream.rollout.system.key import new_key
-from slipstream.rollout.system.restarts import RestartLimit
+from slipstream.rollout.system.restarts import NodeLost, RestartLimit
 
 
 def raised(cause: Exception) -> Exception:
@@ -31,6 +31,12 @@ class World:
         self.finishes = True
         self.notes: list[str] = []
         self.lives: list[str] = []
+        self.lost: set[int] = set()
+        """Collectors whose node Ray has found dead."""
+
+    def check_node(self, number: int) -> None:
+        if number in self.lost:
+            raise NodeLost(f"Ray has lost node{number}")
 
     def create(self, number: int) -> Any:
         return object()
@@ -129,3 +135,23 @@ def test_a_first_start_that_raises_ends_the_run_at_once():
     world.finishes = False
     assert "no module my_reward" in gone(world)
     assert len(world.lives) == 1
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), ActorUnschedulableError("no such node")])
+def test_a_collector_whose_node_is_lost_stays_away_while_there_is_another_one(error: Exception):
+    world = World(error, count=2)
+    world.finishes = False
+    world.lost = {0}
+    assert world.run(restarts=0).restarts == 0
+    assert world.lives == ["collector-0.0", "collector-1.0"]
+    assert world.notes == [
+        "collector-0 is gone with its node, and the run goes on with 1 of 2 collectors: Ray has lost node0"
+    ]
+
+
+def test_the_last_collector_whose_node_is_lost_ends_the_run():
+    world = World(ActorDiedError(), ActorDiedError(), count=2)
+    world.lost = {0, 1}
+    with pytest.raises(ExceptionGroup) as caught:
+        world.run()
+    assert [type(error) for error in caught.value.exceptions] == [NodeLost]

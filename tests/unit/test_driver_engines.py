@@ -13,6 +13,7 @@ from slipstream.backend.driver.processes.devices import Separate
 from slipstream.backend.driver.processes.engines import EngineLimits, RayEngine
 from slipstream.rollout.engine.server_process import EngineStartError, MeetingPoint, ServerAccess
 from slipstream.rollout.system.key import Key
+from slipstream.rollout.system.restarts import NodeLost
 
 LIMITS = EngineLimits(
     ranks=2,
@@ -99,7 +100,21 @@ class World:
         self.events: list[str] = []
         self.made: list[Actor] = []
         monkeypatch.setattr(engines, "kill", self._kill)
-        self.engine = RayEngine("engine-0", self._create, LIMITS, Separate(), nodes=nodes, meets=nodes > 1)
+        self.lost = False
+        """Ray has found a node of the engine dead."""
+        self.engine = RayEngine(
+            "engine-0",
+            self._create,
+            LIMITS,
+            Separate(),
+            nodes=nodes,
+            meets=nodes > 1,
+            check_nodes=self._check_nodes,
+        )
+
+    def _check_nodes(self) -> None:
+        if self.lost:
+            raise NodeLost("Ray has lost 10.0.0.2")
 
     def _create(self, node: int) -> Any:
         self.made.append(Actor(node, self.events))
@@ -184,3 +199,32 @@ def test_an_engine_on_one_node_needs_no_meeting_point(monkeypatch: pytest.Monkey
     world = World(monkeypatch, nodes=1)
     asyncio.run(world.engine.start())
     assert [actor.meeting for actor in world.made] == [None]
+
+
+@pytest.mark.parametrize("found", ["before the exit is seen", "before the start", "during the start"])
+def test_an_engine_whose_node_is_lost_says_so_whenever_ray_finds_out(
+    world: World, monkeypatch: pytest.MonkeyPatch, found: str
+):
+    async def main() -> None:
+        await world.engine.start()
+        world.lost = found == "before the exit is seen"
+        world._kill(world.made[1])
+        if world.lost:
+            with pytest.raises(NodeLost):
+                await world.engine.wait_exit()
+        else:
+            assert await world.engine.wait_exit() == -1
+        world.lost = world.lost or found == "before the start"
+
+        def create(node: int) -> Any:
+            actor = world._create(node)
+            world.lost, actor.killed = True, True
+            return actor
+
+        monkeypatch.setattr(world.engine, "_create", create)
+        with pytest.raises(NodeLost, match=r"10\.0\.0\.2"):
+            await world.engine.start()
+
+    asyncio.run(main())
+    assert len(world.made) == (4 if found == "during the start" else 2)
+    assert all(actor.killed for actor in world.made)

@@ -12,7 +12,7 @@ from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.routing import PoolStatus, Suspect
 from slipstream.rollout.engine.supervisor import EngineGone, Supervisor
-from slipstream.rollout.system.restarts import RestartLimit
+from slipstream.rollout.system.restarts import NodeLost, RestartLimit
 from tests.unit.doubles import Collector
 
 
@@ -643,5 +643,44 @@ def test_without_a_limit_an_engine_is_started_again_as_often_as_it_takes_and_aft
                 await until(lambda number=number: world.urls == [f"http://127.0.0.1:{number}"])
                 assert asyncio.get_running_loop().time() - lost >= 0.05
             assert not world.running.done()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("restarts", [0, 3, None])
+@pytest.mark.parametrize("noticed", ["exit", "start"])
+def test_an_engine_whose_node_is_lost_stays_away_and_the_last_one_ends_the_run(restarts, noticed):
+    async def main():
+        async with supervised(n=3, restarts=restarts) as world:
+            await world.serving.wait()
+            for number, handle in enumerate(world.handles):
+                lost = NodeLost(f"Ray has lost node{number}")
+                if noticed == "exit":
+                    handle._exited.set_exception(lost)
+                elif restarts == 0:
+                    return
+                else:
+                    handle.start_errors.append(lost)
+                    handle.exit(-1)
+                if number < 2:
+                    await until(lambda number=number: len(world.roster.clients) == 2 - number)
+                    await until(lambda number=number: f"Ray has lost node{number}" in world.notes[-1])
+                    assert f"goes on with {2 - number} of 3 engines" in world.notes[-1]
+                    assert not world.running.done()
+                    world.supervisor.condemn(handle.name, "a late verdict")
+            error = await failure(world)
+            assert isinstance(error, NodeLost) and "node2" in str(error)
+            assert sum(handle.starts for handle in world.handles) == (3 if noticed == "exit" else 6)
+
+    asyncio.run(main())
+
+
+def test_an_engine_whose_node_is_lost_before_it_has_served_ends_the_run():
+    """A run that has lost a node at its beginning is better started again than begun with fewer engines."""
+
+    async def main():
+        async with supervised(n=2) as world:
+            world.handles[1].start_errors.append(NodeLost("Ray has lost node2"))
+            assert isinstance(await failure(world), NodeLost)
 
     asyncio.run(main())

@@ -2,7 +2,8 @@
 
     start ──► connected, gets assignments ──process or connection ends──► start again    (one task each)
 
-A collector that is gone holds nobody up: its groups are assigned to others at once.
+A collector that is gone holds nobody up: its groups are assigned to others at once. A collector whose node is
+lost stays away, and the others go on.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from slipstream.backend.cluster.configured_ray import ray
 from slipstream.backend.cluster.handles import kill, traceback_of
 from slipstream.rollout.collection.collector.spec import CollectorSpec
 from slipstream.rollout.system.key import Key
-from slipstream.rollout.system.restarts import RestartLimit, Restarts
+from slipstream.rollout.system.restarts import NodeLost, RestartLimit, Restarts
 
 
 class CollectorGone(RuntimeError):
@@ -47,6 +48,8 @@ class Collectors:
         self._vocab_size = vocab_size
         self._context = context
         self._note = note
+        self._left = actors.count
+        """Number of collectors that have a node."""
 
     @property
     def restarts(self) -> int:
@@ -61,7 +64,7 @@ class Collectors:
     async def run(self, url: str) -> None:
         """Keep all collectors running, connected to ``url``. Ends by cancellation only.
 
-        Raises, in an ExceptionGroup, CollectorGone.
+        Raises, in an ExceptionGroup, CollectorGone, or NodeLost for the last collector.
         """
         async with asyncio.TaskGroup() as tasks:
             for number in range(self._actors.count):
@@ -82,7 +85,10 @@ class Collectors:
                 number,
                 self._actors.count,
             )
-            reason = await self._live(number, spec)
+            try:
+                reason = await self._live(number, spec)
+            except NodeLost as lost:
+                return self._without(name, lost)
             life += 1
             if self._has_progressed(spec.name):
                 self._restarts[number].progressed()
@@ -90,8 +96,16 @@ class Collectors:
                 raise CollectorGone(f"{spec.collector} {refused}")
             self._note(f"{spec.collector} is started again: {reason.splitlines()[0]}")
 
+    def _without(self, name: str, lost: NodeLost) -> None:
+        """Go on without a collector whose node is lost. Raises NodeLost if there is no other one."""
+        self._left -= 1
+        if not self._left:
+            raise lost
+        of = f"{self._left} of {self._actors.count} collectors"
+        self._note(f"{name} is gone with its node, and the run goes on with {of}: {lost}")
+
     async def _live(self, number: int, spec: CollectorSpec) -> str:
-        """Run one life of a collector. Return the reason of its end."""
+        """Run one life of a collector. Return the reason of its end. Raises NodeLost and CollectorGone."""
         actor = self._actors.create(number)
         try:
             await self._actors.collect(actor, spec)
@@ -103,7 +117,8 @@ class Collectors:
             ):  # most likely the recipe is wrong, and would be so again
                 raise CollectorGone(f"{spec.collector}: {cause} (logs: {self._logs})") from error
             return f"{type(cause).__name__}: {cause}\n{traceback_of(error)}"
-        except ray.exceptions.RayActorError:
+        except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError):
+            self._actors.check_node(number)
             return f"its process has ended (log: {self._logs / spec.collector}.log)"
         finally:
             kill(actor)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from slipstream.backend.cluster.actors import EngineActors
@@ -22,6 +23,9 @@ STOP_TIMEOUT_S = 15.0
 START_GRACE_S = COMPILATION_S + 60.0
 """Seconds that an actor's start may take beyond its server's time-out, which the server keeps itself
 unless it compiles kernels."""
+
+LOST_ACTOR = -1
+"""Exit code of a server whose actor was lost."""
 
 INITIAL_VERSION = 0
 """Version of the weights in ``model.path``, with which every server starts."""
@@ -85,10 +89,12 @@ class RayEngine:
         *,
         nodes: int = 1,
         meets: bool = False,
+        check_nodes: Callable[[], None],
     ) -> None:
         """``create``: makes the actor of a node, by its number. ``devices`` say when the servers may start.
 
-        ``meets``: the ranks need a meeting point on the first node.
+        ``meets``: the ranks need a meeting point on the first node. ``check_nodes``: raises NodeLost when a
+        node of the engine is gone.
         """
         self.name = name
         self._create = create
@@ -96,6 +102,7 @@ class RayEngine:
         self._devices = devices
         self._nodes = nodes
         self._meets = meets
+        self._check_nodes = check_nodes
         self._actors: list[EngineServerActor] = []
 
     async def start(self) -> EngineAddress:
@@ -103,8 +110,7 @@ class RayEngine:
             try:
                 access = await self._start()
             except ray.exceptions.RayActorError:
-                self._kill()
-                access = await self._start()
+                access = await self._start_anew()
         limits = self._limits
         return EngineAddress(
             self.name,
@@ -120,7 +126,7 @@ class RayEngine:
         )
 
     async def wait_exit(self) -> int:
-        """Wait until the server of any node has ended. The other servers are ended then."""
+        """Wait until the server of any node has ended. The other servers are ended then. Raises NodeLost."""
         if not self._actors:
             raise RuntimeError(f"{self.name} was never started")
         exits = [asyncio.ensure_future(_exit_of(actor)) for actor in self._actors]
@@ -131,7 +137,10 @@ class RayEngine:
                 each.cancel()
         if self._nodes > 1:
             self._end_servers()
-        return next(each for each in exits if each in done).result()
+        code = next(each for each in exits if each in done).result()
+        if code == LOST_ACTOR:
+            self._check_nodes()
+        return code
 
     async def stop(self) -> None:
         if not self._actors:
@@ -158,6 +167,17 @@ class RayEngine:
             raise
         return first
 
+    async def _start_anew(self) -> ServerAccess:
+        """Start with new actors. Raises NodeLost."""
+        self._kill()
+        self._check_nodes()
+        try:
+            return await self._start()
+        except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError):
+            self._kill()
+            self._check_nodes()  # Ray may have found out meanwhile
+            raise
+
     async def _within(self, what: str, work: Awaitable[T]) -> T:
         return await within(self._limits.start_timeout_s, f"{what} {self.name}", work)
 
@@ -176,7 +196,7 @@ async def _exit_of(actor: EngineServerActor) -> int:
     try:
         return await actor.wait_exit.remote()
     except ray.exceptions.RayActorError:
-        return -1
+        return LOST_ACTOR
 
 
 def policy_engines(
@@ -200,6 +220,7 @@ def policy_engines(
             devices,
             nodes=engine.nodes,
             meets=engine.nodes > 1 or engine.data_parallel > 1,
+            check_nodes=partial(actors.check_nodes, number),
         )
 
     return [handle(number) for number in range(engine.count)]

@@ -9,6 +9,7 @@ the same way ends the run.
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from slipstream.backend.cluster.actors import JudgeEngineActors
@@ -72,7 +73,13 @@ def judge_supervisor(
     actors = JudgeEngineActors(config, engines, placement, logs)
     limits = limits_of(engines, config.judge.request_timeout_s)
     handles = [
-        RayEngine(actors.name(number), lambda _, number=number: actors.create(number), limits, Separate())
+        RayEngine(
+            actors.name(number),
+            lambda _, number=number: actors.create(number),
+            limits,
+            Separate(),
+            check_nodes=partial(actors.check_nodes, number),
+        )
         for number in range(engines.count)
     ]
     return Supervisor(
