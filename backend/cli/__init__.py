@@ -435,11 +435,22 @@ def submit(
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Nodes; default: as many as the recipe needs.")
     ] = None,
-    gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs of a node.")] = 8,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=0, help="GPUs of a node; default: 8, and 0 with cluster.device=cpu.")
+    ] = None,
     time: Annotated[str | None, typer.Option(help="Time limit, such as 8:00:00 or 3-00.")] = None,
     sbatch: Annotated[
         list[str] | None,
         typer.Option(metavar="OPTION", help="Further option of sbatch, such as --sbatch=--partition=big."),
+    ] = None,
+    array: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SEEDS", help="One run for each seed, such as 0-3 or 1,2,5, named NAME-seedSEED."
+        ),
+    ] = None,
+    after: Annotated[
+        str | None, typer.Option(metavar="JOB", help="Start when that job has ended, however it ends.")
     ] = None,
     supervised: Annotated[bool, typer.Option("--sft", help="Submit `slipstream sft`.")] = False,
     resume: Resume = False,
@@ -456,14 +467,18 @@ def submit(
 
         settings = [*(overrides or []), "cluster.type=slurm"]
         path = Path(recipe)
-        config = load_supervised(path, settings).run if supervised else load_recipe(path, settings)
+        options = submitting.JobOptions(nodes, gpus_per_node, time, sbatch or [], array, after)
+        try:
+            config = load_supervised(path, settings).run if supervised else load_recipe(path, settings)
+        except RecipeError as error:
+            raise WrongInput("\n".join([str(error), *submitting.option_problems(options)])) from None
         flags = ["--resume"] * resume + ["--accept-changed-inputs"] * accept_changed_inputs
         flags += ["--overwrite"] * overwrite
         command, variables = submitting.sbatch_command(
             config,
             "sft" if supervised else "train",
             [recipe, *flags, *(overrides or [])],
-            submitting.JobOptions(nodes, gpus_per_node, time, sbatch or []),
+            options,
         )
         typer.echo((submitting.printed if only_print else submitting.submit)(command, variables))
 

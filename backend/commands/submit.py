@@ -5,7 +5,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,13 @@ SBATCH_TIMEOUT_S = 120.0
 CONTAINER, IMAGE, MOUNTS = "SLIPSTREAM_CONTAINER", "SLIPSTREAM_CONTAINER_IMAGE", "SLIPSTREAM_CONTAINER_MOUNTS"
 """Variables by which slurm/train.sbatch knows the container of a job."""
 
+GPUS_OF_A_NODE = 8
+
+TASK = "%a"
+"""What slurm/train.sbatch replaces in the arguments of a job by the number of its task in an array."""
+
+_SEEDS = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
+_JOB = re.compile(r"\d+(_\d+)?")
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<fields>\d+(?::\d+){0,2})")
 
 
@@ -29,12 +36,18 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<fields>\d+(?::\d+){0,2})")
 class JobOptions:
     """Settings of a job that its recipe does not have."""
 
-    nodes: int | None
-    gpus_per_node: int
-    time: str | None
+    nodes: int | None = None
+    """None: as many as the recipe needs."""
+    gpus_per_node: int | None = None
+    """None: ``GPUS_OF_A_NODE``, or none for a recipe of CPUs."""
+    time: str | None = None
     """Time limit, as sbatch takes it."""
-    sbatch: Sequence[str]
+    sbatch: Sequence[str] = ()
     """Further options of sbatch."""
+    seeds: str | None = None
+    """Seeds of an array of runs, as ``sbatch --array`` takes them."""
+    after: str | None = None
+    """Number of a job that must have ended before."""
 
 
 def batch_script() -> Path:
@@ -73,51 +86,72 @@ def _named_folders(config: RunConfig) -> list[Path]:
 
 
 def nodes_needed(config: RunConfig, verb: str, gpus_per_node: int) -> int:
-    """Return the number of nodes on which trainer and engines find their GPUs. Raises WrongInput.
+    """Return the number of nodes on which trainer and engines find their GPUs.
+
+    Without GPUs any number of processes share a node: the trainer has one node, unless the recipe says more,
+    and the engines have the next ones. Raises WrongInput with every reason why no number would do.
 
     ``verb``: ``train``, or ``sft``, which has no engines.
     """
-    cluster, engine = config.cluster, config.rollout.engine
+    if problems := list(_misfits(config, verb, gpus_per_node)):
+        raise WrongInput("\n".join(problems))
+    engine, first = config.rollout.engine, config.cluster.trainer_nodes or 1
+    if gpus_per_node < 1:
+        if verb == "sft":
+            return 1
+        return max(first, engine.nodes) if engine.colocated else first + engine.nodes
     ranks = config.actor.parallel.world_size
-    if cluster.type != "slurm" or gpus_per_node < 1:
-        raise WrongInput("--nodes is missing: on nodes without GPUs a recipe does not say how many it needs")
     trainer = -(-ranks // gpus_per_node)
     if verb == "sft":
         return trainer
+    judge = own_engines(config.judge)
+    if engine.colocated:
+        return trainer + _further_nodes(judge, [trainer * gpus_per_node - ranks], gpus_per_node)
+    beside = gpus_per_node // engine.ranks_per_node
+    counts = [min(beside, engine.count - first) for first in range(0, engine.count, beside)]
+    left = [gpus_per_node - count * engine.ranks_per_node for count in counts for _ in range(engine.nodes)]
+    return first + len(left) + _further_nodes(judge, left, gpus_per_node)
+
+
+def _misfits(config: RunConfig, verb: str, gpus_per_node: int) -> Iterator[str]:
+    """Yield why nodes of ``gpus_per_node`` GPUs cannot hold the recipe, however many there are."""
+    cluster, engine, ranks = config.cluster, config.rollout.engine, config.actor.parallel.world_size
+    if gpus_per_node < 1:
+        if cluster.device == "gpu":
+            yield f"--gpus-per-node: {gpus_per_node} found, 1 or more expected, because cluster.device is gpu"
+        return
+    if verb == "sft":
+        return
     if engine.ranks_per_node > gpus_per_node:
         nodes = "a node" if engine.nodes == 1 else f"{engine.nodes} nodes (rollout.engine.nodes)"
-        raise WrongInput(
+        yield (
             f"rollout.engine.tensor_parallel: an engine of {engine.ranks} GPUs does not fit on {nodes} of "
             f"{gpus_per_node} (--gpus-per-node): set rollout.engine.nodes to at least "
             f"{-(-engine.ranks // gpus_per_node)}"
         )
     judge = own_engines(config.judge)
     if judge is not None and judge.tensor_parallel > gpus_per_node:
-        raise WrongInput(
+        yield (
             f"judge.endpoint.tensor_parallel: an engine of {judge.tensor_parallel} GPUs does not fit on a "
             f"node of {gpus_per_node} (--gpus-per-node)"
         )
+    trainer = -(-ranks // gpus_per_node)
     if engine.colocated:
         if engine.nodes > trainer:
-            raise WrongInput(
+            yield (
                 f"rollout.engine.nodes: an engine on the trainer's GPUs (rollout.engine.colocated) is spread "
                 f"over {engine.nodes} nodes, and {ranks} trainer ranks (actor.parallel) take {trainer}"
             )
-        return trainer + _further_nodes(judge, [trainer * gpus_per_node - ranks], gpus_per_node)
-    if cluster.trainer_nodes is not None and cluster.trainer_nodes < trainer:
-        raise WrongInput(
+    elif cluster.type == "slurm" and cluster.trainer_nodes is not None and cluster.trainer_nodes < trainer:
+        yield (
             f"cluster.trainer_nodes: {cluster.trainer_nodes} nodes of {gpus_per_node} GPUs (--gpus-per-node) "
             f"found, at least {trainer} expected for {ranks} trainer ranks (actor.parallel)"
         )
-    if cluster.trainer_nodes is None and trainer > 1:
-        raise WrongInput(
+    elif cluster.trainer_nodes is None and trainer > 1:
+        yield (
             f"cluster.trainer_nodes: null means 1, but {ranks} trainer ranks (actor.parallel) need {trainer} "
             f"nodes of {gpus_per_node} GPUs: set it to {trainer}"
         )
-    beside = gpus_per_node // engine.ranks_per_node
-    counts = [min(beside, engine.count - first) for first in range(0, engine.count, beside)]
-    left = [gpus_per_node - count * engine.ranks_per_node for count in counts for _ in range(engine.nodes)]
-    return (cluster.trainer_nodes or 1) + len(left) + _further_nodes(judge, left, gpus_per_node)
 
 
 def _further_nodes(judge: OwnEngines | None, left: list[int], gpus_per_node: int) -> int:
@@ -149,24 +183,55 @@ def seconds(time: str) -> float | None:
     return int(match["days"]) * 86400 + hours * 3600 + minutes * 60 + rest
 
 
+def option_problems(options: JobOptions) -> list[str]:
+    """Return what is wrong with the options of a job, whatever its recipe."""
+    problems: list[str] = []
+    try:
+        limit = seconds(options.time) if options.time else None
+    except WrongInput as error:
+        limit, problems = None, [str(error)]
+    if limit is not None and limit < SHORTEST_S:
+        problems.append(
+            f"--time: {options.time} is {limit:.0f} s, {SHORTEST_S:.0f} s or more expected to start, "
+            "to train and to end: ask for more"
+        )
+    if options.seeds is not None and _SEEDS.fullmatch(options.seeds) is None:
+        problems.append(f"--array: {options.seeds!r} found, seeds such as 1,2,5 or 0-9 or 0-9%2 expected")
+    if options.after is not None and _JOB.fullmatch(options.after) is None:
+        problems.append(f"--after: {options.after!r} found, the number of a job expected, such as 1234")
+    return problems
+
+
 def sbatch_command(
     config: RunConfig, verb: str, arguments: Sequence[str], options: JobOptions
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command that submits a recipe, and the variables of the job.
 
-    ``verb``: ``train`` or ``sft``. ``arguments``: the recipe, its overrides and flags. Raises WrongInput.
+    ``verb``: ``train`` or ``sft``. ``arguments``: the recipe, its overrides and flags. Raises WrongInput with
+    every reason against the job.
     """
-    limit = seconds(options.time) if options.time else None
-    if limit is not None and limit < SHORTEST_S:
-        raise WrongInput(
-            f"--time: {options.time} is {limit:.0f} s, {SHORTEST_S:.0f} s or more expected to start, "
-            "to train and to end: ask for more"
+    problems, needed = option_problems(options), 1
+    gpus = options.gpus_per_node
+    if gpus is None:
+        gpus = 0 if config.cluster.device == "cpu" else GPUS_OF_A_NODE
+    try:
+        needed = nodes_needed(config, verb, gpus)
+    except WrongInput as error:
+        problems.append(str(error))
+    if options.nodes is not None and options.nodes < needed:
+        problems.append(
+            f"--nodes: {options.nodes} found, {needed} or more with {gpus} GPUs each (--gpus-per-node) "
+            "expected for the trainer and the engines of the recipe"
         )
-    nodes = options.nodes or nodes_needed(config, verb, options.gpus_per_node)
-    command = ["sbatch", f"--nodes={nodes}", f"--gpus-per-node={options.gpus_per_node}"]
+    if problems:
+        raise WrongInput("\n".join(problems))
+    command = ["sbatch", f"--nodes={options.nodes or needed}", f"--gpus-per-node={gpus}"]
     command += [f"--time={options.time}"] if options.time else []
-    command += [*options.sbatch, str(batch_script()), *([verb] if verb == "sft" else []), *arguments]
-    return command, container_variables(config)
+    command += [f"--dependency=afterany:{options.after}"] if options.after else []
+    command += [f"--array={options.seeds}"] if options.seeds else []
+    own = [f"run.name={config.run.name}-seed{TASK}", f"run.seed={TASK}"] if options.seeds else []
+    words = [*([verb] if verb == "sft" else []), *arguments, *own]
+    return [*command, *options.sbatch, str(batch_script()), *words], container_variables(config)
 
 
 def printed(command: Sequence[str], variables: Mapping[str, str]) -> str:

@@ -1,14 +1,20 @@
 """A recipe as a Slurm job: its nodes, its container, its time."""
 
 import json
+import os
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from slipstream.backend.cli import app
+from slipstream.backend.commands.check import NO_INPUTS
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.commands.submit import (
     JobOptions,
@@ -21,7 +27,7 @@ from slipstream.backend.commands.submit import (
     submit,
 )
 from slipstream.configs.schema import ModelJudge, RunConfig
-from tests.environment import environment
+from tests.environment import ROOT, environment
 from tests.unit.test_rollout_gpu_environment import VALID
 
 
@@ -78,6 +84,23 @@ def test_the_judges_own_engines_have_gpus_that_are_left_or_further_nodes(ranks, 
     assert nodes_needed(config.model_copy(update={"judge": section}), "train", 8) == nodes
 
 
+@pytest.mark.parametrize(
+    ("verb", "engine", "cluster", "nodes"),
+    [
+        ("train", {"count": 3}, {}, 2),
+        ("train", {"count": 3}, {"trainer_nodes": 2}, 3),
+        ("train", {"count": 2, "tensor_parallel": 4, "nodes": 2}, {}, 3),
+        ("train", {"colocated": True}, {}, 1),
+        ("sft", {"count": 3}, {}, 1),
+    ],
+)
+def test_without_gpus_engines_share_the_nodes_after_the_trainers(verb, engine, cluster, nodes):
+    config = recipe(engine=engine, device="cpu", **cluster)
+    assert nodes_needed(config, verb, 0) == nodes
+    command, _ = sbatch_command(config, verb, ["my.yaml"], JobOptions())
+    assert command[1:3] == [f"--nodes={nodes}", "--gpus-per-node=0"]
+
+
 def test_supervised_training_has_no_engines():
     assert nodes_needed(recipe(parallel={"tensor": 8, "data": 2}, engine={"count": 8}), "sft", 8) == 2
 
@@ -90,7 +113,6 @@ def test_supervised_training_has_no_engines():
         ({}, {"tensor_parallel": 8}, {}, 4, r"rollout.engine.tensor_parallel.*rollout.engine.nodes to .* 2$"),
         ({}, {"tensor_parallel": 32, "nodes": 2}, {}, 8, r"rollout.engine.tensor_parallel.*2 nodes.* 4$"),
         ({"tensor": 8}, {"tensor_parallel": 8, "nodes": 2, "colocated": True}, {}, 8, "rollout.engine.nodes"),
-        ({}, {}, {}, 0, "--nodes"),
     ],
 )
 def test_a_job_that_could_not_hold_the_recipe_is_refused(parallel, engine, cluster, gpus, reason):
@@ -180,6 +202,67 @@ def test_a_submission_has_the_variables_of_its_container_and_no_others(tmp_path,
     assert submit([sbatch, "a.sbatch"], {"SLIPSTREAM_CONTAINER": "pyxis"}) == "pyxis||a.sbatch"
 
 
+@pytest.mark.parametrize("task", ["", "7"])
+def test_a_task_of_an_array_reads_its_number_in_the_arguments(task):
+    lines = batch_script().read_text().splitlines()
+    first = next(n for n, line in enumerate(lines) if "SLURM_ARRAY_TASK_ID" in line)
+    part = lines[first : lines.index("fi", first) + 1]
+    ended = subprocess.run(
+        [
+            "bash",
+            "-uc",
+            "\n".join([*part, 'printf "%s\\n" "$@"']),
+            "bash",
+            "run.name=a b-seed%a",
+            "100%",
+            "%a=%a",
+        ],
+        env={"PATH": "/usr/bin:/bin", **({"SLURM_ARRAY_TASK_ID": task} if task else {})},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    number = task or "%a"
+    assert ended.stdout.splitlines() == [f"run.name=a b-seed{number}", "100%", f"{number}={number}"]
+
+
+def test_an_array_has_a_run_for_each_seed_and_begins_after_another_job():
+    options = JobOptions(seeds="0-3%2", after="1234")
+    command, _ = sbatch_command(recipe(parallel={"tensor": 8}), "train", ["my.yaml", "run.steps=2"], options)
+    assert command[3:5] == ["--dependency=afterany:1234", "--array=0-3%2"]
+    name = VALID["run"]["name"]
+    assert command[6:] == ["my.yaml", "run.steps=2", f"run.name={name}-seed%a", "run.seed=%a"]
+
+
+WRONG_OPTIONS = [
+    (JobOptions(time="soon"), ["--time: 'soon' found"]),
+    (JobOptions(time="1:30"), ["--time: 1:30 is 90 s"]),
+    (JobOptions(seeds="a-b"), ["--array: 'a-b' found"]),
+    (JobOptions(seeds="1,"), ["--array: '1,' found"]),
+    (JobOptions(seeds=""), ["--array: '' found"]),
+    (JobOptions(after="my-job"), ["--after: 'my-job' found"]),
+    (JobOptions(after="12,13"), ["--after: '12,13' found"]),
+    (JobOptions(nodes=1), ["--nodes: 1 found, 2 or more"]),
+    (JobOptions(gpus_per_node=0), ["--gpus-per-node: 0 found"]),
+    (JobOptions(gpus_per_node=4), ["rollout.engine.tensor_parallel: ", "cluster.trainer_nodes: "]),
+    (
+        JobOptions(nodes=1, gpus_per_node=4, time="90 s", seeds="x", after="y"),
+        ["--time", "--array", "--after", "rollout.engine.tensor_parallel", "cluster.trainer_nodes"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "reasons"), WRONG_OPTIONS)
+def test_a_job_is_refused_with_every_reason_at_once(options, reasons):
+    config = recipe(parallel={"tensor": 8}, engine={"tensor_parallel": 8}, device="gpu")
+    with pytest.raises(WrongInput) as error:
+        sbatch_command(config, "train", ["my.yaml"], options)
+    lines = str(error.value).splitlines()
+    assert len(lines) == len(reasons)
+    assert all(line.startswith(reason) for line, reason in zip(lines, reasons, strict=True)), lines
+
+
 def test_what_sbatch_refuses_is_a_failure_with_its_words(tmp_path):
     with pytest.raises(Failed, match="invalid partition"):
         submit([fake_sbatch(tmp_path, "echo invalid partition >&2; exit 1")], {})
@@ -188,6 +271,63 @@ def test_what_sbatch_refuses_is_a_failure_with_its_words(tmp_path):
 def test_without_slurm_the_command_can_still_be_seen(tmp_path):
     with pytest.raises(WrongInput, match="--print"):
         submit([str(tmp_path / "sbatch")], {})
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["submit", *arguments])
+
+
+RECIPES = sorted(file.stem for file in (ROOT / "configs/recipes").glob("*.yaml"))
+SUBMISSIONS = ROOT / "tests/unit/submissions.txt"
+
+
+def test_the_submission_of_every_recipe_is_the_one_in_the_file():
+    lines = [line for line in batch_script().read_text().splitlines() if line.startswith("#SBATCH")]
+    absent = f"prepare={NO_INPUTS}"  # the models are not on this machine
+    further = ["--resume", "--array", "0-2", "--after", "7", "--time", "1-00", "run.steps=9"]
+    for name in RECIPES:
+        kind = ["--sft"] if name.startswith("sft") else []
+        for options in ([], further):
+            ended = call(name, "--print", *kind, absent, *options)
+            assert ended.exit_code == 0, ended.output
+            line = ended.stdout.strip().replace(str(batch_script()), "train.sbatch")
+            lines.append(line.replace(f" {absent}", ""))
+    text = "\n".join(lines) + "\n"
+    if os.environ.get("UPDATE_PLANS"):
+        SUBMISSIONS.write_text(text, encoding="utf-8")
+    assert text == SUBMISSIONS.read_text(encoding="utf-8")
+
+
+def test_a_wrong_recipe_and_wrong_options_are_refused_together():
+    ended = call("quickstart", "run.stepz=3", "rollout.batch_size=0", "--time", "1h", "--array", "x")
+    assert ended.exit_code == 2
+    assert all(name in ended.output for name in ("run.stepz", "rollout.batch_size", "--time", "--array"))
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "slurm").glob("*.s*")), ids=lambda path: path.name)
+def test_the_scripts_of_a_job_are_sound(script: Path):
+    subprocess.run(["bash", "-n", script], check=True, timeout=30)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", script], check=True, timeout=60)
+
+
+def test_nothing_heavy_is_imported_for_a_submission():
+    code = (
+        "import sys; sys.argv[1:] = ['submit', 'quickstart', '--print']\n"
+        "from slipstream.backend.cli import app\n"
+        "try: app()\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "print(sorted({'torch', 'ray', 'sglang', 'transformers', 'megatron'} & set(sys.modules)))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert ended.stdout.splitlines()[-1] == "[]"
 
 
 def test_submit_prints_the_command_of_a_recipe(tmp_path):
