@@ -1,10 +1,11 @@
 """Wait until the Ray of every node has joined the cluster at $RAY_ADDRESS.
 
-    wait_for_nodes.py --timeout-s S --log-dir DIR NODE [NODE ...]
+    wait_for_nodes.py [--lost] --timeout-s S --log-dir DIR NODE [NODE ...]
 
 ray_node.sh gives the Ray of node N the resource `slurm_node:N`. A placement group with one bundle for each
 of these is ready exactly when all nodes are there, and Ray tells us so: nothing is polled. On a time-out, or
-at the end of stdin, exits with 1 and names the missing nodes, each with the end of its log.
+at the end of stdin, exits with 1 and names the missing nodes, each with the end of its log. With --lost, for
+nodes that had all joined, prints the names of those that have left.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Wait until the Ray of every node has joined.")
     parser.add_argument("--timeout-s", type=float, required=True)
     parser.add_argument("--log-dir", type=Path, required=True)
+    parser.add_argument("--lost", action="store_true")
     parser.add_argument("nodes", nargs="+")
     options = parser.parse_args()
     threading.Thread(target=exit_when_stdin_ends, args=(options.nodes, options.log_dir), daemon=True).start()
@@ -79,6 +81,10 @@ def main() -> int:
     except (OSError, RuntimeError) as error:
         print(f"slipstream: Ray on the first node does not answer: {error}", file=sys.stderr)
         missing = options.nodes
+    if options.lost:
+        lost = [] if missing == options.nodes else missing  # the first node is here: then Ray itself is gone
+        print(*lost)
+        return 0
     if not missing:
         seconds = time.monotonic() - start
         print(f"slipstream: {total} of {total} node(s) joined in {seconds:.1f} s", flush=True)

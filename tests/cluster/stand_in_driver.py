@@ -4,6 +4,8 @@
 Called like the real one: stand_in_driver.py train RECIPE cluster.type=slurm [key=value ...]. RECIPE is JSON:
     exit_code     what to exit with
     linger        then wait for SIGTERM, and take a second to write `saved` beside RECIPE
+    fails_at_first  at the first start of a job: say when a node is lost, and fail when there is `fail`
+                  beside RECIPE
     stubborn      ignore SIGTERM, and never end
     leave_behind  start a process that detaches itself, on every node
 """
@@ -16,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import ray
@@ -33,6 +36,17 @@ class Probe:
         node = ray.get_runtime_context().get_node_id()
         ip = next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node)
         return {"node": os.environ["SLURMD_NODENAME"], "ip": ip}
+
+
+def lose_a_node(then: Path) -> int:
+    """Wait until a node is lost, then for the file ``then``. Returns the exit code of a failed run."""
+    while all(node["Alive"] for node in ray.nodes()):
+        time.sleep(0.2)
+    names = [name for name in ray.cluster_resources() if name.startswith("slurm_node:")]
+    print("LOST node2" if names == ["slurm_node:node1"] else f"LEFT {names}", flush=True)
+    while not then.exists():
+        time.sleep(0.2)
+    return 1
 
 
 def main() -> int:
@@ -56,6 +70,8 @@ def main() -> int:
     print("FACTS " + json.dumps(facts), flush=True)
     while recipe.get("stubborn"):
         signal.pause()
+    if recipe.get("fails_at_first") and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+        return lose_a_node(Path(recipe_path).with_name("fail"))
     if recipe.get("linger"):
         terminated.wait(timeout=120)
         threading.Event().wait(CLEAN_UP_S)

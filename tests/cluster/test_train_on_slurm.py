@@ -11,7 +11,7 @@ from tests.cluster.quickstart_job import submit_quickstart
 from tests.cluster.slurm_cluster import SlurmCluster, tree
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_job_that_is_requeued_trains_the_quickstart_policy_across_two_nodes(
     slurm_cluster: SlurmCluster, tmp_path: Path
 ):

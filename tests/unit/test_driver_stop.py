@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from slipstream.backend.driver.loops.stop import Stop
+from slipstream.backend.driver.loops.stop import Stop, Stopped
 
 
 class Silent:
@@ -116,3 +116,21 @@ def test_the_end_of_a_job_asks_nothing_of_a_run_that_is_over():
 
     asyncio.run(main())
     assert not phases and not asked.asked
+
+
+def test_slurms_warning_of_an_end_that_the_run_knows_does_not_cut_the_last_step_short():
+    asked, phases = stop(after_s=0.0)
+
+    async def work() -> None:
+        with asked.by("gently", lambda: None):
+            while not asked.asked:
+                await asyncio.sleep(0)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.05)
+            assert phases[1:] == ["gently"]
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(60)
+
+    with pytest.raises(Stopped):
+        asyncio.run(asked.run(work()))
+    assert phases[1:] == ["gently", "stopping"]

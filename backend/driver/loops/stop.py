@@ -19,7 +19,8 @@ class Stopped(Exception):
 class Stop:
     """Ends a run after the present training step at the first request, at once at the second.
 
-    Further requests are ignored, so that clean-up is not cut short.
+    Further requests are ignored, so that clean-up is not cut short. So is the first signal after the run's
+    own request: Slurm warns of the end of the job that the run ends for (``--signal`` in slurm/train.sbatch).
     """
 
     def __init__(self, progress: Progress, *, after_s: float | None = None) -> None:
@@ -29,6 +30,8 @@ class Stop:
         self._ways: list[tuple[str, Callable[[], object]]] = []
         self._end: Callable[[Exception], object] | None = None
         """Ends the work of ``run`` with an error; None while there is none. Callable from any thread."""
+        self._expects_warning = False
+        """The next signal is the scheduler's warning of an end that the run knows."""
         self.asked = False
 
     @contextmanager
@@ -54,6 +57,13 @@ class Stop:
         if not self.asked:
             self._progress.phase("the time limit of the job is near")
             self.ask()
+            self._expects_warning = True
+
+    def _signalled(self) -> None:
+        if self._expects_warning:
+            self._expects_warning = False
+        else:
+            self.ask()
 
     @contextmanager
     def _in_time(self) -> Iterator[None]:
@@ -78,7 +88,7 @@ class Stop:
             return
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.ask)
+            loop.add_signal_handler(number, self._signalled)
         try:
             yield
         finally:
