@@ -9,7 +9,7 @@ import pytest
 from slipstream.backend.driver.modes.sft import open_folder
 from slipstream.backend.driver.start import run_folder
 from slipstream.backend.driver.start.inputs import InputError
-from slipstream.backend.driver.start.job import JOB, Job, is_restart, job_of, maker_of
+from slipstream.backend.driver.start.job import JOB, Job, is_restart, job_in, record_job
 from slipstream.backend.driver.start.resume import open_run
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.prompts import PromptSet
@@ -57,19 +57,17 @@ def enter(monkeypatch):
         (("7",), (None,), False),
     ],
 )
-def test_a_restart_is_one_that_slurm_counts_of_the_job_that_made_the_folder(
+def test_a_restart_is_one_that_slurm_counts_of_the_job_that_the_folder_belongs_to(
     tmp_path: Path, maker, process, goes_on
 ):
-    job = job_of(variables(*maker))
-    if job is not None:
-        job.write(tmp_path)
+    record_job(tmp_path, variables(*maker))
     assert is_restart(tmp_path, variables(*process)) is goes_on
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"id": 7}', b"\xff"])
 def test_a_record_that_cannot_be_understood_makes_nobody_the_owner(tmp_path: Path, content: bytes):
     (tmp_path / JOB).write_bytes(content)
-    assert maker_of(tmp_path) is None
+    assert job_in(tmp_path) is None
     assert not is_restart(tmp_path, variables("7", "1"))
 
 
@@ -105,10 +103,25 @@ def test_a_requeued_job_whose_first_start_has_made_no_folder_does_what_it_was_to
         live(config)
     live(config, overwrite=True)
     assert not (config.run.folder / "notes.txt").exists()
-    assert maker_of(config.run.folder) == Job(cluster="alpha", id="8")
+    assert job_in(config.run.folder) == Job(cluster="alpha", id="8")
     enter("7", "1")
     with pytest.raises(InputError, match=r"job 8 on alpha"):
         live(config)
+
+
+def test_a_run_belongs_to_the_job_that_has_taken_it_over(config: RunConfig, enter):
+    enter("7")
+    live(config)
+    enter("8")
+    live(config, resume=True)
+    enter("8", "1")
+    live(config)
+    enter("7", "1")
+    with pytest.raises(InputError, match="job 8 on alpha"):
+        live(config)
+    enter(None)
+    live(config, resume=True)
+    assert job_in(config.run.folder) is None
 
 
 def killed_after(config: RunConfig, last: str) -> None:

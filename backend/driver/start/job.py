@@ -1,7 +1,7 @@
-"""``job.json``: the Slurm job that has made a run folder.
+"""``job.json``: the Slurm job that drives a run, or drove it last. Who takes the folder over writes it.
 
 Slurm starts a job again under its id after a lost node, a preemption or ``scontrol requeue``. Such a restart
-goes on with the run that the job has made, and with no other one.
+goes on with the run of the job, and with no other one.
 """
 
 from collections.abc import Mapping
@@ -28,10 +28,6 @@ class Job(BaseModel):
     def __str__(self) -> str:
         return f"job {self.id} on {self.cluster}" if self.cluster else f"job {self.id}"
 
-    def write(self, folder: Path) -> None:
-        """Write ``job.json`` into the run folder. Raises OSError."""
-        write_durably(folder / JOB, self.model_dump_json(indent=2) + "\n")
-
 
 def job_of(variables: Mapping[str, str]) -> Job | None:
     """Return the job of a process with the environment ``variables``; None outside of a job."""
@@ -39,16 +35,25 @@ def job_of(variables: Mapping[str, str]) -> Job | None:
     return Job(cluster=variables.get(CLUSTER, ""), id=number) if number else None
 
 
-def maker_of(folder: Path) -> Job | None:
-    """Return the job that has made a run folder; None if it is not known. Raises OSError."""
+def job_in(folder: Path) -> Job | None:
+    """Return the job that a run folder belongs to; None if there is none. Raises OSError."""
     try:
         return Job.model_validate_json((folder / JOB).read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValidationError):
         return None
 
 
+def record_job(folder: Path, variables: Mapping[str, str]) -> None:
+    """Let a run folder belong to the job of a process with ``variables``, or to none. Raises OSError."""
+    job = job_of(variables)
+    if job is None:
+        (folder / JOB).unlink(missing_ok=True)
+    elif job != job_in(folder):
+        write_durably(folder / JOB, job.model_dump_json(indent=2) + "\n")
+
+
 def is_restart(folder: Path, variables: Mapping[str, str]) -> bool:
-    """True if a process with ``variables`` is a restart of the job that has made the run folder.
+    """True if a process with ``variables`` is a restart of the job that the run folder belongs to.
 
     Slurm counts the restarts. Without a count, a job id may come from an interactive allocation, in which a
     user starts one run after the other. Raises OSError.
@@ -57,4 +62,4 @@ def is_restart(folder: Path, variables: Mapping[str, str]) -> bool:
     if not count.isdigit() or int(count) == 0:
         return False
     job = job_of(variables)
-    return job is not None and job == maker_of(folder)
+    return job is not None and job == job_in(folder)

@@ -4,7 +4,7 @@ Only the user may enter it unless `run.mode` says otherwise.
 
 recipe.yaml       the recipe with every default filled in
 inputs.json       the data sets and the model, by their content: ``identity.py``
-job.json          the Slurm job that has made the folder, if there is one: ``job.py``
+job.json          the Slurm job that drives the run, or drove it last, if there is one: ``job.py``
 driver.json       the driver that may write here, with driver.term.N: ``rollout/ledger/lease/folder_lease.py``
 ledger.sqlite     the state of every group, unless the run is one of ``slipstream sft``
 driver.log        the output of the terminal
@@ -28,7 +28,7 @@ from slipstream.backend.checkpoint.checkpoint_errors import describe
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from slipstream.backend.driver.start.identity import KnownInputs, current_inputs, inputs_to_go_on_with
 from slipstream.backend.driver.start.inputs import InputError
-from slipstream.backend.driver.start.job import is_restart, job_of, maker_of
+from slipstream.backend.driver.start.job import is_restart, job_in, record_job
 from slipstream.backend.monitor.metrics import METRICS_FILE
 from slipstream.backend.monitor.progress import Progress
 from slipstream.configs.schema import RunConfig, is_on_hub
@@ -84,7 +84,7 @@ def goes_on(config: RunConfig, progress: Progress, *, resume: bool) -> bool:
     folder = config.run.folder
     if not is_restart(folder, os.environ):
         return resume
-    progress.note(f"Slurm has started {maker_of(folder)} again, which goes on with its run in {folder}")
+    progress.note(f"Slurm has started {job_in(folder)} again, which goes on with its run in {folder}")
     return True
 
 
@@ -120,9 +120,6 @@ async def start_folder(config: RunConfig, progress: Progress, earlier: EarlierRu
         apply_mode(config)
     lease = await hold_folder(config, progress)
     with lease.released_on_error():
-        # First, so that a restart of the job knows the folder as its own, whatever else is missing.
-        if (job := job_of(os.environ)) is not None:
-            job.write(folder)
         (folder / LOGS).mkdir()
         write_recipe(config, inputs)
     return lease
@@ -132,8 +129,8 @@ async def _make_way(config: RunConfig, progress: Progress, earlier: EarlierRun) 
     folder = config.run.folder
     if earlier == "refuse":
         await wait_until_free(folder, say=progress.phase, lease_s=config.run.lease_s)
-        maker = maker_of(folder)
-        whose = f" ({maker})" if maker else ""
+        owner = job_in(folder)
+        whose = f" ({owner})" if owner else ""
         raise InputError(
             f"{folder} holds an earlier run{whose}, which is left as it is. Go on with it: --resume. Delete "
             "it and start anew: --overwrite. Start another run beside it: run.name=NAME"
@@ -172,6 +169,8 @@ async def hold_folder(config: RunConfig, progress: Progress) -> FolderLease:
     folder = config.run.folder
     lease = await _take_lease(config, progress)
     with lease.released_on_error():
+        # First, so that a restart of the job knows the folder as its own, whatever else is missing.
+        record_job(folder, os.environ)
         lease.keep()
         if problem := lock_problem(folder):
             progress.note(
