@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from slipstream.backend.cli import convert, keys
+from slipstream.backend.cli import convert, jobs, keys
 from slipstream.backend.cli.options import (
     AcceptChangedInputs,
     DebugRolloutOnly,
@@ -25,6 +25,7 @@ from slipstream.backend.cli.options import (
     Recipe,
     Resume,
     Sft,
+    check_options,
     errors,
     reported,
 )
@@ -45,6 +46,9 @@ app = typer.Typer(
 )
 app.add_typer(convert.app, name="convert", rich_help_panel=TOOLS)
 app.add_typer(keys.app, name="key", rich_help_panel=TOOLS)
+for command in (jobs.submit, jobs.status, jobs.logs, jobs.stop):
+    app.command(rich_help_panel=RUN)(command)
+app.command(rich_help_panel=TOOLS)(jobs.slurm_script)
 
 
 def _show_version(show: bool) -> None:
@@ -60,15 +64,6 @@ def slipstream(
     ] = False,
 ) -> None:
     """Asynchronous RL training of language models: Megatron trains, SGLang generates, nobody waits."""
-
-
-def _check_options(resume: bool, accept_changed_inputs: bool, overwrite: bool) -> None:
-    if resume and overwrite:
-        raise WrongInput("--resume goes on with a run that --overwrite deletes: expected one of them")
-    if accept_changed_inputs and not resume:
-        raise WrongInput(
-            "--accept-changed-inputs has no meaning without --resume: a new run takes what it gets"
-        )
 
 
 def _check_halves(resume: bool, debug_rollout_only: bool, debug_train_only: Path | None) -> None:
@@ -94,7 +89,7 @@ def train(
 ) -> None:
     """Run a recipe from its first step to its last."""
     with reported():
-        _check_options(resume, accept_changed_inputs, overwrite)
+        check_options(resume, accept_changed_inputs, overwrite)
         _check_halves(resume, debug_rollout_only, debug_train_only)
         config = load_recipe(Path(recipe), overrides or [])
         if debug_train_only is not None:
@@ -131,7 +126,7 @@ def serve(
     HOST, PORT, SERVED_MODEL_NAME and PRM_M in the environment replace the recipe's.
     """
     with reported():
-        _check_options(resume, accept_changed_inputs, overwrite)
+        check_options(resume, accept_changed_inputs, overwrite)
         from slipstream.backend.commands import serve as serving
 
         config = serving.load_serving(Path(recipe), overrides or [], os.environ)
@@ -154,7 +149,7 @@ def sft(
 ) -> None:
     """Train a policy on responses, or a reward model on preferences, and write a Hugging Face checkpoint."""
     with reported():
-        _check_options(resume, accept_changed_inputs, overwrite)
+        check_options(resume, accept_changed_inputs, overwrite)
         supervised = load_supervised(Path(recipe), overrides or [])
         from slipstream.backend.commands.run import sft
 
@@ -428,61 +423,6 @@ def watch(
         watching.watch(run, once=once)
 
 
-@app.command(rich_help_panel=RUN)
-def submit(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Nodes; default: as many as the recipe needs.")
-    ] = None,
-    gpus_per_node: Annotated[
-        int | None, typer.Option(min=0, help="GPUs of a node; default: 8, and 0 with cluster.device=cpu.")
-    ] = None,
-    time: Annotated[str | None, typer.Option(help="Time limit, such as 8:00:00 or 3-00.")] = None,
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option(metavar="OPTION", help="Further option of sbatch, such as --sbatch=--partition=big."),
-    ] = None,
-    array: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SEEDS", help="One run for each seed, such as 0-3 or 1,2,5, named NAME-seedSEED."
-        ),
-    ] = None,
-    after: Annotated[
-        str | None, typer.Option(metavar="JOB", help="Start when that job has ended, however it ends.")
-    ] = None,
-    supervised: Annotated[bool, typer.Option("--sft", help="Submit `slipstream sft`.")] = False,
-    resume: Resume = False,
-    accept_changed_inputs: AcceptChangedInputs = False,
-    overwrite: Overwrite = False,
-    only_print: Annotated[
-        bool, typer.Option("--print", help="Print the command and submit nothing.")
-    ] = False,
-) -> None:
-    """Submit a recipe as a Slurm job: its nodes, its container and its time limit."""
-    with reported():
-        _check_options(resume, accept_changed_inputs, overwrite)
-        from slipstream.backend.commands import submit as submitting
-
-        settings = [*(overrides or []), "cluster.type=slurm"]
-        path = Path(recipe)
-        options = submitting.JobOptions(nodes, gpus_per_node, time, sbatch or [], array, after)
-        try:
-            config = load_supervised(path, settings).run if supervised else load_recipe(path, settings)
-        except RecipeError as error:
-            raise WrongInput("\n".join([str(error), *submitting.option_problems(options)])) from None
-        flags = ["--resume"] * resume + ["--accept-changed-inputs"] * accept_changed_inputs
-        flags += ["--overwrite"] * overwrite
-        command, variables = submitting.sbatch_command(
-            config,
-            "sft" if supervised else "train",
-            [recipe, *flags, *(overrides or [])],
-            options,
-        )
-        typer.echo((submitting.printed if only_print else submitting.submit)(command, variables))
-
-
 @app.command(rich_help_panel=TOOLS)
 def import_slime(
     script: Annotated[Path, typer.Argument(help="A launch script of slime. It is read, never run.")],
@@ -521,14 +461,6 @@ def doctor(
     print_findings(findings)
     if any(finding.wrong for finding in findings):
         raise typer.Exit(Failed.exit_code)
-
-
-@app.command(rich_help_panel=TOOLS)
-def slurm_script() -> None:
-    """Print the path of the batch script that `slipstream submit` submits, for an sbatch of your own."""
-    from slipstream.backend.commands.submit import batch_script
-
-    typer.echo(batch_script())
 
 
 def main() -> None:

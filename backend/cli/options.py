@@ -66,3 +66,13 @@ def reported() -> Iterator[None]:
         errors.print(str(error), markup=False)
         code = error.exit_code if isinstance(error, CommandError) else WrongInput.exit_code
         raise typer.Exit(code) from None
+
+
+def check_options(resume: bool, accept_changed_inputs: bool, overwrite: bool) -> None:
+    """Raise WrongInput for options of a start that contradict each other."""
+    if resume and overwrite:
+        raise WrongInput("--resume goes on with a run that --overwrite deletes: expected one of them")
+    if accept_changed_inputs and not resume:
+        raise WrongInput(
+            "--accept-changed-inputs has no meaning without --resume: a new run takes what it gets"
+        )

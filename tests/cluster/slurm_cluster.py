@@ -313,7 +313,11 @@ class SlurmCluster:
         self._client(*self._enter_network(), "scancel", *options, str(job_id))
 
     def scontrol(self, *arguments: str) -> str:
-        return self._client(*self._enter_network(), "scontrol", *arguments)
+        return self.login("scontrol", *arguments)
+
+    def login(self, *command: str, timeout_s: float = CLIENT_TIMEOUT_S) -> str:
+        """Output of a command run as on a login node; raises ClusterError if it fails."""
+        return self._client(*self._enter_network(), *command, timeout_s=timeout_s)
 
     # ---- nodes ---------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,9 +74,14 @@ def test_a_run_goes_on_without_the_engine_of_a_lost_node(three_nodes: SlurmClust
 
     before = step()
     cluster.wait_until("two further steps", lambda: step() > before + 2, 600)
-    assert cluster.job(job)["JobState"] == "RUNNING"
-    cluster.cancel(job, "--batch", "--signal=TERM")
-    result = cluster.wait(job, 600)
+    slipstream = (sys.executable, "-m", "slipstream.backend.cli")
+    status = cluster.login(*slipstream, "status", str(run), timeout_s=120)
+    assert f"job {job} is running on node[1-2]" in status and "lag" in status, status
+    logs = cluster.login(*slipstream, "logs", str(run), timeout_s=120)
+    assert all(name in logs for name in ("out.log", "driver.log", "trainer-0.log", "engine-0")), logs
+    stopped = cluster.login(*slipstream, "stop", str(run), timeout_s=600)
+    assert f"job {job} has ended: FAILED, exit code 1; the run has ended: stopped" in stopped
+    result = cluster.wait(job, 60)
     assert (result.state, result.exit_code) == ("FAILED", 1), result.output
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["exit"], summary["groups"]["failed"]) == ("stopped", 0)

@@ -9,7 +9,18 @@ import pytest
 from slipstream.backend.driver.modes.sft import open_folder
 from slipstream.backend.driver.start import run_folder
 from slipstream.backend.driver.start.inputs import InputError
-from slipstream.backend.driver.start.job import JOB, Job, is_restart, job_in, record_job
+from slipstream.backend.driver.start.job import (
+    ARRAY,
+    CLUSTER,
+    JOB,
+    JOB_ID,
+    RESTARTS,
+    TASK,
+    Job,
+    is_restart,
+    job_in,
+    record_job,
+)
 from slipstream.backend.driver.start.resume import open_run
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.prompts import PromptSet
@@ -30,7 +41,7 @@ def enter(monkeypatch):
     """Puts this process into a job, or with None out of every job."""
 
     def into(job: str | None, restarts: str | None = None, cluster: str = "alpha") -> None:
-        for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_CLUSTER_NAME"):
+        for name in (JOB_ID, RESTARTS, CLUSTER, ARRAY, TASK):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables(job, restarts, cluster).items():
             monkeypatch.setenv(name, value)
@@ -62,6 +73,15 @@ def test_a_restart_is_one_that_slurm_counts_of_the_job_that_the_folder_belongs_t
 ):
     record_job(tmp_path, variables(*maker))
     assert is_restart(tmp_path, variables(*process)) is goes_on
+
+
+def test_each_task_of_an_array_is_a_job_of_its_own(tmp_path: Path):
+    """The job number of one of the tasks is the number of the array."""
+    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    record_job(tmp_path, variables("7") | task)
+    assert str(job_in(tmp_path)) == "job 7_3 on alpha"
+    assert is_restart(tmp_path, variables("7", "1") | task)
+    assert not is_restart(tmp_path, variables("8", "1") | task | {"SLURM_ARRAY_TASK_ID": "4"})
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"id": 7}', b"\xff"])

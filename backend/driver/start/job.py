@@ -13,7 +13,8 @@ from slipstream.rollout.system.durable import write_durably
 
 JOB = "job.json"
 JOB_ID, CLUSTER, RESTARTS = "SLURM_JOB_ID", "SLURM_CLUSTER_NAME", "SLURM_RESTART_COUNT"
-"""Variables of a job. Each task of an array has a job id of its own, which stays when it is requeued."""
+ARRAY, TASK = "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"
+"""Variables of a job, and those of a task of an array."""
 
 
 class Job(BaseModel):
@@ -24,6 +25,7 @@ class Job(BaseModel):
     cluster: str
     """Slurm's name for the cluster: two clusters that share a file system use the same job ids."""
     id: str
+    """Number of the job; for a task of an array ARRAY_TASK, since the number of one task is the array's."""
 
     def __str__(self) -> str:
         return f"job {self.id} on {self.cluster}" if self.cluster else f"job {self.id}"
@@ -31,7 +33,8 @@ class Job(BaseModel):
 
 def job_of(variables: Mapping[str, str]) -> Job | None:
     """Return the job of a process with the environment ``variables``; None outside of a job."""
-    number = variables.get(JOB_ID, "")
+    number, array, task = (variables.get(name, "") for name in (JOB_ID, ARRAY, TASK))
+    number = f"{array}_{task}" if array and task else number
     return Job(cluster=variables.get(CLUSTER, ""), id=number) if number else None
 
 

@@ -1,0 +1,110 @@
+"""What Slurm says of a job, and how a job is ended: its commands, on any machine that has them."""
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from slipstream.backend.commands.outcome import Failed
+
+ANSWER_TIMEOUT_S = 30.0
+"""Longest time for a command of Slurm, which answers in milliseconds unless its controller is down."""
+
+_FIELD = re.compile(r"([\w:/]+)=(.*?)(?=\s+[\w:/]+=|\s*$)")
+_UNKNOWN = re.compile(r"invalid job id", re.IGNORECASE)
+_NOTHING = ("", "None", "(null)", "Unknown", "N/A")
+
+WAITS = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING"})
+RUNS = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING"})
+ENDING = frozenset({"COMPLETING", "STAGE_OUT"})
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """A job as ``scontrol show job`` shows it. Fields that it does not show are empty."""
+
+    state: str
+    reason: str
+    """Why it waits."""
+    nodes: str
+    start: str
+    """When it began, or is expected to."""
+    end: str
+    exit_code: str
+    restarts: str
+    output: str
+
+    @property
+    def waits(self) -> bool:
+        return self.state in WAITS
+
+    @property
+    def runs(self) -> bool:
+        return self.state in RUNS
+
+    @property
+    def is_over(self) -> bool:
+        return self.state not in WAITS | RUNS | ENDING
+
+
+def is_here() -> bool:
+    """True if this machine has the commands of Slurm."""
+    return shutil.which("scontrol") is not None and shutil.which("scancel") is not None
+
+
+def job_facts(job: str) -> JobFacts | None:
+    """Return what Slurm says of a job; None if it does not know the job, or not any more. Raises Failed."""
+    ended = _called("scontrol", "--oneliner", "show", "job", job)
+    if ended.returncode:
+        if _UNKNOWN.search(ended.stderr):
+            return None
+        raise Failed(f"scontrol show job {job}: {ended.stderr.strip() or f'exit code {ended.returncode}'}")
+    return parsed(ended.stdout)
+
+
+def parsed(record: str) -> JobFacts | None:
+    """Return the job of the first line of ``scontrol --oneliner show job``; None if there is none in it."""
+    lines = record.splitlines() or [""]
+    fields = {name: value.strip() for name, value in _FIELD.findall(lines[0])}
+    if "JobState" not in fields:
+        return None
+
+    def field(name: str) -> str:
+        value = fields.get(name, "")
+        return "" if value in _NOTHING else value
+
+    return JobFacts(
+        state=field("JobState"),
+        reason=field("Reason"),
+        nodes=field("NodeList"),
+        start=field("StartTime"),
+        end=field("EndTime"),
+        exit_code=field("ExitCode"),
+        restarts=field("Restarts"),
+        output=field("StdOut"),
+    )
+
+
+def cancel(job: str, *options: str) -> None:
+    """Run ``scancel OPTIONS JOB``. Raises Failed."""
+    ended = _called("scancel", *options, job)
+    if ended.returncode:
+        raise Failed(f"scancel {job}: {ended.stderr.strip() or f'exit code {ended.returncode}'}")
+
+
+def _called(*command: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        raise Failed(
+            f"{command[0]} has not answered in {ANSWER_TIMEOUT_S:.0f} s: is Slurm's controller up?"
+        ) from None
+    except FileNotFoundError:
+        raise Failed(f"no {command[0]} on the PATH: run this on a login node of the cluster") from None
