@@ -311,6 +311,53 @@ def test_the_scripts_of_a_job_are_sound(script: Path):
         subprocess.run(["shellcheck", script], check=True, timeout=60)
 
 
+SCONTROL = """#!/bin/bash
+echo "$*" >>"$CALLS"
+case "$*" in
+*"node up") echo "NodeName=up Arch=x86_64 State=ALLOCATED ThreadsPerCore=1" ;;
+*"node silent") echo "NodeName=silent Arch=x86_64 State=MIXED* ThreadsPerCore=1" ;;
+*"node gone") echo "NodeName=gone Arch=x86_64 State=DOWN+DRAIN ThreadsPerCore=1" ;;
+*"show job 7") echo "JobId=7 PreemptEligibleTime=2026-11-27T22:46:48 PreemptTime=$PREEMPTED Power=" ;;
+requeue*) exit "$REFUSED" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("preempted", ["None", "2026-11-27T22:50:00"])
+@pytest.mark.parametrize("refused", ["0", "1"])
+def test_a_job_is_requeued_for_lost_nodes_and_preemptions(tmp_path: Path, preempted: str, refused: str):
+    (tmp_path / "scontrol").write_text(SCONTROL)
+    (tmp_path / "scontrol").chmod(0o755)
+    script = batch_script().read_text()
+    begin, end = script.index("# ---- a further start"), script.index("# Runs on every other node")
+    calls = """
+    say() { echo "$*"; }
+    nodes=(up silent gone)
+    unreachable
+    if is_preempted; then start_again preempted 2>&1; fi
+    """
+    ended = subprocess.run(
+        ["bash", "-uo", "pipefail", "-c", script[begin:end] + calls],
+        env={
+            "PATH": f"{tmp_path}:/usr/bin:/bin",
+            "SLURM_JOB_ID": "7",
+            "CALLS": str(tmp_path / "calls"),
+            "PREEMPTED": preempted,
+            "REFUSED": refused,
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    lines = ended.stdout.splitlines()
+    assert lines[:2] == ["silent", "gone"]
+    assert ("requeue 7" in (tmp_path / "calls").read_text().splitlines()) == (preempted != "None")
+    assert any("submit it with --resume" in line for line in lines) == (
+        preempted != "None" and refused == "1"
+    )
+
+
 def test_nothing_heavy_is_imported_for_a_submission():
     code = (
         "import sys; sys.argv[1:] = ['submit', 'quickstart', '--print']\n"
