@@ -15,7 +15,7 @@ from pathlib import Path
 from slipstream.backend.commands import slurm_jobs
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.commands.slurm_jobs import JobFacts
-from slipstream.backend.driver.start.job import Job, job_in
+from slipstream.backend.driver.start.job import job_in
 from slipstream.backend.driver.start.run_folder import LOGS, OF_A_RUN
 from slipstream.backend.monitor.course import read_course
 from slipstream.backend.monitor.progress import DRIVER_LOG
@@ -74,8 +74,10 @@ def standing(run: str) -> Standing:
             f"{run}: {why}; expected the folder of a run, such as runs/quickstart, or the number of a job of "
             "Slurm"
         )
-    job: Job | None = job_in(folder)
-    driver = look(folder).driver
+    try:
+        job, driver = job_in(folder), look(folder).driver
+    except OSError as error:
+        raise WrongInput(f"cannot read {error.filename or folder}: {error.strerror or error}") from None
     asked = job is not None and slurm_jobs.is_here()
     facts = slurm_jobs.job_facts(job.id) if job is not None and asked else None
     return Standing(

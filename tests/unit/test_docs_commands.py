@@ -265,6 +265,9 @@ def desk(tmp_path_factory) -> Path:
     (folder / "examples").symlink_to(ROOT / "examples")
     for name in ("my-run", "a", "b", "quickstart", "smollm2"):
         make_run(folder / "runs", name, steps=3)
+    log = folder / "runs/my-run/logs/engine-1.log"
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("ready\n")
     (folder / "SCRIPT.sh").write_text(SCRIPT)
     return folder
 

@@ -73,7 +73,7 @@ async def open_run(
     """Return the run folder and where the run stands: at its beginning, or where its last process ended.
 
     ``accept_changes``: go on also with inputs whose content has changed. ``overwrite``: delete an earlier run
-    in the folder, which is refused otherwise. A restart of the Slurm job that has made the folder goes on
+    in the folder, which is refused otherwise. A restart of the Slurm job that the folder belongs to goes on
     without being told. Without ``whole``, for a half of a run, it begins anew. Raises InputError when the
     folder cannot be used.
     """

@@ -181,9 +181,10 @@ async def hold_folder(config: RunConfig, progress: Progress) -> FolderLease:
 
 
 async def _take_lease(config: RunConfig, progress: Progress) -> FolderLease:
-    """Take the lease of the run folder. Raises LedgerBusy, a restart of the job that made it not before long.
+    """Take the lease of the run folder. Raises LedgerBusy when another process holds it.
 
-    Slurm starts a job again while a lost node may still hold locks, and while its driver may still run.
+    A restart of the folder's job waits for the earlier start to let go: Slurm starts a job again while a lost
+    node may still hold locks.
     """
     folder, looks = config.run.folder, RESTART_LOOKS if is_restart(config.run.folder, os.environ) else 0
     while True:
