@@ -95,7 +95,7 @@ def nodes_needed(config: RunConfig, verb: str, gpus_per_node: int) -> int:
     """
     if problems := list(_misfits(config, verb, gpus_per_node)):
         raise WrongInput("\n".join(problems))
-    engine, first = config.rollout.engine, config.cluster.trainer_nodes or 1
+    engine, first = config.rollout.engine, _trainer_nodes(config) or 1
     if gpus_per_node < 1:
         if verb == "sft":
             return 1
@@ -115,9 +115,9 @@ def nodes_needed(config: RunConfig, verb: str, gpus_per_node: int) -> int:
 
 def _misfits(config: RunConfig, verb: str, gpus_per_node: int) -> Iterator[str]:
     """Yield why nodes of ``gpus_per_node`` GPUs cannot hold the recipe, however many there are."""
-    cluster, engine, ranks = config.cluster, config.rollout.engine, config.actor.parallel.world_size
+    engine, ranks = config.rollout.engine, config.actor.parallel.world_size
     if gpus_per_node < 1:
-        if cluster.device == "gpu":
+        if config.cluster.device == "gpu":
             yield f"--gpus-per-node: {gpus_per_node} found, 1 or more expected, because cluster.device is gpu"
         return
     if verb == "sft":
@@ -142,16 +142,21 @@ def _misfits(config: RunConfig, verb: str, gpus_per_node: int) -> Iterator[str]:
                 f"rollout.engine.nodes: an engine on the trainer's GPUs (rollout.engine.colocated) is spread "
                 f"over {engine.nodes} nodes, and {ranks} trainer ranks (actor.parallel) take {trainer}"
             )
-    elif cluster.type == "slurm" and cluster.trainer_nodes is not None and cluster.trainer_nodes < trainer:
+    elif (given := _trainer_nodes(config)) is not None and given < trainer:
         yield (
-            f"cluster.trainer_nodes: {cluster.trainer_nodes} nodes of {gpus_per_node} GPUs (--gpus-per-node) "
+            f"cluster.trainer_nodes: {given} nodes of {gpus_per_node} GPUs (--gpus-per-node) "
             f"found, at least {trainer} expected for {ranks} trainer ranks (actor.parallel)"
         )
-    elif cluster.trainer_nodes is None and trainer > 1:
+    elif given is None and trainer > 1:
         yield (
             f"cluster.trainer_nodes: null means 1, but {ranks} trainer ranks (actor.parallel) need {trainer} "
             f"nodes of {gpus_per_node} GPUs: set it to {trainer}"
         )
+
+
+def _trainer_nodes(config: RunConfig) -> int | None:
+    """Return the number of the trainer's nodes that the recipe names; None: it names none."""
+    return config.cluster.trainer_nodes if config.cluster.type == "slurm" else None
 
 
 def _further_nodes(judge: OwnEngines | None, left: list[int], gpus_per_node: int) -> int:

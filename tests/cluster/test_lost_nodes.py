@@ -74,6 +74,7 @@ def test_a_run_goes_on_without_the_engine_of_a_lost_node(three_nodes: SlurmClust
 
     before = step()
     cluster.wait_until("two further steps", lambda: step() > before + 2, 600)
+    cluster.wait_until("node3 to be down", lambda: is_down(cluster, "node3"), NOTICED_S)
     slipstream = (sys.executable, "-m", "slipstream.backend.cli")
     status = cluster.login(*slipstream, "status", str(run), timeout_s=120)
     assert f"job {job} is running on node[1-2]" in status and "lag" in status, status
