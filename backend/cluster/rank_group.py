@@ -152,7 +152,7 @@ class RankGroup:
             if isinstance(cause, PASSED_ON):
                 return cause
             reason = f"{what} failed on rank {rank}: {type(cause).__name__}: {cause} (log: {log})"
-            return TrainerFailed(reason, traceback_of(error))
+            return TrainerFailed(reason, traceback_of(error), type(cause).__name__)
         if isinstance(error, ray.exceptions.RayActorError):
             return TrainerFailed(f"the process of trainer rank {rank} ended during {what} (log: {log})")
         return error

@@ -6,10 +6,13 @@ class TrainerFailed(RuntimeError):
     to be killed, and may be started again from a checkpoint.
     """
 
-    def __init__(self, reason: str, traceback: str = "") -> None:
-        """``traceback``: of the first rank at fault; empty where there is none."""
+    def __init__(self, reason: str, traceback: str = "", raised: str = "") -> None:
+        """``traceback`` and ``raised``, the name of the exception's class: of the first rank at fault; empty
+        where no rank has raised.
+        """
         super().__init__(reason)
         self.traceback = traceback
+        self.raised = raised
 
     @property
     def described(self) -> str:

@@ -79,13 +79,14 @@ class OwnRun:
         """
         check_recipe(self._recipe)
         check_start(self._recipe)
+        from slipstream.backend.commands.plan_document import planned_publication_s
         from slipstream.backend.driver.loops.own_loop import OwnLoop
         from slipstream.backend.driver.run import run
 
         self._on_sigterm = _interrupt_on_sigterm()
         self._loop: OwnLoop = OwnLoop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="run")
-        start = partial(run, self._recipe, own=self._loop, **self._options)
+        start = partial(run, self._recipe, own=self._loop, planned_s=planned_publication_s, **self._options)
         self._run: Future[RunSummary] = self._thread.submit(attended, self._recipe, start)
         try:
             self._batches: Batches = self._first(self._loop.started)

@@ -7,6 +7,7 @@ from typing import TypedDict
 
 from slipstream.backend.commands.check import Planned
 from slipstream.backend.commands.check import planned as planned_of
+from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.memory.checkpoint_size import CheckpointPlan
 from slipstream.backend.memory.verdict import judge_weights
 from slipstream.backend.simulate.advice import SplitAdvice
@@ -15,6 +16,7 @@ from slipstream.backend.simulate.derived import derived_model
 from slipstream.backend.simulate.gpu_split import layout_of
 from slipstream.backend.simulate.publication import transport_of
 from slipstream.bridge.hf.index import ITEMSIZE
+from slipstream.configs.installed.environment import has_gpus
 from slipstream.configs.published import shipped_config
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.judge import own_engines
@@ -218,6 +220,17 @@ def _checkpoint(checkpoint: CheckpointPlan) -> PlannedCheckpoint:
         "in_time": checkpoint.in_time,
         "kept_bytes": checkpoint.bytes * settings.keep_last if settings.every else 0,
     }
+
+
+def planned_publication_s(config: RunConfig) -> float | None:
+    """Return the seconds that the plan gives a publication; None: there is no plan of it."""
+    if config.cluster.device == "auto" and has_gpus():
+        config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "gpu"})})
+    try:
+        publication = _publication(planned_of(config))
+    except WrongInput:
+        return None
+    return None if publication is None else publication["prepare_s"] + publication["pause_s"]
 
 
 def _publication(planned: Planned) -> PlannedPublication | None:

@@ -33,9 +33,11 @@ def train(
 ) -> RunSummary:
     """Run a recipe to its end. Raises as ``check_start`` and ``attended``."""
     check_start(config)
+    from slipstream.backend.commands.plan_document import planned_publication_s
     from slipstream.backend.driver.run import run
 
-    summary = attended(config, partial(run, config, **_options(resume, accept_changed_inputs, overwrite)))
+    options = _options(resume, accept_changed_inputs, overwrite)
+    summary = attended(config, partial(run, config, planned_s=planned_publication_s, **options))
     append_to_log(config.run.folder, summary_text(summary, config.run.name))
     return summary
 

@@ -37,6 +37,7 @@ from slipstream.backend.driver.weights.ranked_trainer import RankedTrainer
 from slipstream.backend.driver.weights.revival import Revival
 from slipstream.backend.driver.weights.rewind import Rewind
 from slipstream.backend.driver.weights.served_weights import ServedWeights
+from slipstream.backend.driver.weights.transports import PlannedSeconds, Transports, unplanned
 from slipstream.backend.driver.weights.verification import Verifier, probe_text
 from slipstream.backend.monitor.status import RunStatus
 from slipstream.bridge.publish.endpoint import PAUSE
@@ -124,6 +125,7 @@ class Parts:
             live=None if self.turns is None else self.turns.status(),
             live_requests_running=self.roster.live_in_use,
             engines_serving=len(self.roster.clients),
+            transports_given_up=self.weights.transports_given_up,
         )
 
 
@@ -136,10 +138,12 @@ def assemble(
     listener: RunListener,
     *,
     trains: bool = True,
+    planned_s: PlannedSeconds = unplanned,
 ) -> Parts:
     """Make every part. The trainer's actors exist afterwards; nothing else is started.
 
-    Without ``trains``, batches are saved in the run folder, and there is no trainer.
+    Without ``trains``, batches are saved in the run folder, and there is no trainer. ``planned_s``: of a
+    publication.
     """
     key, ledger, note = new_key(), state.ledger, listener.note
     turns = live_turns(config, inputs, state) if config.gateway is not None else None
@@ -153,7 +157,10 @@ def assemble(
     limits = EngineLimits.of(engine, inputs.spec.geometry, config.run.step_timeout_s, adapter=adapter)
     verifier = _verifier(config, inputs, limits)
     starts_served = not trains or not _begins_with_adapter(config)
-    weights = _weights(config, trainer, roster, devices, batches, verifier, note, starts_served=starts_served)
+    transports = _transports(config, note, planned_s) if trains else None
+    weights = _weights(
+        config, trainer, roster, devices, batches, verifier, transports, note, starts_served=starts_served
+    )
     actors = EngineActors(config, placement, logs, inputs.engine_model.path, adapters=adapters)
     handles = policy_engines(engine, actors, limits, devices, trainer_gpus=lambda: trainer.gpus)
     checkpoints = _checkpoints(config, state, trainer, weights, listener)
@@ -265,21 +272,32 @@ def _weights(
     devices: Devices,
     batches: Batches,
     verifier: Verifier | None,
+    transports: Transports | None,
     note: Callable[[str], None],
     *,
     starts_served: bool,
 ) -> ServedWeights[EngineClient]:
-    resumes = not config.rollout.engine.takes_turns
     return ServedWeights(
         trainer,
         roster,
         devices,
         batches,
         verifier=verifier,
-        interrupted=InterruptedUpdates(resumes=resumes, timeout_s=config.weights.timeout_s),
+        interrupted=_interrupted(config, config.weights.timeout_s),
+        transports=transports,
         starts_served=starts_served,
         note=note,
     )
+
+
+def _interrupted(config: RunConfig, timeout_s: float) -> InterruptedUpdates:
+    return InterruptedUpdates(resumes=not config.rollout.engine.takes_turns, timeout_s=timeout_s)
+
+
+def _transports(config: RunConfig, note: Callable[[str], None], planned_s: PlannedSeconds) -> Transports:
+    # An engine that hangs in a transfer does not answer: every engine stands still meanwhile.
+    updates = _interrupted(config, config.weights.answer_timeout_s)
+    return Transports(config, note, updates=updates, planned_s=planned_s)
 
 
 def _checkpoints(

@@ -14,6 +14,7 @@ from slipstream.backend.batch.skipped import SkippedUpdate
 from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
 from slipstream.backend.monitor.status import RunStatus, TrainedStep
 from slipstream.bridge.publish.report import PublishReport
+from slipstream.configs.schema import TransportConfig
 from slipstream.rollout.collection.driver.listener import CollectionListener
 from slipstream.rollout.control.ends import GroupCounts
 from slipstream.rollout.engine.client import EngineAddress
@@ -31,8 +32,13 @@ class Trainer(Protocol):
         """Return the updates that the last step has left out because they were not finite."""
         ...
 
-    async def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
-        """Send the weights to ``engines``, which hold policy version ``version`` afterwards."""
+    async def publish(
+        self, version: int, engines: Sequence[EngineAddress], transport: TransportConfig | None = None
+    ) -> PublishReport:
+        """Send the weights to ``engines``, which hold policy version ``version`` afterwards.
+
+        ``transport``: None for the recipe's.
+        """
         ...
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:

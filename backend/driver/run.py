@@ -36,6 +36,7 @@ from slipstream.backend.driver.start.run_folder import (
     with_absolute_paths,
 )
 from slipstream.backend.driver.start.run_length import in_steps, length_note
+from slipstream.backend.driver.weights.transports import PlannedSeconds, unplanned
 from slipstream.backend.monitor.metrics import MetricsLog
 from slipstream.backend.monitor.progress import Progress
 from slipstream.backend.monitor.recorder import Recorder
@@ -60,13 +61,15 @@ async def run(
     overwrite: bool = False,
     trains: bool = True,
     own: OwnLoop | None = None,
+    planned_s: PlannedSeconds = unplanned,
 ) -> RunSummary:
     """Run the recipe to its end. The summary is also written to the run folder.
 
     ``resume``: go on with the run in that folder, if there is one; with ``accept_changes`` also if the
     content of its inputs has changed. ``overwrite``: delete it instead. With neither it is refused.
     Without ``trains``, batches are saved in place of being trained (``halves.rollout_half``). ``own``:
-    the loop of somebody who takes the training steps and evaluates; None: ``training_loop``.
+    the loop of somebody who takes the training steps and evaluates; None: ``training_loop``. ``planned_s``:
+    returns the seconds that the plan of a recipe gives a publication.
 
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail;
     engines, trainer and Ray have ended by then.
@@ -74,8 +77,9 @@ async def run(
     stop = Stop(progress, after_s=stop_after_s(config, os.environ, time.time()))
     if own is not None:
         own.can_be_stopped_by(stop.ask)
+    config = with_absolute_paths(config)
     return await stop.run(
-        _run(with_absolute_paths(config), progress, resume, accept_changes, overwrite, stop, trains, own)
+        _run(config, progress, resume, accept_changes, overwrite, stop, trains, own, planned_s)
     )
 
 
@@ -88,6 +92,7 @@ async def _run(
     stop: Stop,
     trains: bool,
     own: OwnLoop | None,
+    planned_s: PlannedSeconds,
 ) -> RunSummary:
     started = time.monotonic()
     await prepare_inputs(config, progress.phase)
@@ -143,6 +148,7 @@ async def _run(
             folder / LOGS,
             recorder,
             trains=trains,
+            planned_s=planned_s,
         )
         look_seldom_for_garbage(OF_RECORDED_EPISODE * state.control.capacity * n_samples)
         end: Literal["done", "failed", "stopped"] = "failed"

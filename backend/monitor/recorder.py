@@ -391,6 +391,7 @@ def _status_metrics(status: RunStatus) -> dict[str, Value]:
         "perf/engine_restarts": status.engine_restarts,
         "perf/collector_restarts": status.collector_restarts,
         "perf/trainer_restarts": status.trainer_restarts,
+        "perf/weight_transports_given_up": status.transports_given_up,
         **{f"lost/{loss}": status.losses[loss] for loss in Loss},
     }
 

@@ -36,6 +36,8 @@ class RunStatus:
     """For users."""
     trainer_restarts: int = 0
     engines_serving: int = 0
+    transports_given_up: int = 0
+    """Transports whose first publication has failed, before the one that versions take now."""
 
 
 @dataclass(frozen=True)

@@ -555,6 +555,11 @@ TAGS: dict[str, Tag] = {
     ),
     "perf/weight_bytes": Tag("bytes", "Bytes that the publication sent to one engine."),
     "perf/weight_gb_per_s": Tag("GB/s", "`perf/weight_bytes` / `perf/weight_update_s` / 10^9."),
+    "perf/weight_transports_given_up": Tag(
+        "transports, whole run",
+        "Number of transports that were given up at their first publication; 0 while versions take "
+        "`weights.transport`.",
+    ),
     "perf/trainer_wait_s": Tag("s", "Time for which the trainer waited for its batch in this step."),
     "perf/trainer_wait_fraction": Tag("fraction", "`perf/trainer_wait_s` / `perf/step_s`."),
     "perf/collector_restarts": Tag(

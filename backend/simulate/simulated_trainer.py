@@ -11,6 +11,7 @@ from slipstream.backend.simulate.simulated_engine import Engine
 from slipstream.backend.simulate.simulated_pool import SimulatedPool
 from slipstream.bridge.publish.endpoint import Interrupt
 from slipstream.bridge.publish.report import PublishReport
+from slipstream.configs.schema import TransportConfig
 from slipstream.configs.schema.simulate import SimulateConfig
 from slipstream.rollout.engine.client import EngineAddress
 
@@ -52,7 +53,9 @@ class SimulatedTrainer:
         """Return no update: simulated training skips none."""
         return ()
 
-    async def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
+    async def publish(
+        self, version: int, engines: Sequence[EngineAddress], transport: TransportConfig | None = None
+    ) -> PublishReport:
         model, mode = self._model.transfer, self._interrupt
         receivers = self._pool.named(address.name for address in engines)
         loop = asyncio.get_running_loop()

@@ -6,7 +6,8 @@ contribute their shards.
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -70,6 +71,10 @@ class WayOut(Protocol):
         """Bring the engines to the present weights as ``version``. Returns the report on the head."""
         ...
 
+    def close(self) -> None:
+        """Let go of the engines. Collective, as ``publish`` is, and the last call."""
+        ...
+
 
 def way_out(
     config: WeightsConfig,
@@ -125,6 +130,9 @@ class BucketsOut:
             return None
         return asyncio.run(publish_to(self._publisher, version, engines, buckets))
 
+    def close(self) -> None:
+        """Do nothing: no engine is connected."""
+
 
 class ShardsOut:
     """The shards of every rank, straight into the engines' parameters."""
@@ -176,12 +184,25 @@ class ShardsOut:
         if self._transport is None:
             self._sender.follow()
             return None
+        with self._leading(self._transport):
+            return asyncio.run(publish_to(self._publisher, version, engines, iter(())))
+
+    def close(self) -> None:
+        if self._transport is None:
+            self._sender.follow()
+            return
+        with self._leading(self._transport):
+            self._transport.leave()
+
+    @contextmanager
+    def _leading(self, transport: ShardTransport) -> Generator[None]:
+        """Let the ranks, this one too, follow the commands that the head gives inside the block."""
         sending = threading.Thread(target=self._sender.follow, name="shards", daemon=True)
         sending.start()
         try:
-            return asyncio.run(publish_to(self._publisher, version, engines, iter(())))
+            yield
         finally:
-            self._transport.finish()
+            transport.finish()
             sending.join()
 
 

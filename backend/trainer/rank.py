@@ -50,7 +50,7 @@ from slipstream.bridge.hf.peft_config import peft_folder
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.bridge.shards.export import export
 from slipstream.bridge.shards.plan import SENDER
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import RunConfig, TransportConfig
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.system import plugins
 from slipstream.rollout.tokens.trajectory import Completion, Finish, Span, TrajectoryBuilder
@@ -128,6 +128,7 @@ class TrainerRank(CheckpointedRank):
         self._resting = Resting(self._device)
         self._plan = export_plan(actor, config.model.dtype, config.weights.transport, self._spec)
         self._way_out: WayOut | None = None
+        self._way_out_settings = config.weights
         self._episodes = None
         if groups.holds_results():
             self._episodes = open_episode_log(
@@ -284,19 +285,29 @@ class TrainerRank(CheckpointedRank):
 
     # ---- the weights' way out
 
-    def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport | None:
+    def publish(
+        self, version: int, engines: Sequence[EngineAddress], transport: TransportConfig | None = None
+    ) -> PublishReport | None:
         """Send the weights to ``engines`` as ``version``. Return the report on the sender, None elsewhere.
 
-        Raises NotFinite on every rank, before anything is sent, unless all weights are finite.
+        ``transport``: None for the recipe's. Raises NotFinite on every rank, before anything is sent, unless
+        all weights are finite.
         """
         served = self._adapter if self._config.actor.serves_adapter else None
         parameters = self._parameters if served is None else served.parameters
         self._require_finite("the weights of the policy", parameters)
+        settings = self._config.weights
+        if transport is not None and transport != settings.transport:
+            settings = settings.model_copy(update={"transport": transport})
+        if self._way_out is not None and self._way_out_settings != settings:
+            self._way_out.close()
+            self._way_out = None
         if self._way_out is None:
             weights = RankWeights(self._plan, self._parameters, served, self._address, self._device)
             config = self._config
+            self._way_out_settings = settings
             self._way_out = way_out(
-                config.weights,
+                settings,
                 config.rollout.engine,
                 config.model,
                 config.run.folder,

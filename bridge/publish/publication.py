@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -63,6 +64,15 @@ class Publication:
         with self.report.timed(step):
             await asyncio.gather(*map(attempt, self.engines))
         return results
+
+    @contextmanager
+    def transport_at_work(self) -> Generator[None]:
+        """Count the engines that fail inside the block as cut off by the transport."""
+        before = set(self.report.failed)
+        try:
+            yield
+        finally:
+            self.report.cut_off += [name for name in self.report.failed if name not in before]
 
     def fail(self, engine: EngineEndpoint, step: str, reason: str) -> None:
         """Drop an engine that may hold a mixture of two versions. It must be rebuilt."""

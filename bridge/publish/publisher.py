@@ -65,13 +65,18 @@ class Publisher:
 
     async def _publish(self, publication: Publication, buckets: BucketStream) -> None:
         await publication.each("ask", lambda engine: engine.respond())
-        await self._transport.prepare(publication, buckets)
+        with publication.transport_at_work():
+            await self._transport.prepare(publication, buckets)
         if self._interrupt is None:
-            await self._transport.update(publication, buckets)
+            await self._update(publication, buckets)
         else:
             pause, paused_at = PAUSE[self._interrupt], time.monotonic()
             await publication.each("pause", lambda engine: engine.pause(pause))
-            await self._transport.update(publication, buckets)
+            await self._update(publication, buckets)
             await publication.each("resume", lambda engine: engine.resume())
             publication.report.stall_s = time.monotonic() - paused_at
         publication.report.updated = [engine.name for engine in publication.engines]
+
+    async def _update(self, publication: Publication, buckets: BucketStream) -> None:
+        with publication.transport_at_work():
+            await self._transport.update(publication, buckets)

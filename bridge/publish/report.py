@@ -1,7 +1,7 @@
 """The result of a publication. Imports no torch."""
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -18,7 +18,12 @@ class PublishReport:
     no_room: str | None = None
     """Why the version has reached no engine yet: there is no room for it. The engines go on as they are."""
     unservable: str | None = None
-    """Why no engine of this run can get weights by this transport. Starting it again changes nothing."""
+    """Why no engine of this run can get weights, whatever the transport. A restart changes nothing."""
+    unsuited: str | None = None
+    """Why no engine of this run can get weights by this transport. Another transport may bring them."""
+    cut_off: list[str] = field(default_factory=list[str])
+    """Engines of ``failed`` that failed in a step of the transport, and not when they were asked, paused or
+    resumed."""
     bytes_sent: int = 0
     """Bytes sent to one engine; the maximum if engines needed different amounts."""
     stall_s: float = 0.0
@@ -27,6 +32,12 @@ class PublishReport:
     parts_s: dict[str, float] = field(default_factory=dict[str, float])
     """Time of each step, in the order of the steps. The stall consists of ``pause``, the steps of the
     transport while the engines are paused, and ``resume``."""
+
+    def add_earlier(self, report: "PublishReport", failed: Mapping[str, str]) -> None:
+        """Add the times of an earlier attempt at the version, and engines that it has ``failed`` for good."""
+        self.failed |= failed
+        self.stall_s += report.stall_s
+        self.total_s += report.total_s
 
     @contextmanager
     def timed(self, part: str) -> Generator[None]:

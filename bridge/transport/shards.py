@@ -45,10 +45,11 @@ class TransferFailed(RuntimeError):
 
 
 class Unservable(RuntimeError):
-    """The engines' parameters cannot be filled by moving the published elements.
+    """The published tensors do not fill the engines' parameters: the same for every engine and version."""
 
-    This is the same for every engine and every version.
-    """
+
+class UnsuitedTransport(RuntimeError):
+    """The engines' loader does more than move elements: the same for every engine and version."""
 
 
 @dataclass
@@ -90,6 +91,7 @@ class ShardTransport:
         self._engines, self._digests = engines, digests
         self._connections: dict[Hashable, _Connection] = {}
         self._unservable: str | None = None
+        self._unsuited: str | None = None
         self._names = itertools.count()
         self._commands = itertools.count()
         put(store, orders.WANTED, list(wanted))
@@ -100,11 +102,16 @@ class ShardTransport:
     async def update(self, publication: Publication, buckets: BucketStream) -> None:
         await publication.each("begin", lambda engine: engine.begin_update())
         await publication.each("connect", self._connect, moves_weights=True)
-        publication.report.unservable = self._unservable
+        publication.report.unservable, publication.report.unsuited = self._unservable, self._unsuited
         sent = await publication.each("receive", lambda engine: self._transfer(engine), moves_weights=True)
         publication.report.bytes_sent += max(sent.values(), default=0)
         await publication.each("end", lambda engine: engine.end_update())
         await publication.each("stamp", lambda engine: engine.rename_version(publication.version))
+
+    def leave(self) -> None:
+        """Drop every engine: none of them gets its weights this way any more. Call ``finish`` afterwards."""
+        for address in list(self._connections):
+            self._drop(address)
 
     def finish(self) -> None:
         """Let the trainer's ranks go. Must be called after every publication, successful or not."""
@@ -140,17 +147,19 @@ class ShardTransport:
         except BaseException as error:
             if isinstance(error, Unservable):
                 self._unservable = str(error)
+            elif isinstance(error, UnsuitedTransport):
+                self._unsuited = str(error)
             self._drop(engine.address)
             raise
 
     async def _described(self, engine: EngineEndpoint, connection: _Connection) -> tuple[str, ...]:
-        """Return the digests of the tables of the engine's ranks. Raises Unservable."""
+        """Return the digests of the tables of the engine's ranks. Raises Unservable and UnsuitedTransport."""
         order = orders.Describe(self._meeting, connection.name)
         await self._ordered(engine, order)
         answers = await self._answers(connection, engine, order)
         for answer in answers:
             if answer.untraceable is not None:
-                raise Unservable(
+                raise UnsuitedTransport(
                     f"{engine.name} cannot get its weights shard by shard: {answer.untraceable}. Set "
                     "weights.transport to 'disk' or 'delta', which send whole HF tensors"
                 )

@@ -22,7 +22,13 @@ from slipstream.configs.rules import (
     trainer,
 )
 from slipstream.configs.rules.rule import Rule
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import (
+    DiskTransportConfig,
+    RunConfig,
+    ShardsTransportConfig,
+    TensorTransportConfig,
+    TransportConfig,
+)
 from slipstream.configs.violations import Violation
 
 RULES: tuple[Rule, ...] = (
@@ -40,9 +46,29 @@ RULES: tuple[Rule, ...] = (
     *inputs.RULES,
 )
 
+TRANSPORTS: tuple[TransportConfig, ...] = (
+    ShardsTransportConfig(),
+    TensorTransportConfig(),
+    DiskTransportConfig(),
+)
+"""The transports of which one takes the place of another, the fastest first. ``delta`` is not among them:
+its engines are started with room for a replica."""
+
 
 def check_rules(config: RunConfig, unsure: Collection[str] = ()) -> Iterator[Violation]:
     """Check every rule that reads none of the ``unsure`` paths."""
     for rule in RULES:
         if not any(map(rule.is_affected_by, unsure)):
             yield from rule.check(config)
+
+
+def slower_transports(config: RunConfig) -> Iterator[TransportConfig]:
+    """Yield the transports that may take the place of the recipe's, by the rules, the fastest first."""
+    weights, order = config.weights, [each.type for each in TRANSPORTS]
+    if config.actor.serves_adapter or weights.transport.type not in order:
+        return
+    for transport in TRANSPORTS[order.index(weights.transport.type) + 1 :]:
+        changed = config.model_copy(update={"weights": weights.model_copy(update={"transport": transport})})
+        rules = [rule for rule in RULES if rule.is_affected_by("weights.transport")]
+        if not any(True for rule in rules for _ in rule.check(changed)):
+            yield transport

@@ -119,6 +119,12 @@ class WeightsConfig(Section):
     transport: TransportConfig = Field(
         default=ShardsTransportConfig(), description="Way of the weights from the trainer to the engines."
     )
+    fall_back: bool = Field(
+        default=True,
+        description="If the first publication of a run fails by `weights.transport`, or takes ten times as "
+        "long as planned, go on with the next of `shards`, `tensor` and `disk` that the layout allows. "
+        "false: it is a failure of the engines.",
+    )
     interrupt: Literal["retract", "in_place", "abort", "drain"] = Field(
         default="retract",
         description="Effect of an update on running requests. `retract`: they continue, and their KV cache "

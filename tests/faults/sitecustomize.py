@@ -3,6 +3,8 @@
     corrupt:5     the fifth version after the start arrives with noise in it, in every engine of that time
     hold:5:PATH   the fifth or a later version is sent to engine-0 once there is no file PATH any more;
                   the file is made when its turn comes
+    break:1       the first version is not sent to any engine: each rank raises in its place
+    abort:1       each rank ends its process in its place, as NCCL's watchdog does
     exhaust:1     rank 1 asks for more memory than there is in each training step
 
 Several, separated by commas.
@@ -21,11 +23,15 @@ RANK = "slipstream.backend.trainer.rank"
 
 
 def harmful(send):
-    corrupt, hold = set(), {}
+    corrupt, broken, aborted, hold = set(), set(), set(), {}
     for fault in os.environ["SLIPSTREAM_FAULT"].split(","):
         what, number, *path = fault.split(":")
         if what == "corrupt":
             corrupt.add(int(number))
+        elif what == "break":
+            broken.add(int(number))
+        elif what == "abort":
+            aborted.add(int(number))
         elif what == "hold":
             hold[int(number)] = path[0]
     versions = {}
@@ -41,6 +47,10 @@ def harmful(send):
                 give([(member, flat * -1) for member, flat in messages[:1]] + list(messages[1:]))
 
             engine.peers.send = spoiled
+        if number in broken:
+            raise RuntimeError("NCCL error: unhandled system error")
+        if number in aborted:
+            os.abort()
         # A restarted engine counts anew.
         total = max(versions.values()) if is_first else sum(versions.values()) // 2
         if name.startswith("engine-0/"):

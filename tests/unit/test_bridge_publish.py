@@ -193,6 +193,13 @@ def test_the_buckets_are_exhausted_when_no_engine_is_left(world, step):
     assert buckets.exhausted
 
 
+@pytest.mark.parametrize("step", ["ask", "pause", "begin", "take", "end", "resume"])
+def test_the_report_tells_a_failure_of_the_transport_from_one_of_the_engine(world, step):
+    engine = FakeEngine(world, "a", **{step: RuntimeError("broken")})
+    report = publish(publisher(), 1, [engine, FakeEngine(world, "b")], FakeExport(world))
+    assert report.cut_off == (["a"] if step in ("begin", "take", "end") else [])
+
+
 def test_without_engines_the_buckets_are_exhausted_and_nothing_else_happens(world):
     buckets = FakeExport(world)
     report = publish(publisher(), 1, [], buckets)

@@ -9,11 +9,13 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from slipstream.backend.cli import app
+from slipstream.backend.commands.plan_document import planned_publication_s
 from slipstream.backend.megatron.supported import require_supported
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.bridge.families import FAMILIES, spec_of
 from slipstream.bridge.hf.config import UnsupportedModel, read_config
 from slipstream.bridge.model.layout import Layout
+from slipstream.configs.load import load_recipe
 from slipstream.rollout.engine.model_limits import TIED_ONLY, UNSERVED, UNSERVED_ON_CPUS
 from tests.bridge_cases import MIXTURES
 from tests.models import make_checkpoint
@@ -176,6 +178,11 @@ def test_a_plan_for_gpus_says_how_long_a_version_takes_to_reach_the_engines(reci
     assert "publication by tensor: a pause of" in shown
     on_cpus = call("plan", recipe, "cluster={type: local, device: cpu}", "--json")
     assert json.loads(on_cpus.stdout)["publication"] is None
+    of_gpus, of_cpus = (
+        planned_publication_s(load_recipe(recipe, [f"cluster={{type: local, device: {device}}}"]))
+        for device in ("gpu", "cpu")
+    )
+    assert (of_gpus, of_cpus) == (pytest.approx(found["pause_s"]), None)
 
 
 def test_a_layout_that_does_not_fit_is_exit_code_2(recipe):

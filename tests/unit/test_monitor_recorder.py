@@ -172,6 +172,7 @@ def test_a_step_is_logged_with_the_numbers_of_its_groups():
             "perf/engine_restarts": 3,
             "perf/collector_restarts": 0,
             "perf/trainer_restarts": 0,
+            "perf/weight_transports_given_up": 0,
         }
     )
     assert fakes.shown == [

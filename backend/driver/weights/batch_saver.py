@@ -17,7 +17,7 @@ from slipstream.bridge.publish.publication import Timeouts
 from slipstream.bridge.publish.publisher import Publisher
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.bridge.transport.renamed import RenamedWeights
-from slipstream.configs.schema import EpisodeLogConfig, WeightsConfig
+from slipstream.configs.schema import EpisodeLogConfig, TransportConfig, WeightsConfig
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.system.durable import write_durably
 
@@ -62,7 +62,9 @@ class BatchSaver:
     async def skipped_updates(self) -> Sequence[SkippedUpdate]:
         return ()
 
-    async def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
+    async def publish(
+        self, version: int, engines: Sequence[EngineAddress], transport: TransportConfig | None = None
+    ) -> PublishReport:
         return await publish_to(self._publisher, version, engines, iter(()))
 
     async def respond(self) -> None: ...

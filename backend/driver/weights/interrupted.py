@@ -1,4 +1,5 @@
-"""Decides what is done with the engines after the trainer has died in the middle of a publication.
+"""Decides what is done with the engines after a publication that was cut off: the trainer has died, or its
+transport has failed.
 
 An engine is *intact* when no part of the new weights has reached it: it goes on with the version that it
 serves. Otherwise it may hold a mixture of two versions, and must not generate before it has got a whole one.
@@ -27,7 +28,7 @@ class Stock:
 
 
 class InterruptedUpdates:
-    """Ends updates that nobody will finish. Every rank of the trainer has been killed before."""
+    """Ends updates that nobody will finish: no rank of the trainer sends any part of them any more."""
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
 from slipstream.backend.cluster.configured_ray import ray
 from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.bridge.publish.report import PublishReport
+from slipstream.configs.schema import TransportConfig
 from slipstream.rollout.engine.client import EngineAddress
 
 T = TypeVar("T")
@@ -57,9 +58,12 @@ class RankedTrainer:
     async def skipped_updates(self) -> list[SkippedUpdate]:
         return _reported(list, await self._ranks.call("asking for skipped updates", "skipped_updates"))
 
-    async def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
+    async def publish(
+        self, version: int, engines: Sequence[EngineAddress], transport: TransportConfig | None = None
+    ) -> PublishReport:
         publishing = f"publishing version {version}"
-        return _reported(PublishReport, await self._ranks.call(publishing, "publish", version, list(engines)))
+        reports = await self._ranks.call(publishing, "publish", version, list(engines), transport)
+        return _reported(PublishReport, reports)
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         return _reported(list, await self._ranks.call("computing log-probs", "logprobs", list(ids)))

@@ -28,6 +28,7 @@ from slipstream.backend.driver.processes.devices import Devices, TrainerTurn
 from slipstream.backend.driver.weights.interrupted import InterruptedUpdates
 from slipstream.backend.driver.weights.skipped import skipped_in
 from slipstream.backend.driver.weights.trainer_life import TrainerLife
+from slipstream.backend.driver.weights.transports import Transports
 from slipstream.backend.driver.weights.verification import Verifier, WeightsMismatch
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.collection.driver.batches import Batches
@@ -80,11 +81,13 @@ class ServedWeights(Generic[ClientT]):
         *,
         verifier: Verifier | None = None,
         interrupted: InterruptedUpdates | None = None,
+        transports: Transports | None = None,
         starts_served: bool = True,
         note: Callable[[str], None] = log.warning,
     ) -> None:
         """``interrupted``: ends updates that a dead trainer has left; None where no trainer dies.
 
+        ``transports``: decide which transport a version leaves by; None: always the recipe's.
         ``starts_served``: an engine that has started holds the trainer's initial weights already. ``note``:
         hears what somebody has to do something about.
         """
@@ -94,11 +97,17 @@ class ServedWeights(Generic[ClientT]):
         self._batches = batches
         self._verifier = verifier
         self._interrupted = interrupted
+        self._transports = transports
         self._starts_served = starts_served
         self._note = note
         self.life = TrainerLife()
         self._moving = asyncio.Lock()
         self._verdict: asyncio.Task[None] | None = None
+
+    @property
+    def transports_given_up(self) -> int:
+        """Number of transports that have failed before the one that versions take now."""
+        return 0 if self._transports is None else self._transports.given_up
 
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
@@ -259,21 +268,41 @@ class ServedWeights(Generic[ClientT]):
                 self._roster.withdraw(client, stock.outdated[client.name])
 
     async def _send(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
-        """Send the weights, as soon as there is room for them. The engines go on meanwhile.
+        """Send the weights, by another transport if the first one does not work. The engines go on meanwhile.
 
         Raises WeightsMismatch when no engine of this run can get them.
         """
-        report = await self._trainer.publish(version, engines)
+        report = await self._sent(version, engines)
+        while self._transports is not None and await self._transports.published(report):
+            served = self._batches.core.sampled_version
+            engines, lost = await self._transports.standing(served, engines, report)
+            report, earlier = await self._sent(version, engines), report
+            report.add_earlier(earlier, lost)
+        if (reason := report.unservable or report.unsuited) is not None:
+            raise WeightsMismatch(reason)
+        return report
+
+    async def _sent(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
+        """Send the weights by the present transport, as soon as there is room for them."""
+        report = await self._sent_once(version, engines)
         if report.no_room is not None:
             self._note(
                 f"version {version} waits for room, and the engines go on without it: {report.no_room}"
             )
         while report.no_room is not None:
             await asyncio.sleep(ROOM_RETRY_S)
-            report = await self._trainer.publish(version, engines)
-        if report.unservable is not None:
-            raise WeightsMismatch(report.unservable)
+            report = await self._sent_once(version, engines)
         return report
+
+    async def _sent_once(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
+        if self._transports is None:
+            return await self._trainer.publish(version, engines)
+        try:
+            return await self._trainer.publish(version, engines, self._transports.current)
+        except TrainerFailed as error:
+            if engines:
+                await self._transports.trainer_failed(error)
+            raise
 
     async def _verify(self, verifier: Verifier, version: int, expected: list[float]) -> None:
         clients = list(self._roster.clients)

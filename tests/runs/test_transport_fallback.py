@@ -1,0 +1,48 @@
+"""Whole runs whose first publication by `shards` is broken: they go on with the next transport."""
+
+import json
+
+import pytest
+
+from slipstream.backend.commands.audit import audit_run
+from tests.runs.test_run import Launch, finish, records, summary
+
+BOUND = "rollout.max_head_offpolicyness=2"
+GIVEN_UP = "perf/weight_transports_given_up"
+
+
+def test_a_run_whose_shards_do_not_arrive_goes_on_with_tensor_and_so_does_its_resume(launch: Launch):
+    settings = (BOUND, "rollout.engine.count=2", "actor.parallel.tensor=2", "checkpoint.every=2")
+    run = launch("run.steps=4", *settings, fault="break:1")
+    assert finish(run) == 0, run.output()
+    run = launch("run.steps=6", *settings, resume=True)
+    assert finish(run) == 0, run.output()
+    found = summary(run)
+    assert run.output().count("gives up weights.transport shards and goes on with tensor") == 1
+    assert json.loads((run.folder / "transports.json").read_text())["proven"] == ["tensor"]
+    logged = records(run)
+    assert [record["step"] for record in logged] == [1, 2, 3, 4, 5, 6]
+    assert {record[GIVEN_UP] for record in logged} == {1}
+    assert (found["steps"], found["engine_restarts"], found["groups"]["failed"]) == (6, 0, 0)
+    assert max(record["staleness/head_max"] for record in logged) <= 2
+    assert max(record.get("mismatch/logprob_abs_max", 0.0) for record in logged) < 1e-3
+    assert audit_run(run.folder, print).discrepancies == []
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_trainer_that_the_first_publication_ends_comes_back_with_the_next_transport(launch: Launch):
+    run = launch("run.steps=3", BOUND, "checkpoint.every=1", fault="abort:1")
+    assert finish(run) == 0, run.output()
+    assert run.output().count("gives up weights.transport shards") == 1
+    assert (summary(run)["trainer_restarts"], records(run)[-1][GIVEN_UP]) == (1, 1)
+    assert audit_run(run.folder, print).discrepancies == []
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_recipe_can_refuse_another_transport(launch: Launch):
+    run = launch("run.steps=2", BOUND, "weights.fall_back=false", fault="break:1")
+    assert finish(run) == 1
+    assert "gives up" not in run.output() and "engine-0 has failed twice in the same way" in run.output()
+    run.assert_nothing_left()
