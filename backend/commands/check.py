@@ -11,7 +11,12 @@ from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.memory.activations import Kernels
 from slipstream.backend.memory.checkpoint_size import CheckpointPlan, checkpoint_bytes
 from slipstream.backend.memory.engine_memory import EngineMemory, engine_memory
-from slipstream.backend.memory.trainer_memory import RUNTIME, StageMemory, tokens_of, trainer_memory
+from slipstream.backend.memory.trainer_memory import (
+    StageMemory,
+    runtime_of,
+    tokens_of,
+    trainer_memory,
+)
 from slipstream.backend.memory.verdict import GIB, judge_misfits, late_checkpoints, misfits
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
@@ -272,6 +277,8 @@ def planned(config: RunConfig, *, supervised: bool = False) -> Planned:
         layers = layer_spec_on_gpus(config.actor, config.model.dtype, spec.geometry) if for_gpus else None
         actor, dtype, transport = config.actor, config.model.dtype, config.weights.transport
         engine = config.rollout.engine
+        joins_engines = transport.type == "shards" and not (supervised or actor.serves_adapter)
+        engines = engine.count if joins_engines else 0
         export = export_plan(actor, dtype, transport, spec, layers=layers)
         stages = trainer_memory(
             actor,
@@ -281,7 +288,7 @@ def planned(config: RunConfig, *, supervised: bool = False) -> Planned:
             tokens_of(actor, config.rollout.sampling.max_new_tokens),
             kernels,
             quantizes=engine.quantization is not None,
-            runtime=RUNTIME if on_gpus else 0,
+            runtime=runtime_of(actor.parallel, engines) if on_gpus else 0,
         )
         memory = None if supervised else engine_memory(engine, transport, dtype, spec, _gpu_memory(config))
         size = checkpoint_bytes(actor, config.critic, dtype, spec)

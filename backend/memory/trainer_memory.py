@@ -33,7 +33,7 @@ from slipstream.bridge.model.geometry import Geometry
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.spec import value_spec
 from slipstream.bridge.shards.plan import SENDER, STAGING_DIVISOR, ExportPlan
-from slipstream.configs.schema import ActorConfig, CriticConfig, OptimizerConfig
+from slipstream.configs.schema import ActorConfig, CriticConfig, OptimizerConfig, ParallelConfig
 
 
 def parts_in_flight(stage: int, stages: int, chunks: int) -> list[int]:
@@ -60,8 +60,15 @@ HEAD_SLICE = {"plain": 2**21, "fused": 2**27}
 HEAD_MIN_COLUMNS = 512
 HEAD_KEPT = 192 * 2**20
 
-RUNTIME = 2 * 2**30
-"""Bytes of a CUDA context, of NCCL's buffers and of libraries' workspaces on a GPU: assumed, not computed."""
+CONTEXT = 2**30
+"""Bytes of a CUDA context, of loaded kernels and of libraries' workspaces on a GPU: assumed, not computed."""
+GROUP_CHANNELS = 16
+"""Channels of an NCCL group between GPUs of one node: assumed."""
+GROUP_CHANNEL = 4 * 2**20 + 8 * 640 * 120 * 8 + 8 * 512 * 8 * 16
+"""Bytes in which a rank receives from its neighbour in a ring, for each channel: NCCL's buffers of the
+protocols Simple (``NCCL_BUFFSIZE``), LL128 and LL, by NCCL's source (``src/include/device.h``)."""
+GROUP = GROUP_CHANNELS * GROUP_CHANNEL
+"""Bytes of an NCCL group on each of its ranks: about 150 MiB."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,7 @@ def trainer_memory(
     kernels: Kernels = "fused",
     *,
     quantizes: bool = False,
-    runtime: int = RUNTIME,
+    runtime: int = CONTEXT,
 ) -> list[StageMemory]:
     """Return the memory of a rank of each pipeline stage. Raises UnevenSplit.
 
@@ -174,6 +181,21 @@ def _state(
             gradients += buffer.elements * FLOAT
             state += buffer.largest_share * ((0 if size == FLOAT else main) + 2 * FLOAT)
     return weights, gradients, state
+
+
+def runtime_of(parallel: ParallelConfig, engines: int = 0) -> int:
+    """Return the bytes on a rank's GPU that are not tensors: the CUDA context, and buffers of NCCL groups.
+
+    ``engines``: number of engines that get their weights shard by shard. Copies of the same weights take
+    turns over them, and each engine has a group with the ranks that send to it.
+    """
+    copies = parallel.data * parallel.context
+    sizes = [parallel.world_size, parallel.tensor, parallel.pipeline, parallel.context, copies]
+    if parallel.expert > 1:
+        each_expert = parallel.tensor if parallel.expert_tensor is None else parallel.expert_tensor
+        copies = parallel.tensor * copies // (parallel.expert * each_expert)
+        sizes += [parallel.expert, each_expert, copies]
+    return CONTEXT + (sum(size > 1 for size in sizes) + ceil(engines / max(copies, 1))) * GROUP
 
 
 def tokens_of(actor: ActorConfig, new_tokens: int) -> int:

@@ -26,6 +26,7 @@ from slipstream.configs.schema import (
     CheckpointConfig,
     CriticConfig,
     KLConfig,
+    ParallelConfig,
     RunConfig,
 )
 from slipstream.configs.schema.actor import LoraConfig
@@ -124,6 +125,24 @@ def test_engines_and_trainer_that_share_a_gpu_have_a_part_of_its_memory_each():
     assert "take 30.0 GiB" in trainer and "24.0 of them for the trainer (rollout.engine.gpu_share)" in trainer
     [engine] = told(0.1)
     assert engine.startswith("rollout.engine.tensor_parallel: the weights take 15.")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "engines", "groups"),
+    [
+        ({}, 0, 0),
+        ({"tensor": 8}, 0, 2),  # all ranks, tensor
+        ({"tensor": 8, "pipeline": 2, "data": 2}, 0, 4),
+        ({"tensor": 2, "context": 2, "data": 2}, 0, 4),  # data with context, and context alone
+        ({"tensor": 4, "data": 4, "expert": 16, "expert_tensor": 1}, 0, 4),  # of experts only `expert`
+        ({"tensor": 4, "data": 4, "expert": 4, "expert_tensor": 1}, 0, 5),  # and the copies of experts
+        ({"data": 4}, 8, 2 + 2),  # four copies serve eight engines in turns
+        ({"tensor": 4, "data": 4, "expert": 16, "expert_tensor": 1}, 8, 4 + 8),  # one copy serves them all
+    ],
+)
+def test_every_nccl_group_of_a_rank_takes_memory(parallel: dict, engines: int, groups: int):
+    runtime = trainer_memory.runtime_of(ParallelConfig(**parallel), engines)
+    assert runtime == trainer_memory.CONTEXT + groups * trainer_memory.GROUP
 
 
 def test_the_ranks_of_an_engine_over_nodes_hold_a_share_of_the_model_each():
