@@ -104,7 +104,7 @@ def evaluate(
             "temperature above 0, such as 1"
         )
     check_start(config)
-    with told():
+    with told(config):
         scores = asyncio.run(_evaluate(with_sampling(config, temperature), sets, samples, temperature == 0))
     if as_json:
         json.dump({score.name: _plain(score) for score in scores}, sys.stdout, indent=1)

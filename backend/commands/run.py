@@ -94,7 +94,7 @@ def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None
         raise WrongInput(str(error)) from None
     except Exception as error:
         causes = [f"failed: {type(cause).__name__}: {_described(cause)}" for cause in _leaves(error)]
-        causes += [f"memory: {line}" for line in _relief("\n".join(causes), config)]
+        causes += memory_lines("\n".join(causes), config)
         append_to_log(folder, "\n".join(causes), began)
         logs = [f"logs: {folder / LOGS}"] if folder.exists() else []
         raise Failed("\n".join([*causes, *logs])) from error
@@ -106,14 +106,14 @@ def _described(cause: BaseException) -> str:
     return cause.described if isinstance(cause, TrainerFailed) else str(cause)
 
 
-def _relief(failure: str, config: RunConfig) -> list[str]:
-    """Return the settings that free memory, if a run has failed for want of it."""
+def memory_lines(failure: str, config: RunConfig) -> list[str]:
+    """Return lines with the settings that free memory, if a run has failed for want of it."""
     from slipstream.backend.cluster.object_store import SHARED_MEMORY_FULL, is_shared_memory_full
     from slipstream.backend.memory.relief import Shortage, relief, shortage_of
 
     shortage = shortage_of(failure)
     if shortage is Shortage.SHARED or is_shared_memory_full():
-        return [SHARED_MEMORY_FULL]
+        return [f"memory: {SHARED_MEMORY_FULL}"]
     if shortage is None:
         return []
     from slipstream.backend.commands.check import Planned, planned
@@ -124,7 +124,7 @@ def _relief(failure: str, config: RunConfig) -> list[str]:
         except Exception:  # the layout does not fit the model; what has failed must be told in any case
             return None
 
-    return relief(failure, config, plan)
+    return [f"memory: {line}" for line in relief(failure, config, plan)]
 
 
 def _is_in_a_loop() -> bool:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.commands.preflight import check_start
+from slipstream.backend.commands.run import memory_lines
 from slipstream.backend.driver.modes.tryout import evenly, tryout
 from slipstream.backend.driver.start.inputs import InputError, Inputs
 from slipstream.backend.driver.start.prepare import PrepareFailed
@@ -47,7 +48,7 @@ def try_recipe(config: RunConfig, number: int, *, as_json: bool = False) -> None
     check_start(config)
     printed = Console(highlight=False, soft_wrap=True)
     status = Console(stderr=True, highlight=False)
-    with told():
+    with told(config):
         episodes = asyncio.run(_run(config, number, printed, status, as_json=as_json))
     failed = [episode for episode in episodes if episode.has_failed]
     if failed:
@@ -56,14 +57,15 @@ def try_recipe(config: RunConfig, number: int, *, as_json: bool = False) -> None
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """Raise what keeps episodes from running as WrongInput or Failed."""
+def told(config: RunConfig) -> Iterator[None]:
+    """Raise what keeps episodes from running as WrongInput or Failed, with the settings that free memory."""
     try:
         yield
     except InputError as error:
         raise WrongInput(str(error)) from None
     except (EngineStartError, PrepareFailed, PluginError, JudgeStartFailed, NoEngine) as error:
-        raise Failed(f"{type(error).__name__}: {error}") from None
+        failure = f"{type(error).__name__}: {error}"
+        raise Failed("\n".join([failure, *memory_lines(failure, config)])) from None
 
 
 async def _run(

@@ -17,12 +17,21 @@ from slipstream.backend.memory.trainer_memory import StageMemory
 from slipstream.backend.memory.verdict import GIB
 from slipstream.configs.schema import RunConfig
 
-_NO_CACHE = re.compile(r"Not enough memory\. Please try to increase --mem-fraction-static")
-_GPU = re.compile(r"(?:CUDA|HIP) out of memory|\btorch\.(?:cuda\.)?OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY")
+_NO_CACHE = re.compile(r"(?:increase|Raise) --mem-fraction-static|Prefill out of memory|Decode out of memory")
+"""Messages of SGLang 0.5.21. The last two: the KV cache is full, and nothing can be retracted."""
+_GPU = re.compile(
+    r"(?:CUDA|HIP)(?: error:)? out of memory|\btorch\.(?:cuda\.)?OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY"
+    r"|cudaErrorMemoryAllocation|(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE|NVSHMEMX?)\w*_ALLOC_FAILED"
+    r"|[Cc]uda failure (?:\d+ )?'?out of memory|\bcuMem\w+\b.*out of memory"
+)
+"""Messages of torch, of CUDA's libraries, of NCCL, and of torch_memory_saver."""
 _HOST = re.compile(
     r"DefaultCPUAllocator|\bMemoryError\b|Cannot allocate memory|can't allocate memory|SIGKILL"
     r"|\bcode (?:-9|137)\b|ray\.exceptions\.OutOfMemoryError|process of trainer rank \d+ ended"
+    r"|std::bad_alloc|\boom[-_]kill|\bOOMKilled\b|node running low on memory"
 )
+_PINNED = re.compile(r"cudaHost(?:Alloc|Register)|pin_memory")
+"""CUDA gives the same message for memory of the host that it could not pin."""
 _SHARED = re.compile(
     r"\bSIGBUS\b|Bus error|\bcode:? -7\b|\bcode:? 135\b|\bsignal:? 7\b|No space left on device:? .*/dev/shm"
     r"|unable to (?:resize|allocate) shared memory|/dev/shm.*No space left on device"
@@ -66,6 +75,8 @@ def shortage_of(failure: str) -> Shortage | None:
     if _NO_CACHE.search(failure):
         return Shortage.CACHE
     if _GPU.search(failure):
+        if _PINNED.search(failure):
+            return Shortage.HOST
         return Shortage.ENGINE if _ENGINE.search(failure) else Shortage.TRAINER
     return Shortage.HOST if _HOST.search(failure) else None
 
@@ -78,7 +89,11 @@ def relief(failure: str, config: RunConfig, plan: Plan) -> list[str]:
         return []
     if shortage is Shortage.TRAINER:
         what = "the memory of a trainer's GPU has run out"
-        return [*_of_trainer(what, planned), *_changes(failure, config, plan)]
+        return [
+            *_of_trainer(what, planned),
+            *_changes(config, plan, in_step="training step" in failure),
+            *_of_neighbour(config, planned),
+        ]
     if shortage is Shortage.HOST:
         return list(_of_host(failure, config, plan, planned))
     if _JUDGE.search(failure):
@@ -86,7 +101,11 @@ def relief(failure: str, config: RunConfig, plan: Plan) -> list[str]:
             "the memory of a GPU of the judge's engines has run out. These settings decide what it holds: "
             "judge.endpoint.tensor_parallel, judge.endpoint.args.mem_fraction_static"
         ]
-    return list(_of_engine(shortage is Shortage.CACHE, config, planned))
+    is_cache = shortage is Shortage.CACHE
+    lines = list(_of_engine(is_cache, config, planned))
+    if config.rollout.engine.gpu_share is not None and not is_cache:
+        lines += _changes(config, plan, in_step=True)  # the trainer works beside the engine
+    return lines
 
 
 def _of_trainer(what: str, planned: MemoryPlan) -> Iterator[str]:
@@ -106,14 +125,15 @@ def _of_trainer(what: str, planned: MemoryPlan) -> Iterator[str]:
     yield f"{what}{_of_gpu(planned)}. The memory plan has for {whose}: {listed}"
 
 
-def _changes(failure: str, config: RunConfig, plan: Plan) -> list[str]:
+def _changes(config: RunConfig, plan: Plan, *, in_step: bool) -> list[str]:
     """Return a line for each setting of the trainer that frees memory, the largest relief first.
 
-    A training step holds no weights that leave: these may be the peak of a small model.
+    ``in_step``: memory has run out in a training step, which holds no weights that leave. These may be the
+    peak of a small model.
     """
 
     def used(stage: StageMemory) -> int:
-        return stage.held + stage.activations + stage.work if "training step" in failure else stage.peak
+        return stage.held + stage.activations + stage.work if in_step else stage.peak
 
     before = max(map(used, _stages(plan(config))))
     freed: list[tuple[int, str]] = []
@@ -122,6 +142,18 @@ def _changes(failure: str, config: RunConfig, plan: Plan) -> list[str]:
         if stages and (less := before - max(map(used, stages))) > 0:
             freed.append((less, f"{text} frees {_size(less)} on the fullest rank"))
     return [text for _, text in sorted(freed, reverse=True)]
+
+
+def _of_neighbour(config: RunConfig, planned: MemoryPlan) -> Iterator[str]:
+    """Yield the settings of engines on the trainer's GPU that leave the trainer more."""
+    engine, gpu = config.rollout.engine, planned.gpu_memory
+    if engine.gpu_share is not None:
+        hundredth = "" if gpu is None else f": each 0.01 frees {_size(gpu // 100)}"
+        yield (
+            f"a smaller rollout.engine.gpu_share (now {engine.gpu_share:g}) gives the trainer more{hundredth}"
+        )
+    elif engine.colocated:
+        yield "rollout.engine.colocated=false takes the engines off the trainer's GPUs"
 
 
 def _stages(planned: MemoryPlan | None) -> list[StageMemory]:
@@ -142,6 +174,11 @@ def _alternatives(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     if not actor.optimizer.distributed and parallel.data * parallel.context > 1:
         optimizer = actor.optimizer.model_copy(update={"distributed": True})
         yield "actor.optimizer.distributed=true (now false)", with_actor(optimizer=optimizer)
+    weights = config.weights
+    if (transport := weights.transport).type != "shards" and transport.bucket_mb > 1:
+        half = transport.model_copy(update={"bucket_mb": transport.bucket_mb // 2})
+        smaller = config.model_copy(update={"weights": weights.model_copy(update={"transport": half})})
+        yield f"weights.transport.bucket_mb={half.bucket_mb} (now {transport.bucket_mb})", smaller
     sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "data": parallel.data}
     sizes |= {"context": parallel.context}
     for name, size in sizes.items():
@@ -160,12 +197,15 @@ def _of_engine(is_cache: bool, config: RunConfig, planned: MemoryPlan) -> Iterat
     parts = f"weights {_size(memory.weights)}{pool}, an update {_size(memory.transfer)}"
     yield f"{what}{_of_gpu(planned)}. The memory plan has for each rank: {parts}"
     setting = f"rollout.engine.args.mem_fraction_static (now {now})"
+    if engine.gpu_share is not None:
+        setting = f"rollout.engine.gpu_share (now {engine.gpu_share:g})"
     hundredth = "" if gpu is None else f": each 0.01 is {_size(gpu // 100)}"
     if is_cache:
         least = "" if gpu is None else f", above {memory.weights / gpu:.2f}, which the weights alone take"
         yield f"a larger {setting} gives weights and KV cache more{least}{hundredth}"
     else:
-        yield f"a smaller {setting} leaves more free beside weights and KV cache{hundredth}"
+        if engine.gpu_share is None:  # what a smaller share leaves free is the trainer's
+            yield f"a smaller {setting} leaves more free beside weights and KV cache{hundredth}"
         if isinstance(most, int):
             half = most // 2 * memory.token
             yield f"rollout.engine.args.max_total_tokens={most // 2} (now {most}) frees {_size(half)}"
@@ -192,7 +232,7 @@ def _of_host(failure: str, config: RunConfig, plan: Plan, planned: MemoryPlan) -
     )
     if planned.gpu_memory is None and not _ENGINE.search(failure) and "trainer" in failure:
         yield from _of_trainer(what, planned)
-        yield from _changes(failure, config, plan)
+        yield from _changes(config, plan, in_step="training step" in failure)
         return
     yield f"{what}. These settings decide what its processes hold:"
     rollout = config.rollout

@@ -7,9 +7,11 @@ import pytest
 from slipstream.backend.commands.check import Planned, planned
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.commands.run import attended
+from slipstream.backend.commands.tryout import told
 from slipstream.backend.memory.relief import Shortage, relief, shortage_of
 from slipstream.backend.memory.verdict import GIB
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import RunConfig, WeightsConfig
+from slipstream.rollout.engine.server_process import EngineStartError
 from tests.environment import ROOT
 from tests.unit.test_rollout_gpu_environment import VALID
 
@@ -54,7 +56,24 @@ def plan(config: RunConfig) -> Planned | None:
     [
         (OF_TORCH, Shortage.TRAINER),
         ("torch.OutOfMemoryError: HIP out of memory", Shortage.TRAINER),
+        ("RuntimeError: CUDA error: out of memory", Shortage.TRAINER),
+        ("torch.AcceleratorError: CUDA error: out of memory", Shortage.TRAINER),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", Shortage.TRAINER),
+        ("RuntimeError: cuDNN error: CUDNN_STATUS_ALLOC_FAILED", Shortage.TRAINER),
+        ("ncclUnhandledCudaError: Call to CUDA failed. Cuda failure 2 'out of memory'", Shortage.TRAINER),
+        ("ncclUnhandledCudaError: Call to CUDA failed. Cuda failure 'out of memory'", Shortage.TRAINER),
+        ("engine-0 has failed twice in the same way: regain: CUDA error: out of memory", Shortage.ENGINE),
+        (
+            "RuntimeError: CUDA error: out of memory\n  in _places: torch.empty(n, pin_memory=pin)",
+            Shortage.HOST,
+        ),
+        ("RuntimeError: CUDA error: out of memory; cudaHostAlloc(&ptr, size, flags)", Shortage.HOST),
+        ("terminate called after throwing an instance of 'std::bad_alloc'", Shortage.HOST),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0", Shortage.HOST),
+        ("Task was killed due to the node running low on memory.", Shortage.HOST),
         (OF_CACHE, Shortage.CACHE),
+        ("SGLang: weights leave no GPU memory. Raise --mem-fraction-static above 0.312", Shortage.CACHE),
+        ("SGLang: Decode out of memory. Try to lower your batch size.", Shortage.CACHE),
         (OF_ENGINE, Shortage.ENGINE),
         (OF_CPU, Shortage.HOST),
         (BY_KERNEL, Shortage.HOST),
@@ -111,6 +130,39 @@ def test_an_engine_without_room_for_its_cache_is_told_the_other_direction_than_o
         assert "each 0.01 is 0.80 GiB" in text and f"weights {engine.weights / GIB:.2f} GiB" in text
         assert "rollout.engine.tensor_parallel=2 (now 1)" in text
     assert f"max_total_tokens=50000 (now 100000) frees {50_000 * engine.token / GIB:.2f} GiB" in text
+
+
+def test_on_a_shared_gpu_each_side_names_what_divides_it():
+    """The share of the engines takes the place of SGLang's own setting, which is refused beside it."""
+    config = recipe(colocated=True, gpu_share=0.4)
+    trainer, cache, engine = (
+        "\n".join(relief(each, config, plan)) for each in (OF_TORCH, OF_CACHE, OF_ENGINE)
+    )
+    assert "a smaller rollout.engine.gpu_share (now 0.4) gives the trainer more: each 0.01" in trainer
+    assert "a larger rollout.engine.gpu_share (now 0.4) gives weights and KV cache more" in cache
+    assert "actor.recompute=full (now none) frees" in engine, "the trainer is on the engine's GPU"
+    assert "mem_fraction_static" not in trainer + cache + engine
+    turns = "\n".join(relief(OF_TORCH, recipe(colocated=True), plan))
+    assert "rollout.engine.colocated=false takes the engines off the trainer's GPUs" in turns
+
+
+def test_weights_that_leave_name_their_buckets():
+    config = recipe(actor={"microbatch_tokens": 512, "recompute": "full"})
+    weights = WeightsConfig.model_validate({"transport": {"type": "tensor", "bucket_mb": 30_000}})
+    config = config.model_copy(update={"weights": weights})
+    failure = OF_TORCH.replace("the training step from", "publishing")
+    first, *lines = relief(failure, config, plan)
+    assert "weights that leave" in first
+    assert any(line.startswith("weights.transport.bucket_mb=15000 (now 30000) frees") for line in lines)
+    assert not any("bucket_mb" in line for line in relief(OF_TORCH, config, plan)), "a step sends no weights"
+
+
+def test_whatever_starts_an_engine_names_the_settings():
+    with (
+        pytest.raises(Failed, match=r"memory: .*larger rollout\.engine\.args\.mem_fraction_static"),
+        told(recipe()),
+    ):
+        raise EngineStartError(OF_CACHE)
 
 
 def test_a_killed_process_of_a_run_on_gpus_names_what_its_host_holds():
