@@ -74,6 +74,10 @@ class RunTrainer(Trainer, Protocol):
 
     # ---- the memory of its devices, which it lends to engines
 
+    async def show_peak(self) -> None:
+        """Take the memory of the largest training step once, and change nothing."""
+        ...
+
     async def rest(self, *, keep_weights: bool = False) -> None:
         """Move everything to host memory, or everything except the weights."""
         ...

@@ -14,6 +14,7 @@ from slipstream.backend.megatron.trained import Trained
 from slipstream.backend.objective.value import value_loss
 from slipstream.backend.trainer.learning_rate import learning_rate
 from slipstream.backend.trainer.prepared import PreparedMicroBatch
+from slipstream.backend.trainer.rehearsal import rehearse_critic
 from slipstream.backend.trainer.skipping import Faults, SkippedUpdates, add_faults
 from slipstream.bridge.model.spec import ModelSpec, value_spec
 from slipstream.configs.schema import ActorConfig, CriticConfig
@@ -45,6 +46,10 @@ class Critic:
     def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor | None]:
         """Return values [M] of every micro-batch; None except on the last pipeline stage."""
         return self._model.values(microbatches)
+
+    def rehearse(self, microbatches: Sequence[MicroBatch]) -> None:
+        """Run the critic over equal ``microbatches``, and drop the gradients."""
+        rehearse_critic(self.trained, self._model, microbatches)
 
     def update(
         self, minibatches: Sequence[Sequence[PreparedMicroBatch]], step: int, skipped: SkippedUpdates

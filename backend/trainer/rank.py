@@ -42,6 +42,7 @@ from slipstream.backend.trainer.plugins import RankPlugins
 from slipstream.backend.trainer.policy_update import update_policy
 from slipstream.backend.trainer.prepared import PreparedMicroBatch, Scores, Targets, prepared
 from slipstream.backend.trainer.publishing import RankWeights, WayOut, way_out
+from slipstream.backend.trainer.rehearsal import largest_microbatches, rehearse_policy
 from slipstream.backend.trainer.skipping import SkippedUpdates
 from slipstream.backend.trainer.targets import find_targets
 from slipstream.bridge.families import model_spec
@@ -269,6 +270,26 @@ class TrainerRank(CheckpointedRank):
         return logp_M.tolist() if logp_M is not None and self._reports else None
 
     # ---- taking turns with the engines
+
+    def show_peak(self) -> None:
+        """Take the memory of the largest training step, before an engine measures what is free.
+
+        Weights, optimizer state and random numbers stay as they are. Does nothing on a CPU.
+        """
+        if self._device.type == "cuda":
+            self.rehearse()
+
+    def rehearse(self) -> None:
+        """Run every model that trains over the largest micro-batch, and drop the gradients."""
+        config, geometry = self._config, self._spec.geometry
+        new_tokens = config.rollout.sampling.max_new_tokens
+        microbatches = largest_microbatches(
+            config.actor, new_tokens, positions=geometry.max_positions, vocab=geometry.vocab
+        )
+        entropy = config.actor.entropy_bonus > 0
+        rehearse_policy(self._trained, self._policy, microbatches, entropy=entropy)
+        if self._scorers.critic is not None:
+            self._scorers.critic.rehearse(microbatches)
 
     def rest(self, keep_weights: bool) -> None:
         """Give up the device's memory, except for the weights if ``keep_weights``: they can be published.

@@ -33,7 +33,7 @@ def test_a_run_whose_shards_do_not_arrive_goes_on_with_tensor_and_so_does_its_re
 @pytest.mark.slow
 def test_a_trainer_that_the_first_publication_ends_comes_back_with_the_next_transport(launch: Launch):
     run = launch("run.steps=3", BOUND, "checkpoint.every=1", fault="abort:1")
-    assert finish(run) == 0, run.output()
+    assert finish(run, 500) == 0, run.output()
     assert run.output().count("gives up weights.transport shards") == 1
     assert (summary(run)["trainer_restarts"], records(run)[-1][GIVEN_UP]) == (1, 1)
     assert audit_run(run.folder, print).discrepancies == []

@@ -87,6 +87,9 @@ class Trainer:
     def __init__(self, world: World) -> None:
         self.world = world
 
+    async def show_peak(self) -> None:
+        self.world.note("trainer shows its peak")
+
     async def rest(self, *, keep_weights: bool = False) -> None:
         self.world.trainer_has = "weights" if keep_weights else ""
         self.world.note("trainer keeps weights" if keep_weights else "trainer rests")
@@ -340,5 +343,86 @@ def test_a_trainer_that_is_started_again_is_not_woken():
         async with found.training():
             """The next turn is as every other."""
         assert "trainer wakes" in world.did
+
+    run(main)
+
+
+class Gpu:
+    """A GPU whose memory two processes take, in GiB."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.taken: dict[str, int] = {}
+
+    @property
+    def free(self) -> int:
+        return self.total - sum(self.taken.values())
+
+    def take(self, who: str, size: int) -> None:
+        self.taken[who] = size
+        if self.free < 0:
+            raise EngineError("CUDA out of memory")
+
+
+class OnGpu(Trainer):
+    """Keeps 4 GiB from its first step on: groups of NCCL, workspaces. A step takes 60."""
+
+    def __init__(self, world: World, gpu: Gpu) -> None:
+        super().__init__(world)
+        self.gpu, self.keeps = gpu, 1
+
+    async def show_peak(self) -> None:
+        self.keeps = 4
+        self.gpu.take("trainer", 60)
+
+    async def wake(self) -> None:
+        await super().wake()
+        await self.show_peak()
+
+    async def rest(self, *, keep_weights: bool = False) -> None:
+        await super().rest(keep_weights=keep_weights)
+        self.gpu.take("trainer", self.keeps + (10 if keep_weights else 0))
+
+
+class Sizing(Engine):
+    """Takes 0.9 of what is free at its start, and that again after each turn of the trainer."""
+
+    def __init__(self, world: World, name: str, gpu: Gpu) -> None:
+        super().__init__(world, name)
+        self.gpu = gpu
+
+    def start(self) -> None:
+        self.pool = self.gpu.free * 9 // 10
+        self.gpu.take(self.name, self.pool + 7)  # its context and its graphs besides
+
+    async def release_memory(self, memory: Any) -> None:
+        self.gpu.take(self.name, 0)
+        await super().release_memory(memory)
+
+    async def regain_memory(self, memory: Any) -> None:
+        if "kv_cache" in memory:
+            self.gpu.take(self.name, self.pool + 7)
+        await super().regain_memory(memory)
+
+
+def test_an_engine_sizes_its_pool_after_the_trainer_has_shown_what_it_keeps():
+    """With the 3 GiB that come with the first step, 0.9 of 79 GiB and 7 would not fit any more."""
+
+    async def main():
+        world, gpu, roster = World(), Gpu(80), Roster()
+        trainer: Any = OnGpu(world, gpu)
+        devices = Colocated(trainer, roster, pause="retract", drain_s=None, timeout_s=5)
+        async with devices.training():
+            trainer.gpu.take("trainer", 30)  # it is built
+        world.trainer_has = ""
+        engine = Sizing(world, "a", gpu)
+        world.engines = {"a": engine}
+        async with devices.starting():
+            engine.start()
+        roster.add(engine)
+        for _ in range(2):
+            async with devices.training():
+                """It trains."""
+        assert not roster.condemned, roster.condemned
 
     run(main)

@@ -68,6 +68,9 @@ class RankedTrainer:
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         return _reported(list, await self._ranks.call("computing log-probs", "logprobs", list(ids)))
 
+    async def show_peak(self) -> None:
+        await self._ranks.call("a first pass at the largest micro-batch", "show_peak")
+
     async def rest(self, *, keep_weights: bool = False) -> None:
         await self._ranks.call("moving the trainer to host memory", "rest", keep_weights)
 
