@@ -19,6 +19,10 @@ from slipstream.rollout.engine.server_process import LIVE_SERVER_ARGS, ReplicaSp
 from slipstream.rollout.system import gpu_environment
 from slipstream.rollout.system.restarts import NodeLost
 
+MOST_STATIC = 0.8
+"""Largest part of the free memory for an engine's weights and KV cache. SGLang itself chooses 0.8 to 0.9; the
+rest is for its work and CUDA graphs."""
+
 POLICY_RANK = "slipstream.backend.trainer.rank.TrainerRank"
 """Class of the ranks of a reinforcement learning run."""
 
@@ -114,10 +118,17 @@ class EngineActors:
         """Raise NodeLost if engine ``number`` has lost one of its nodes."""
         check_nodes(self._placement.engines[number])
 
-    def create(self, number: int, node: int, trainer_gpus: Sequence[Sequence[str]]) -> EngineServerActor:
+    def create(
+        self,
+        number: int,
+        node: int,
+        trainer_gpus: Sequence[Sequence[str]],
+        left: Sequence[tuple[int, int]] = (),
+    ) -> EngineServerActor:
         """Return the handle of a new actor for node ``node`` of engine ``number``.
 
         ``trainer_gpus``: ids of each trainer rank's GPUs. A colocated engine has those and asks Ray for none.
+        ``left``: bytes of each rank's GPU that are free at its peak, and all of them; empty on CPUs.
         """
         config, placement = self._config, self._placement
         engine = config.rollout.engine
@@ -143,7 +154,15 @@ class EngineActors:
                 seed=config.run.seed + number,
                 args=({} if self._adapters is not None else weight_loader(config))
                 | ({} if config.gateway is None else dict(LIVE_SERVER_ARGS))
-                | ({} if engine.gpu_share is None else {"mem_fraction_static": engine.gpu_share})
+                | (
+                    {}
+                    if engine.gpu_share is None
+                    else {
+                        "mem_fraction_static": static_fraction(
+                            engine.gpu_share, [left[rank] for rank in sharing if left]
+                        )
+                    }
+                )
                 | engine.args,
                 log_folder=str(self._logs),
                 loopback=config.cluster.type == "local",
@@ -207,6 +226,16 @@ class JudgeEngineActors:
             )
         )
         return cast(EngineServerActor, actor)
+
+
+def static_fraction(share: float, left: Sequence[tuple[int, int]]) -> float:
+    """Return ``mem_fraction_static`` of engines with a ``share`` of GPUs. ``left``: as in ``create``.
+
+    SGLang takes the fraction of what is free at its start, and the share is of the whole GPU. The fraction is
+    never below the share.
+    """
+    wanted = [min(share * total / free, MOST_STATIC) for free, total in left]
+    return max(share, min(wanted, default=share))
 
 
 def weight_loader(config: RunConfig) -> dict[str, object]:

@@ -6,6 +6,7 @@ listener ──► gate, batches ──► roster ──► trainer, devices ─
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from slipstream.backend.driver.loops.hooked_batches import HookedBatches, sees_b
 from slipstream.backend.driver.loops.live_users import LiveUsers
 from slipstream.backend.driver.ports import RunListener, RunTrainer
 from slipstream.backend.driver.processes.collectors import Collectors
-from slipstream.backend.driver.processes.devices import Colocated, Devices, Separate
+from slipstream.backend.driver.processes.devices import Beside, Colocated, Devices, Separate
 from slipstream.backend.driver.processes.engines import EngineLimits, policy_engines
 from slipstream.backend.driver.processes.gateways import Gateways, gateway_command
 from slipstream.backend.driver.processes.judge_engines import judge_supervisor
@@ -162,7 +163,9 @@ def assemble(
         config, trainer, roster, devices, batches, verifier, transports, note, starts_served=starts_served
     )
     actors = EngineActors(config, placement, logs, inputs.engine_model.path, adapters=adapters)
-    handles = policy_engines(engine, actors, limits, devices, trainer_gpus=lambda: trainer.gpus)
+    handles = policy_engines(
+        engine, actors, limits, devices, trainer_gpus=lambda: trainer.gpus, left=lambda: trainer.left
+    )
     checkpoints = _checkpoints(config, state, trainer, weights, listener)
     questions = EvaluationTasks()
     samples = config.rollout.n_samples_per_prompt
@@ -459,8 +462,13 @@ def _askable(config: RunConfig, roster: EngineRoster) -> Callable[[], bytes]:
 def _devices(config: RunConfig, trainer: RunTrainer, roster: EngineRoster) -> Devices:
     interrupt = config.weights.interrupt
     drain_s = config.weights.timeout_s if interrupt == "drain" else None
-    if not config.rollout.engine.takes_turns:
-        return Separate(partial(roster.drained, drain_s)) if drain_s is not None else Separate()
+    engine, publishing = config.rollout.engine, nullcontext
+    if drain_s is not None:
+        publishing = partial(roster.drained, drain_s)
+    if engine.gpu_share is not None:
+        return Beside(trainer, publishing)
+    if not engine.takes_turns:
+        return Separate(publishing)
     return Colocated(
         trainer, roster, pause=PAUSE[interrupt], drain_s=drain_s, timeout_s=config.weights.timeout_s
     )

@@ -74,6 +74,12 @@ class RunTrainer(Trainer, Protocol):
 
     # ---- the memory of its devices, which it lends to engines
 
+    @property
+    def left(self) -> Sequence[tuple[int, int]]:
+        """Bytes of each rank's GPU that were free at its peak, and all of them. Empty before
+        ``show_peak``, and on CPUs."""
+        ...
+
     async def show_peak(self) -> None:
         """Take the memory of the largest training step once, and change nothing."""
         ...

@@ -199,12 +199,8 @@ def runtime_of(parallel: ParallelConfig, engines: int = 0) -> int:
 
 
 def tokens_of(actor: ActorConfig, new_tokens: int) -> int:
-    """Return the tokens of the largest micro-batch, on the ranks that share a context.
-
-    A trajectory that is longer than the budget has a micro-batch of its own. The lengths of prompts are
-    unknown; a completion alone may take ``new_tokens``.
-    """
-    return ceil(max(actor.microbatch_tokens, new_tokens) / actor.parallel.context)
+    """Return the tokens of the largest micro-batch on each of the ranks that share a context."""
+    return ceil(actor.largest_microbatch(new_tokens) / actor.parallel.context)
 
 
 def sharing_of(actor: ActorConfig, layout: Layout, itemsize: int, kernels: Kernels) -> Sharing:

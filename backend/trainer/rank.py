@@ -271,13 +271,15 @@ class TrainerRank(CheckpointedRank):
 
     # ---- taking turns with the engines
 
-    def show_peak(self) -> None:
-        """Take the memory of the largest training step, before an engine measures what is free.
+    def show_peak(self) -> tuple[int, int] | None:
+        """Take the memory of the largest step. Return the bytes of the GPU that are free then, and all.
 
         Weights, optimizer state and random numbers stay as they are. Does nothing on a CPU.
         """
-        if self._device.type == "cuda":
-            self.rehearse()
+        if self._device.type != "cuda":
+            return None
+        self.rehearse()
+        return torch.cuda.mem_get_info()
 
     def rehearse(self) -> None:
         """Run every model that trains over the largest micro-batch, and drop the gradients."""

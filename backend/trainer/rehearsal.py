@@ -16,7 +16,6 @@ from torch import Tensor
 
 from slipstream.backend.batch.micro_batch import MicroBatch, assemble
 from slipstream.backend.batch.train_batch import TrainBatch
-from slipstream.backend.memory.trainer_memory import tokens_of
 from slipstream.configs.schema import ActorConfig
 from slipstream.rollout.tokens.trajectory import Completion, Finish, Span, TrajectoryBuilder
 
@@ -34,7 +33,7 @@ def largest_microbatches(
     the first of each trajectory carry loss.
     """
     parallel = actor.parallel
-    total = max(tokens_of(actor, new_tokens) * parallel.context, 2)
+    total = max(actor.largest_microbatch(new_tokens), 2)
     lengths = [positions] * (total // positions) + ([total % positions] if total % positions > 1 else [])
     draw = np.random.default_rng(0)  # equal tokens would all go to the same experts
     trajectories = []

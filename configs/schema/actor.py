@@ -313,6 +313,15 @@ class ActorConfig(TrainedConfig):
         "return further metrics of a training step.",
     )
 
+    def largest_microbatch(self, new_tokens: int) -> int:
+        """Return the tokens of the largest micro-batch that is planned for. ``new_tokens``: of the longest
+        completion.
+
+        A trajectory that is longer than the budget has a micro-batch of its own. The lengths of prompts are
+        unknown; a completion alone may take ``new_tokens``.
+        """
+        return max(self.microbatch_tokens, new_tokens)
+
     @property
     def serves_adapter(self) -> bool:
         """True if the engines get the adapter of a version beside weights that stay as they are."""

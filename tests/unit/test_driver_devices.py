@@ -11,7 +11,7 @@ import pytest
 from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.driver.processes import devices
-from slipstream.backend.driver.processes.devices import Colocated
+from slipstream.backend.driver.processes.devices import Beside, Colocated
 from slipstream.backend.simulate import clock
 from slipstream.rollout.engine.client import EngineError
 from slipstream.rollout.engine.roster import EngineRoster
@@ -424,5 +424,33 @@ def test_an_engine_sizes_its_pool_after_the_trainer_has_shown_what_it_keeps():
             async with devices.training():
                 """It trains."""
         assert not roster.condemned, roster.condemned
+
+    run(main)
+
+
+def test_an_engine_beside_the_trainer_starts_after_its_peak_and_after_that_of_a_new_trainer():
+    async def main():
+        world = World()
+        trainer: Any = Trainer(world)
+        devices = Beside(trainer)
+
+        async def start(name: str) -> None:
+            async with devices.starting():
+                world.note(f"{name} starts")
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(start("a"))
+            async with devices.training():
+                await asyncio.sleep(1)
+                world.note("trainer is built")
+        async with devices.training():
+            await start("b")
+        devices.trainer_gone()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(start("c"))
+            async with devices.training():
+                await asyncio.sleep(1)
+        peak = "trainer shows its peak"
+        assert world.did == ["trainer is built", peak, "a starts", "b starts", peak, "c starts"]
 
     run(main)

@@ -5,10 +5,16 @@ from math import prod
 
 import pytest
 
+from slipstream.backend.cluster.actors import MOST_STATIC, static_fraction
 from slipstream.backend.memory import trainer_memory
 from slipstream.backend.memory.activations import Sharing, layer_bytes
 from slipstream.backend.memory.checkpoint_size import CheckpointPlan, checkpoint_bytes
-from slipstream.backend.memory.engine_memory import EngineMemory, engine_memory, kv_bytes, stage_sizes
+from slipstream.backend.memory.engine_memory import (
+    EngineMemory,
+    engine_memory,
+    kv_bytes,
+    stage_sizes,
+)
 from slipstream.backend.memory.parameters import buffer_of, stage_parameters
 from slipstream.backend.memory.trainer_memory import StageMemory, parts_in_flight
 from slipstream.backend.memory.verdict import misfits
@@ -125,6 +131,23 @@ def test_engines_and_trainer_that_share_a_gpu_have_a_part_of_its_memory_each():
     assert "take 30.0 GiB" in trainer and "24.0 of them for the trainer (rollout.engine.gpu_share)" in trainer
     [engine] = told(0.1)
     assert engine.startswith("rollout.engine.tensor_parallel: the weights take 15.")
+
+
+@pytest.mark.parametrize(
+    ("free", "fraction"),
+    [
+        (80, 0.4),  # nobody else is there
+        (64, 0.5),  # 32 of 80 GiB are 0.5 of 64
+        (36, MOST_STATIC),  # the engine needs memory to work in
+        (None, 0.4),  # on CPUs
+    ],
+)
+def test_the_share_of_a_gpu_is_of_all_of_it_and_not_of_what_the_trainer_leaves(free, fraction: float):
+    left = [] if free is None else [(free * 2**30, 80 * 2**30)]
+    assert static_fraction(0.4, left) == pytest.approx(fraction)
+    assert static_fraction(0.9, left) >= 0.9
+    if left:  # the ranks of an engine have one fraction
+        assert static_fraction(0.4, [*left, (80 * 2**30, 80 * 2**30)]) == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Decides who has the GPUs: trainer and engines have their own, or take turns on the same ones.
+"""Decides who has the GPUs: trainer and engines have their own, work beside each other on the same ones, or
+take turns on them.
 
 Colocated engines generate while the trainer's state is in host memory. For a training step they stop and give
 their memory up:
@@ -82,6 +83,40 @@ class Separate:
 
     def publishing(self) -> AbstractAsyncContextManager[None]:
         return self._publishing()
+
+
+class Beside(Separate):
+    """Trainer and engines work on the same devices at the same time. Single event loop.
+
+    The trainer starts first and takes the memory of its largest step, because SGLang sizes its KV cache by
+    what is free at its start. Engines also need the ids of the trainer's GPUs, which are known then.
+    """
+
+    def __init__(
+        self,
+        trainer: RunTrainer,
+        publishing: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+    ) -> None:
+        super().__init__(publishing)
+        self._trainer = trainer
+        self._has_shown_peak = False
+        self._changes = Changes()
+
+    @asynccontextmanager
+    async def starting(self) -> AsyncIterator[None]:
+        await self._changes.first(lambda: True if self._has_shown_peak else None)
+        yield
+
+    def trainer_gone(self) -> None:
+        self._has_shown_peak = False
+
+    @asynccontextmanager
+    async def training(self, *newcomers: EngineAddress) -> AsyncIterator[TrainerTurn]:
+        yield TrainerTurn()
+        if not self._has_shown_peak:
+            await self._trainer.show_peak()
+            self._has_shown_peak = True
+            self._changes.notify()
 
 
 class Colocated:

@@ -206,16 +206,18 @@ def policy_engines(
     devices: Devices,
     *,
     trainer_gpus: Callable[[], Sequence[Sequence[str]]],
+    left: Callable[[], Sequence[tuple[int, int]]] = tuple,
 ) -> list[RayEngine]:
     """Return the handles of the policy's engines.
 
-    ``trainer_gpus`` returns the ids of each rank's GPUs, which a colocated engine shares.
+    ``trainer_gpus`` returns the ids of each rank's GPUs, which a colocated engine shares, and ``left`` what
+    the trainer leaves of their memory.
     """
 
     def handle(number: int) -> RayEngine:
         return RayEngine(
             actors.name(number),
-            lambda node: actors.create(number, node, trainer_gpus()),
+            lambda node: actors.create(number, node, trainer_gpus(), left()),
             limits,
             devices,
             nodes=engine.nodes,

@@ -28,6 +28,7 @@ class BatchSaver:
     """
 
     gpus: Sequence[Sequence[str]] = ()
+    left: Sequence[tuple[int, int]] = ()
 
     def __init__(
         self, weights: WeightsConfig, episodes: EpisodeLogConfig | None, run: Path, model: Path

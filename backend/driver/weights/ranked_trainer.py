@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from slipstream.backend.batch.skipped import SkippedUpdate
 from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
@@ -27,6 +27,7 @@ class RankedTrainer:
     def __init__(self, ranks: RankGroup, *, step_timeout_s: float) -> None:
         self._ranks = ranks
         self._step_timeout_s = step_timeout_s
+        self.left: list[tuple[int, int]] = []
 
     @property
     def gpus(self) -> list[list[str]]:
@@ -69,7 +70,8 @@ class RankedTrainer:
         return _reported(list, await self._ranks.call("computing log-probs", "logprobs", list(ids)))
 
     async def show_peak(self) -> None:
-        await self._ranks.call("a first pass at the largest micro-batch", "show_peak")
+        shown = await self._ranks.call("a first pass at the largest micro-batch", "show_peak")
+        self.left = [cast("tuple[int, int]", each) for each in shown if each is not None]
 
     async def rest(self, *, keep_weights: bool = False) -> None:
         await self._ranks.call("moving the trainer to host memory", "rest", keep_weights)
