@@ -352,3 +352,21 @@ def test_a_trainer_that_dies_while_it_brings_an_engine_up_to_date_is_reported_an
         assert world.trainer.calls == ["publish 1", "publish 1"]
 
     run(main)
+
+
+def test_an_engine_that_was_cut_off_gets_the_initial_weights_too():
+    """It stands still with a part of version 1. Without a checkpoint the trainer goes back to version 0."""
+
+    async def main() -> None:
+        world = world_of("a", stock=Stock(outdated={"a": "cut off"}), dies=("publish",))
+        with pytest.raises(TrainerFailed):
+            await advance(world.weights, 1)
+        world.weights.life.fail(TrainerFailed("killed"))
+        world.weights.life.restored()
+        admitted: list[str] = []
+        for name in ("a", "b", "a"):  # b has just started
+            await world.weights.bring_up_to_date(engine(name), lambda name=name: admitted.append(name))
+        assert [call for call in world.trainer.calls if "publish" in call] == ["publish 1", "publish 0"]
+        assert admitted == ["a", "b", "a"]
+
+    run(main)

@@ -99,6 +99,8 @@ class ServedWeights(Generic[ClientT]):
         self._interrupted = interrupted
         self._transports = transports
         self._starts_served = starts_served
+        self._cut_off: set[EngineAddress] = set()
+        """Engines that may hold a mixture of two versions since a trainer died. They stand still."""
         self._note = note
         self.life = TrainerLife()
         self._moving = asyncio.Lock()
@@ -216,17 +218,19 @@ class ServedWeights(Generic[ClientT]):
                 self._trainer.kill()
                 self.life.fail(error)
                 if self._interrupted is not None:  # else its next update could not begin
-                    await self._interrupted.ended(self._batches.core.version, [engine])
+                    stock = await self._interrupted.ended(self._batches.core.version, [engine])
+                    self._cut_off |= {engine} if engine.name in stock.outdated else set()
 
     async def _bring_up_to_date(self, engine: EngineAddress, admit: Callable[[], None]) -> str | None:
         version = self._batches.core.version
         expected: list[float] = []
         async with self.trainers_turn(engine):
-            if version > 0 or not self._starts_served:
+            if version > 0 or not self._starts_served or engine in self._cut_off:
                 async with self._devices.publishing():
                     report = await self._send(version, [engine])
                 if engine.name in report.failed:
                     return report.failed[engine.name]
+                self._cut_off.discard(engine)
             if self._verifier is not None:
                 expected = await self._trainer.logprobs(self._verifier.text)
         if self._verifier is not None:
@@ -265,6 +269,7 @@ class ServedWeights(Generic[ClientT]):
             if client.name in stock.failed:
                 self._roster.condemn(client, stock.failed[client.name])
             elif client.name in stock.outdated:
+                self._cut_off.add(client.address)
                 self._roster.withdraw(client, stock.outdated[client.name])
 
     async def _send(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
