@@ -50,14 +50,14 @@ def judged(
         async with server.serving() as url:
             model = ModelSetup(section(url, **{"votes": 1, **settings}), policy)
             plugin = PluginConfig(path=path, args=args or {})
-            limits = JudgingConfig(attempts=1, timeout_s=20)
+            limits = JudgingConfig(attempts=1, timeout_s=120)  # it reads a tokenizer
             try:
                 async with JudgePool(limits, plugin, FOLDER[0], "test", model=model) as pool:
                     return await pool.score(PROMPT, response, episode or trajectory())
             except (JudgingFailed, JudgeStartFailed) as error:
                 return error
 
-    return asyncio.run(asyncio.wait_for(main(), 60)), server
+    return asyncio.run(asyncio.wait_for(main(), 240)), server
 
 
 FOLDER: list[Any] = []
@@ -171,4 +171,4 @@ def test_without_a_language_model_it_is_refused(tmp_path):
             pass
 
     with pytest.raises(JudgeStartFailed, match="expected a section `judge` of type model"):
-        asyncio.run(asyncio.wait_for(main(), 60))
+        asyncio.run(asyncio.wait_for(main(), 240))
