@@ -39,7 +39,7 @@ class JobOptions:
     nodes: int | None = None
     """None: as many as the recipe needs."""
     gpus_per_node: int | None = None
-    """None: ``GPUS_OF_A_NODE``, or none for a recipe of CPUs."""
+    """None: ``GPUS_OF_A_NODE``, fewer for a recipe that needs fewer in all, none for one of CPUs."""
     time: str | None = None
     """Time limit, as sbatch takes it."""
     sbatch: Sequence[str] = ()
@@ -154,6 +154,14 @@ def _misfits(config: RunConfig, verb: str, gpus_per_node: int) -> Iterator[str]:
         )
 
 
+def _gpus_of_a_node(config: RunConfig, verb: str) -> int:
+    """Return the number of GPUs to ask of each node: less than all of them where one node does."""
+    if config.cluster.device == "cpu":
+        return 0
+    is_alone = verb == "sft" or (config.rollout.engine.colocated and own_engines(config.judge) is None)
+    return min(GPUS_OF_A_NODE, config.actor.parallel.world_size) if is_alone else GPUS_OF_A_NODE
+
+
 def _trainer_nodes(config: RunConfig) -> int | None:
     """Return the number of the trainer's nodes that the recipe names; None: it names none."""
     return config.cluster.trainer_nodes if config.cluster.type == "slurm" else None
@@ -218,7 +226,7 @@ def sbatch_command(
     problems, needed = option_problems(options), 1
     gpus = options.gpus_per_node
     if gpus is None:
-        gpus = 0 if config.cluster.device == "cpu" else GPUS_OF_A_NODE
+        gpus = _gpus_of_a_node(config, verb)
     try:
         needed = nodes_needed(config, verb, gpus)
     except WrongInput as error:

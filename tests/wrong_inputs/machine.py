@@ -53,9 +53,10 @@ CASES = (
         files={"my.keys.json": "{"},
     ),
     WrongInput(
-        "nodes without GPUs and without a number",
-        ("--nodes is missing", "nodes without GPUs"),
-        arguments=("submit", "FOLDER/recipe.yaml", "--gpus-per-node", "0"),
+        "nodes without GPUs for a recipe that needs them",
+        ("--gpus-per-node: 0 found", "cluster.device is gpu"),
+        arguments=("submit", "FOLDER/recipe.yaml", "--gpus-per-node", "0", "--print"),
+        overrides=("cluster.device=gpu",),
     ),
     WrongInput(
         "an engine that no node can hold",
