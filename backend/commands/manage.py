@@ -28,6 +28,8 @@ EVERY_S = 2.0
 
 CANCEL_S = 300.0
 """Longest wait for a job to end after scancel, and for a process after the second signal."""
+APART_S = 1.0
+"""Time between two signals to a process: two that are pending at once arrive as one."""
 
 ENDS_SHOWN = 16
 """Largest number of log files whose ends are shown."""
@@ -260,7 +262,8 @@ def _stop_job(run: str, job: str, facts: JobFacts, wait_s: float, say: Say) -> N
 
 def _stop_process(run: str, driver: Driver, wait_s: float, say: Say) -> None:
     say(f"{driver} is asked to end after its training step; waiting for {wait_s:.0f} s at most")
-    for limit_s, then in ((wait_s, "still runs: ending it at once"), (CANCEL_S, "still runs")):
+    first_s = max(wait_s, APART_S)
+    for limit_s, then in ((first_s, "still runs: ending it at once"), (CANCEL_S, "still runs")):
         try:
             os.kill(driver.pid, signal.SIGTERM)
         except ProcessLookupError:

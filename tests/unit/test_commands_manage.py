@@ -215,10 +215,13 @@ def test_a_run_on_this_machine_is_seen_and_ended(run: Path, signals: int, monkey
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "driving\n"
-        assert f"tiny: runs as process {process.pid} on" in said(manage.status, str(run))
-        text = said(manage.stop, str(run), 60.0 if signals == 1 else 0.0)
-        assert process.wait(60) == 0
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "driving\n"
+            assert f"tiny: runs as process {process.pid} on" in said(manage.status, str(run))
+            text = said(manage.stop, str(run), 60.0 if signals == 1 else 5.0)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
     assert ("ending it at once" in text) == (signals == 2)
     assert "tiny: the run has no summary" in text
     assert said(manage.stop, str(run), 60.0) == text.splitlines()[-1]
