@@ -28,7 +28,8 @@ def submit(
         int | None, typer.Option(min=1, help="Nodes; default: as many as the recipe needs.")
     ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(min=0, help="GPUs of a node; default: 8, and 0 with cluster.device=cpu.")
+        int | None,
+        typer.Option(min=0, help="GPUs of a node; default: 8, fewer where those do, 0 for CPUs."),
     ] = None,
     time: Annotated[str | None, typer.Option(help="Time limit, such as 8:00:00 or 3-00.")] = None,
     sbatch: Annotated[

@@ -134,6 +134,10 @@ class EngineActors:
         engine = config.rollout.engine
         sharing = placement.shared[number][node] if placement.shared else ()
         shared_gpus = [gpu for rank in sharing for gpu in trainer_gpus[rank]]
+        share: dict[str, object] = {}
+        if engine.gpu_share is not None:
+            free = [left[rank] for rank in sharing if left]
+            share = {"mem_fraction_static": static_fraction(engine.gpu_share, free)}
         gpus = engine.ranks_per_node if placement.device == "cuda" and not shared_gpus else 0
         actor = (
             ray.remote(EngineActor)
@@ -154,15 +158,7 @@ class EngineActors:
                 seed=config.run.seed + number,
                 args=({} if self._adapters is not None else weight_loader(config))
                 | ({} if config.gateway is None else dict(LIVE_SERVER_ARGS))
-                | (
-                    {}
-                    if engine.gpu_share is None
-                    else {
-                        "mem_fraction_static": static_fraction(
-                            engine.gpu_share, [left[rank] for rank in sharing if left]
-                        )
-                    }
-                )
+                | share
                 | engine.args,
                 log_folder=str(self._logs),
                 loopback=config.cluster.type == "local",

@@ -6,7 +6,6 @@ own, the activation and the rotary embedding that every dense model needs. PyTor
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TypedDict
 
 from slipstream.backend.commands.doctor import Finding
-from slipstream.rollout.engine.toolchain import Toolchain, engine_variables, find
+from slipstream.rollout.engine.toolchain import Toolchain, engine_variables
 
 CUDA = 13
 """Major version of nvcc: that of the PyTorch which loads what is compiled."""
@@ -146,11 +145,6 @@ def launch_kernels(variables: Mapping[str, str]) -> LaunchedKernels:
         return {"errors": {"activation": said or f"the process ended with {error.returncode}"}}
     except (IndexError, ValueError) as error:
         return {"errors": {"activation": str(error)}}
-
-
-def toolchain_of(variables: Mapping[str, str] = os.environ) -> Toolchain:
-    """Return what an engine of this machine would compile with."""
-    return find(variables)
 
 
 def compilers(found: Toolchain, variables: Mapping[str, str]) -> Finding:

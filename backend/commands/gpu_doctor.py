@@ -19,7 +19,7 @@ from slipstream.backend.commands import compile_check
 from slipstream.backend.commands.compile_check import Compiled, LaunchedKernels
 from slipstream.backend.commands.doctor import Finding
 from slipstream.configs.installed.environment import pinned
-from slipstream.rollout.engine.toolchain import Toolchain
+from slipstream.rollout.engine.toolchain import Toolchain, find
 from slipstream.rollout.ledger.storage.locks import lock_problem
 from slipstream.rollout.system import gpu_environment
 
@@ -162,7 +162,7 @@ class ThisMachine:
             return {"errors": {"torch": f"the question failed: {error}"}}
 
     def toolchain(self) -> Toolchain:
-        return compile_check.toolchain_of(self.variables)
+        return find(self.variables)
 
     def compiled(self) -> Compiled:
         return compile_check.compile_sample(self.toolchain(), self.variables)

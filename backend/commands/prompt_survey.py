@@ -45,13 +45,12 @@ class Survey:
         writes_prompts: bool = True,
     ) -> None:
         """``setting``: names the file. ``reward``: compares with the labels; None: nothing does.
-        ``writes_prompts``: the chat template does, and no code of the user's."""
-        self._writes_prompts = writes_prompts
-        self._tools: int | None = None
-        """Number of the first prompt with a column of tools."""
+        ``writes_prompts``: the chat template does, and no code of the user's.
+        """
         self.setting = setting
         self._tokenizer = tokenizer
         self._reward = reward
+        self._writes_prompts = writes_prompts
         self._digests = array("Q")
         self._lines = array("Q")
         self._files: dict[str, int] = {}
@@ -65,6 +64,8 @@ class Survey:
         """Number of labels of each kind."""
         self._odd_labels: dict[str, str] = {}
         """By what is odd: the first such label."""
+        self._tools: int | None = None
+        """Number of the first prompt with a column of tools."""
 
     @property
     def count(self) -> int:
@@ -83,8 +84,8 @@ class Survey:
             for character in set("".join([*_texts(prompt.prompt), *targets])):
                 self._characters.setdefault(character, number)
         self._measure(prompt)
-        if self._tools is None and isinstance(prompt.metadata.get("tools"), list | str):
-            self._tools = number if prompt.metadata["tools"] else None
+        if self._tools is None and prompt.metadata.get("tools"):
+            self._tools = number
         if self._reward is not None:
             self._see_label(prompt)
 

@@ -153,18 +153,19 @@ def check(*modules: str) -> None:
 
     The release that the patches were written for is not read: a test compares its source.
     """
-    installed = _installed()
-    if installed == VERSION:
+    release = installed()
+    if release == VERSION:
         return
     made = [patch for patch in PATCHES if patch.by.rpartition(".")[0] in modules]
     if changed := changes(made):
         raise ChangedSource(
-            f"SGLang {installed} found, {VERSION} expected: {', '.join(changed)} differ from what "
+            f"SGLang {release} found, {VERSION} expected: {', '.join(changed)} differ from what "
             "rollout/engine/patches.py replaces; install the pinned version (`make install`)"
         )
 
 
-def _installed() -> str:
+def installed() -> str:
+    """Return the release of SGLang in this environment."""
     try:
         return version("sglang")
     except PackageNotFoundError:

@@ -12,8 +12,9 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from slipstream.rollout.engine.patches import installed
 
 SYSTEM = "/usr/local/cuda"
 """Where SGLang looks last."""
@@ -80,16 +81,9 @@ def engine_variables(variables: Mapping[str, str], prefix: str = sys.prefix) -> 
     )
     if caches is None:  # a folder that others can write to is no place for what is executed
         return given
-    own = f"{caches}/slipstream/sglang-{_release()}"
+    own = f"{caches}/slipstream/sglang-{installed()}"
     folders = {"SGLANG_JIT_CACHE_DIR": f"{own}/jit", "SGLANG_DG_CACHE_DIR": f"{own}/deep_gemm"}
     return given | {name: folder for name, folder in folders.items() if name not in variables}
-
-
-def _release() -> str:
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def compiles(process: int) -> bool:

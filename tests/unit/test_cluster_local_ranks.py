@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.backend.cluster.local_ranks import RankFailed, run_ranks
-from tests.environment import environment
+from tests.environment import environment, killed_at_end
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,7 +91,7 @@ def test_ranks_end_with_the_process_that_started_them(number, fresh: bool, tmp_p
     )
     (tmp_path / "main.py").write_text(script)
     pids = [tmp_path / "0", tmp_path / "1"]
-    with subprocess.Popen(
+    with killed_at_end(
         [sys.executable, tmp_path / "main.py", tmp_path],
         env=environment(),
         stderr=subprocess.PIPE,

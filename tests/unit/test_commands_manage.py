@@ -13,7 +13,7 @@ from slipstream.backend.cli import app
 from slipstream.backend.commands import manage, slurm_jobs
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.driver.start.job import record_job
-from tests.environment import environment
+from tests.environment import environment, killed_at_end
 from tests.unit.run_folders import metrics_line, recipe, start_line, write_lines
 
 RECORD = (
@@ -209,19 +209,16 @@ asyncio.run(main())
 def test_a_run_on_this_machine_is_seen_and_ended(run: Path, signals: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(manage, "EVERY_S", 0.01)
     (run / "job.json").unlink()
-    with subprocess.Popen(
+    with killed_at_end(
         [sys.executable, "-c", DRIVER, str(run), str(signals)],
         env=environment(),
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == "driving\n"
-            assert f"tiny: runs as process {process.pid} on" in said(manage.status, str(run))
-            text = said(manage.stop, str(run), 60.0 if signals == 1 else 5.0)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
+        assert process.stdout is not None and process.stdout.readline() == "driving\n"
+        assert f"tiny: runs as process {process.pid} on" in said(manage.status, str(run))
+        text = said(manage.stop, str(run), 60.0 if signals == 1 else 5.0)
+        assert process.wait(60) == 0
     assert ("ending it at once" in text) == (signals == 2)
     assert "tiny: the run has no summary" in text
     assert said(manage.stop, str(run), 60.0) == text.splitlines()[-1]

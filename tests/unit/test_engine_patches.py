@@ -98,7 +98,7 @@ def change(monkeypatch, name: str) -> None:
 
 
 def test_another_release_whose_source_is_the_same_is_used(monkeypatch):
-    monkeypatch.setattr(patches, "_installed", lambda: "0.5.22")
+    monkeypatch.setattr(patches, "installed", lambda: "0.5.22")
     check(*MODULES)
 
 
@@ -106,7 +106,7 @@ def test_another_release_whose_source_is_the_same_is_used(monkeypatch):
 def test_another_release_that_has_changed_what_is_replaced_is_refused_where_it_is_replaced(
     patch, monkeypatch
 ):
-    monkeypatch.setattr(patches, "_installed", lambda: "0.5.22")
+    monkeypatch.setattr(patches, "installed", lambda: "0.5.22")
     change(monkeypatch, patch.target)
     own = patch.by.rpartition(".")[0]
     with pytest.raises(ChangedSource, match=r"SGLang 0\.5\.22 found, 0\.5\.21 expected") as refused:

@@ -16,7 +16,7 @@ from slipstream.rollout.engine.server_process import (
     _environment,
 )
 from slipstream.rollout.engine.toolchain import OF_THE_ENVIRONMENT, engine_variables, find
-from tests.environment import ROOT
+from tests.environment import ROOT, killed_at_end
 
 
 def program(path: Path, text: str = "exit 0") -> str:
@@ -71,7 +71,7 @@ def test_ninja_and_the_compiler_are_found_in_an_environment_that_is_not_activate
 
 
 def test_what_is_compiled_is_kept_by_the_release_of_sglang_where_the_user_keeps_caches(prefix, monkeypatch):
-    monkeypatch.setattr(toolchain, "_release", lambda: "0.5.21")
+    monkeypatch.setattr(toolchain, "installed", lambda: "0.5.21")
     names = ("SGLANG_JIT_CACHE_DIR", "SGLANG_DG_CACHE_DIR")
     given = engine_variables({"HOME": "/home/me"}, str(prefix))
     assert [given[name] for name in names] == [
@@ -162,7 +162,7 @@ def test_a_process_is_a_compiler_by_its_name(tmp_path):
     assert cat is not None
     for name, expected in (("nvcc", True), ("sglang", False)):
         shutil.copy(cat, tmp_path / name)
-        with subprocess.Popen([tmp_path / name], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        with killed_at_end([tmp_path / name], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(b"\n")
             process.stdin.flush()

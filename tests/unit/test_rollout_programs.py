@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import uvloop
 
 from slipstream.rollout.system.programs.program import TAIL, ProgramEnd, run_program
+from tests.environment import killed_at_end
 
 LEAVE_BEHIND = """
 import os, subprocess, sys, time
@@ -109,7 +109,7 @@ from slipstream.rollout.system.programs.program import run_program
 command = [sys.executable, "-c", {LEAVE_BEHIND + "time.sleep(1000)"!r}, {str(file)!r}]
 asyncio.run(run_program(command, os.environ, b""))
 """
-    with subprocess.Popen(python(owner)) as process:
+    with killed_at_end(python(owner)) as process:
         pids = left_behind(file)
         process.kill()
     assert gone(pids)

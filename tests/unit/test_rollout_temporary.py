@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.rollout.system.temporary import PREFIX, OwnedFolder, sweep
-from tests.environment import environment
+from tests.environment import environment, killed_at_end
 
 OWNER = """
 import sys, time
@@ -28,11 +28,8 @@ time.sleep(300)
 def owner(parent: Path):
     """A process that owns a folder, and the folder."""
     command = [sys.executable, "-c", OWNER, str(parent)]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process, Path(process.stdout.readline().strip())
-        finally:
-            process.kill()
+    with killed_at_end(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        yield process, Path(process.stdout.readline().strip())
 
 
 def test_a_folder_is_named_and_only_for_its_user_whatever_the_umask(tmp_path: Path):

@@ -211,9 +211,8 @@ class Colocated:
             await self._trainer.wake()
 
     async def _rest(self) -> None:
-        if (
-            not self._has_rested
-        ):  # what it keeps of its first step must be there when engines size their pools
+        if not self._has_rested:
+            # What it keeps of its first step must be there when engines size their pools.
             await self._trainer.show_peak()
         await self._trainer.rest()
         self._has_rested = True

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from slipstream.rollout.tokens.tokenizer import HfTokenizer
+from slipstream.rollout.tokens.tokenizer import END_OF_REASONING, HfTokenizer
 from slipstream.rollout.tokens.trajectory import Messages
 
 CONDITIONAL = re.compile(r"/(?:no_)?think\b|</?think>|</?tool_response>|detailed thinking o(?:n|ff)")
@@ -46,7 +46,7 @@ def _texts(messages: Messages) -> Iterator[tuple[int, str]]:
     for place, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, str):
-            said = content.rpartition("</think>")[2] if message["role"] == "assistant" else content
+            said = content.rpartition(END_OF_REASONING)[2] if message["role"] == "assistant" else content
             yield from ((place, part) for part in CONDITIONAL.split(said) if part.strip())
         for call in message.get("tool_calls") or ():
             function = call.get("function", call) if isinstance(call, dict) else {}

@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 from slipstream.backend.driver.start.rendering import shared_length
 from slipstream.rollout.prompts import Check
 from slipstream.rollout.prompts.reading import value_at
+from slipstream.rollout.tokens.tokenizer import END_OF_REASONING as CLOSE
 from slipstream.rollout.tokens.tokenizer import HfTokenizer
 from slipstream.rollout.tokens.trajectory import Messages, Prompt
 
 MOST_CHECKED = 2000
 """Number of examples whose targets are compared with the template before all are encoded."""
 
-OPEN, CLOSE = "<think>", "</think>"
+OPEN = "<think>"
 
 
 class NoTarget(ValueError):
