@@ -28,6 +28,7 @@ REFUSALS = (
     "cannot be finished",
     "context ends",
     "no engine has room",
+    "were lost while they ran this request",
 )
 """Texts of refusals for which the script of a run gives reasons."""
 ERROR = re.compile(r'"error": ?\{|event: (error|response\.failed)|"type": ?"abort"')
