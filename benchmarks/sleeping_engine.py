@@ -154,6 +154,8 @@ class SleepingEngine:
 class ConstantTokenizer:
     """Gives the same ids to every prompt."""
 
+    eos_token_id = 0
+
     def apply_chat_template(self, conversation: Messages, **_: object) -> list[int]:
         return PROMPT_IDS
 

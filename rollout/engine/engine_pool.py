@@ -121,6 +121,9 @@ TRIAL_S = 10.0
 MOST_LOSSES = 3
 """Number of engines that are lost under a request of a client, at whatever time, before it is given up."""
 
+WEIGHED_EVERY_S = 0.1
+"""Least time between two comparisons of the engines' paces."""
+
 MOST_SUSPECTS = 64
 """Number of suspects that a status has."""
 
@@ -158,6 +161,8 @@ class _Engine:
     doubted: int | None
     load: int = 0
     pace: Pace = field(default_factory=Pace)
+    weight: float = 1.0
+    """How many requests of a quick engine one of this engine stands for."""
     malformed: int = 0
     """Number of malformed replies since the last good one."""
     lost: str | None = None
@@ -220,6 +225,7 @@ class EnginePool:
         """Engines of the record in force, in its order; some may be out of use."""
         self._requests = Limit(1)
         self._trial = Limit(1)
+        self._weighed_s = -WEIGHED_EVERY_S
         self._suspects: deque[Suspect] = deque(maxlen=MOST_SUSPECTS)
         self._changes = Changes()
         self._closing: set[asyncio.Task[None]] = set()
@@ -518,11 +524,20 @@ class EnginePool:
         serving = [engine for engine in self._engines.values() if engine.lost is None]
         if self.held or not serving:
             return None
-        weight_of = weights([engine.pace for engine in serving], asyncio.get_running_loop().time())
-        loads = [(engine.load + 1) * each for engine, each in zip(serving, weight_of, strict=True)]
+        self._weigh(serving, asyncio.get_running_loop().time())
+        loads = [(engine.load + 1) * engine.weight for engine in serving]
         engine = serving[loads.index(min(loads))]
         engine.load += 1
         return engine
+
+    def _weigh(self, serving: Sequence[_Engine], now_s: float) -> None:
+        """Compare the paces of the engines, which change more slowly than requests come."""
+        if now_s < self._weighed_s + WEIGHED_EVERY_S:
+            return
+        self._weighed_s = now_s
+        paces = [engine.pace for engine in serving]
+        for engine, weight in zip(serving, weights(paces, now_s), strict=True):
+            engine.weight = weight
 
     def _release(self, engine: _Engine) -> None:
         engine.load -= 1

@@ -56,7 +56,7 @@ def starts_over(sampling: Sampling) -> bool:
     """True if an interrupted completion starts over instead of going on."""
     if isinstance(sampling, LiveSampling):
         return sampling.starts_over
-    return any(sampling.args.get(name) for name in GRAMMARS)
+    return bool(sampling.args) and any(sampling.args.get(name) for name in GRAMMARS)
 
 
 def request_fields(

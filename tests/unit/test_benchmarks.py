@@ -81,3 +81,13 @@ def test_the_benchmark_of_the_bridge_sends_a_version_and_its_changes(tmp_path: P
         bridge.make_plan(bridge.spec_of(hf, Path()), bridge.Layout(), 2**20, 2), tmp_path
     )
     assert 0 < changed.bytes < whole.bytes
+
+
+def test_the_benchmark_of_collection_takes_a_group_from_its_slot_to_a_version(tmp_path: Path, monkeypatch):
+    from benchmarks import control
+
+    monkeypatch.setattr(control, "TRAJECTORIES", 64)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    costs = control.measured(control.steady, control.Load(64, batch=32))
+    assert costs.per_s > 0 and costs.write_ratio > 0.5
