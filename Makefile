@@ -11,6 +11,7 @@
 # make crash-live N=100 SEED=1    kills gateway and driver N times while users talk (a minute per kill of the driver)
 # make test-slime SLIME=DIR   slime's contract: our tests of it, and with SLIME= the tests and examples of a checkout of slime (some minutes)
 # make test-verifiers   episodes of environments of verifiers, in an environment of its own that this makes (a minute)
+# make test-cluster   jobs on a Slurm of several nodes, which are namespaces of this machine (needs root)
 # make test-slow    tests of minutes each: engines that do not answer for one, further kills and layouts
 # make test-other-megatron   the trainer's parity and optimizer tests on Megatron-Core 0.19.2, which Python 3.11 does not get
 # make staleness-study   how methods learn from stale batches (a bit over an hour on two cores; goes on where it was stopped)
@@ -31,7 +32,7 @@ GPU ?=
 # Tests start many processes, and each of them would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-numerics test-runs test-fast test-unit-0 test-unit-1 test-slime test-verifiers test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs soak gateway-memory staleness-study lint format docs docs-serve install clean constraints lock lock-check
+.PHONY: quickstart test test-numerics test-cluster test-runs test-fast test-unit-0 test-unit-1 test-slime test-verifiers test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs soak gateway-memory staleness-study lint format docs docs-serve install clean constraints lock lock-check
 .DELETE_ON_ERROR:
 
 # One GPU is enough: trainer and engine take turns on it. FlashInfer would first compile its sampling kernels.
@@ -44,18 +45,22 @@ quickstart: install
 	  $(BIN)/slipstream train configs/recipes/quickstart.yaml $$([ $$kind = cpu ] || echo '$(ON_ONE_GPU)')
 
 # Four lanes for two cores, so that none is idle until the end: whole runs and clusters often wait for processes
-# to start. Ray's workers have a niceness of 15, and so have the tests beside them: else whole runs would stand
-# still while there are others.
+# to start. Clusters follow the numerics, which are done first. Ray's workers have a niceness of 15, and so have
+# the tests beside whole runs: else those would stand still while there are others.
 test: install $(VENV)/.triton $(VENV)/.docs
 	bash tests/cluster/install_slurm.sh
 	@$(MAKE) --jobs=4 --keep-going --output-sync=target --no-print-directory BESIDE='nice -n 15' \
-	  test-runs test-numerics test-unit-0 test-unit-1
+	  AFTER=test-numerics test-runs test-cluster test-unit-0 test-unit-1
 
 test-numerics: install
 	$(BESIDE) $(BIN)/python -m pytest tests/integration tests/gpu
 
+test-cluster: install $(AFTER)
+	bash tests/cluster/install_slurm.sh
+	$(BESIDE) $(BIN)/python -m pytest tests/cluster
+
 test-runs: install
-	$(BIN)/python -m pytest tests/runs tests/cluster tests/clients tests/agents
+	$(BIN)/python -m pytest tests/runs tests/clients tests/agents
 
 test-fast: install $(VENV)/.triton $(VENV)/.docs
 	$(BIN)/python -m pytest tests/unit
