@@ -37,7 +37,7 @@ def main() -> None:
     used: dict[str, list[dict[str, float]]] = {"{}": [], "null": []}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        inputs = (options.inputs or folder / "inputs").resolve()
+        inputs = (options.inputs or folder / ".inputs").resolve()
         paths = [
             f"model.path={inputs}/policy",
             f"data.path={inputs}/train.jsonl",

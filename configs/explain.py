@@ -32,9 +32,18 @@ _EXPECTED = {
     "greater_than_equal": "at least {ge:g}",
     "less_than": "less than {lt:g}",
     "less_than_equal": "at most {le:g}",
-    "string_pattern_mismatch": "text that matches {pattern}",
+    "string_pattern_mismatch": "{words}",
 }
 """Description of the values that a setting accepts, by the type of pydantic's error."""
+
+_PATTERNS = {
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "letters, digits, '.', '_' and '-', the first a letter or a digit",
+    r"^0?7[0-7][0145]$": "permissions in octal and in quotes, such as '0750': all for you, and no right to "
+    "write for everybody",
+    r"^https?://[^/\s]+(/[^\s?#]*)?$": "an address such as http://sandboxes.internal:8700",
+    r"^[A-Za-z_]\w*$": "the name of an environment variable",
+}
+"""What texts match the patterns of the schema."""
 
 
 def locate(
@@ -103,7 +112,9 @@ def expectation(problem: ErrorDetails, field: FieldInfo) -> str:
         is_list = get_origin(field.annotation) is list
         words = f"a list of at least one item, each {_mapping(sections)}" if is_list else _mapping(sections)
     elif kind in _EXPECTED:
-        words = _EXPECTED[kind].format(items=_items(field), **problem.get("ctx", {}))
+        facts = problem.get("ctx", {})
+        facts["words"] = _PATTERNS.get(pattern := facts.get("pattern", ""), f"text that matches {pattern}")
+        words = _EXPECTED[kind].format(items=_items(field), **facts)
     else:
         words = problem["msg"].removeprefix("Input should be ")
     return f"expected {words} or null" if type(None) in get_args(field.annotation) else f"expected {words}"

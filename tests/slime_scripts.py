@@ -7,8 +7,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from slipstream.backend.commands.check import NO_INPUTS
 from slipstream.backend.commands.outcome import WrongInput
+from slipstream.configs.rules.inputs import NO_INPUTS
 from slipstream.rollout.compat.slime.import_script import import_slime
 from slipstream.rollout.compat.slime.launch_flags import UNKNOWN
 from slipstream.rollout.compat.slime.launch_recipe import recipe_of

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 the work failed or was stopped, 2 the input was wrong.
 
 import json
 import os
+import shlex
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -40,6 +41,7 @@ RUN, LOOK, TOOLS = "Run", "Look before and after", "Tools"
 """Groups of commands in the help."""
 
 app = typer.Typer(
+    cls=reference.Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Asynchronous RL training of language models: Megatron trains, SGLang generates, nobody waits.",
@@ -110,7 +112,7 @@ def train(
         summary = train(
             config, resume=resume, accept_changed_inputs=accept_changed_inputs, overwrite=overwrite
         )
-        print_summary(summary, sys.stdout, name=config.run.name)
+        print_summary(summary, sys.stdout, config.run.folder)
 
 
 @app.command(rich_help_panel=RUN)
@@ -136,7 +138,7 @@ def serve(
         if summary is not None:
             from slipstream.backend.monitor.summary import print_summary
 
-            print_summary(summary, sys.stdout, name=config.run.name)
+            print_summary(summary, sys.stdout, config.run.folder)
 
 
 @app.command(rich_help_panel=RUN, cls=reference.command_with_settings(SupervisedConfig))
@@ -190,9 +192,12 @@ def init(
 
         for path in init(folder, model):
             typer.echo(f"wrote {path}")
-        typer.echo(
-            f"\nnext:  cd {folder}\n       slipstream try recipe.yaml\n       slipstream train recipe.yaml"
-        )
+        commands = [
+            shlex.join(["cd", str(folder)]),
+            "slipstream try recipe.yaml",
+            "slipstream train recipe.yaml",
+        ]
+        typer.echo("\nnext:  " + "\n       ".join(commands))
 
 
 @app.command("try", rich_help_panel=LOOK)
@@ -231,18 +236,21 @@ def eval_(
     with reported():
         from slipstream.backend.commands.evaluate import evaluate, prompt_sets
 
-        config = load_recipe(Path(recipe), [*(overrides or []), f"model.path={json.dumps(str(checkpoint))}"])
+        config = load_recipe(
+            Path(recipe), [*(overrides or []), f"model.path={json.dumps(str(checkpoint))}", "prepare=null"]
+        )
         evaluate(config, prompt_sets(config, sets or []), samples, temperature, as_json=as_json)
 
 
 @app.command(rich_help_panel=LOOK)
 def settings(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Sections or settings; default: all.")
+        list[str] | None,
+        typer.Argument(metavar="[WORD]...", help="Sections, settings or any words; default: all."),
     ] = None,
     sft: Sft = False,
 ) -> None:
-    """Explain the settings of a recipe: type, default and meaning. Example: settings rollout.consumption."""
+    """Explain the settings of a recipe: type, default and meaning. Example: settings staleness."""
     with reported():
         chapters = reference.setting_chapters(SupervisedConfig if sft else RunConfig)
         reference.print_chapters(reference.selected(chapters, names or []), Console(highlight=False))
@@ -431,8 +439,8 @@ def import_slime(
 ) -> None:
     """Make a recipe of a slime launch script, and list the flags that have no counterpart."""
     with reported():
-        from slipstream.backend.commands.check import NO_INPUTS
         from slipstream.backend.commands.outcome import WrongInput
+        from slipstream.configs.rules.inputs import NO_INPUTS
         from slipstream.rollout.compat.hooks import imported_script
 
         try:

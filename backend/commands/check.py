@@ -27,6 +27,7 @@ from slipstream.configs.installed import untested_notes
 from slipstream.configs.installed.environment import has_gpus
 from slipstream.configs.load import load_recipe, load_supervised
 from slipstream.configs.published import shipped_config
+from slipstream.configs.rules.inputs import NO_INPUTS
 from slipstream.configs.rules.models import MODELS
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.live import live_places
@@ -37,9 +38,6 @@ from slipstream.rollout.system import plugins
 
 if TYPE_CHECKING:
     from slipstream.backend.commands.prompt_survey import Survey
-
-NO_INPUTS = "slipstream.backend.simulate.only_simulated"
-"""Stands for a ``prepare``, which excuses missing models and prompts."""
 
 
 @dataclass(frozen=True)

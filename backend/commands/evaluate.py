@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.commands.preflight import check_start
-from slipstream.backend.commands.tryout import told
+from slipstream.backend.commands.tryout import phases, told
 from slipstream.backend.driver.modes.tryout import tryout
 from slipstream.backend.driver.start.length_filter import LengthFilter
 from slipstream.backend.monitor.passes import by_prompt, passes, powers_to
@@ -79,8 +78,10 @@ def prompt_sets(config: RunConfig, named: Sequence[str]) -> dict[str, list[Promp
     for name, file in files.items():
         try:
             sets[name] = list(checked_prompts(file, keeps=keeps))
-        except (PromptError, OSError) as error:
+        except PromptError as error:
             problems.append(f"--set {name}: {error}")
+        except OSError as error:
+            problems.append(f"--set {name}: {file.path} cannot be read: {error.strerror or error}")
     if problems:
         raise WrongInput("\n".join(problems))
     return sets
@@ -129,16 +130,17 @@ async def _evaluate(
 ) -> list[SetScore]:
     scores: list[SetScore] = []
     status = Console(stderr=True, highlight=False)
-    with status.status("") as spinner:
-        async with tryout(config, lambda text: spinner.update(escape(text)), greedy=greedy) as tried:
+    with phases(status) as say:
+        async with tryout(config, say, greedy=greedy) as tried:
             for name, prompts in sets.items():
                 total, episodes = len(prompts) * samples, list[TriedEpisode]()
                 asked = [prompt for prompt in prompts for _ in range(samples)]
                 async for episode in tried.episodes(asked):
                     episodes.append(episode)
-                    spinner.update(escape(f"{name}: {len(episodes):,} of {total:,} episodes"))
+                    if status.is_terminal:
+                        say(f"{name}: {len(episodes):,} of {total:,} episodes")
                 scores.append(score_of(name, episodes, samples))
-            spinner.update("ending the engine")
+            say("ending the engine")
     return scores
 
 

@@ -1,7 +1,9 @@
 """``slipstream init``: a folder with a recipe, a reward and data, which runs as it is."""
 
 import json
+import os
 import random
+import re
 from collections.abc import Mapping
 from importlib.resources import files
 from itertools import islice
@@ -26,8 +28,8 @@ def init(folder: Path, model: Path | None = None) -> list[Path]:
     ``model``: a Hugging Face checkpoint that chats; None: the run makes a policy of its own, without a
     download. Raises WrongInput when a file is there already, or the model is not.
     """
-    contents = _contents(model)
-    there = [str(folder / name) for name in contents if (folder / name).exists()]
+    contents = _contents(model, _run_name(folder))
+    there = [str(folder / name) for name in contents if os.path.lexists(folder / name)]
     problems = [f"{', '.join(there)}: there already, and not overwritten: name another folder"] * bool(there)
     if model is not None and not (model / "config.json").is_file():
         problems.append(
@@ -35,25 +37,37 @@ def init(folder: Path, model: Path | None = None) -> list[Path]:
         )
     if problems:
         raise WrongInput("\n".join(problems))
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in contents.items():
-        (folder / name).write_text(text)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in contents.items():
+            (folder / name).write_text(text)
+    except OSError as error:
+        raise WrongInput(
+            f"{folder}: {error.strerror or error} ({error.filename}); expected a folder that can be made and "
+            "written: name another one"
+        ) from None
     return [folder / name for name in contents]
 
 
-def _contents(model: Path | None) -> dict[str, str]:
+def _run_name(folder: Path) -> str:
+    """Return the name of the folder as that of a run."""
+    return re.sub("[^A-Za-z0-9._-]+", "-", folder.resolve().name).lstrip("._-") or "my-run"
+
+
+def _contents(model: Path | None, name: str) -> dict[str, str]:
     """Return the text of each file by its name."""
     starter = files("slipstream.configs") / "starter"
     if model is None:
         train = list(islice(train_problems(random.Random(0)), TRAIN))
         held_out = held_out_set(0, HELD_OUT)
-        settings = {"prepare": OWN_MODEL, "model": "policy", "dtype": "float32", "lr": "2.5e-4"}
+        settings = {"prepare": OWN_MODEL, "model": "runs/.policy", "dtype": "float32", "lr": "2.5e-4"}
         settings |= {"tokens": "72", "steps": "30"}
     else:
         problems = _sums(random.Random(0))
         train, held_out = problems[:TRAIN], problems[TRAIN : TRAIN + HELD_OUT]
         settings = {"prepare": "", "model": json.dumps(str(model.resolve())), "lr": "1.0e-6"}
         settings |= {"dtype": "bfloat16" if has_gpus() else "float32", "tokens": "256", "steps": "100"}
+    settings["name"] = name
     return {
         "recipe.yaml": _filled((starter / "recipe.yaml").read_text(), settings),
         "my_reward.py": (starter / "my_reward.py").read_text(),

@@ -5,7 +5,7 @@ texts stand once: on the fields and sections of ``configs/schema``, and in ``bac
 """
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType, UnionType
@@ -16,13 +16,14 @@ from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.monitor.tags import GROUPS, TAGS
-from slipstream.configs.schema import PluginConfig
+from slipstream.configs.schema import PluginConfig, RunConfig
 from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.paths import schema_fields, sections_of
+from slipstream.configs.schema.supervised import SupervisedConfig
 from slipstream.configs.violations import nearest, one_of, shown
 
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -192,23 +193,28 @@ def _default(about: FieldInfo) -> str:
 def selected(chapters: Sequence[Chapter], names: Sequence[str]) -> list[Chapter]:
     """Return the chapters, or parts of them, that ``names`` name; all of them without a name.
 
-    The name of a section stands for all that is below it.
+    The name of a section stands for all that is below it, and any other word for everything in whose name or
+    meaning it occurs.
 
     Raises:
-        WrongInput: a name is unknown.
+        WrongInput: a word occurs nowhere.
     """
     if not names:
         return list(chapters)
-    known = {each.name for each in chapters} | {entry.name for each in chapters for entry in each.entries}
-    for name in names:
-        if name not in known:
-            near = nearest(name, sorted(known))
-            raise WrongInput(f"{name} is unknown" + (f"; did you mean {near}?" if near else ""))
-    parts = (_part(chapter, names) for chapter in chapters)
+    entries = [entry for chapter in chapters for entry in chapter.entries]
+    known = {each.name for each in chapters} | {entry.name for entry in entries}
+    wanted = {name for name in names if name in known}
+    for word in set(names) - known:
+        found = {entry.name for entry in entries if word.lower() in f"{entry.name} {entry.meaning}".lower()}
+        if not found or not word.isidentifier():
+            near = nearest(word, sorted(known))
+            raise WrongInput(f"{word} is unknown" + (f"; did you mean {near}?" if near else ""))
+        wanted |= found
+    parts = (_part(chapter, wanted) for chapter in chapters)
     return [part for part in parts if part is not None]
 
 
-def _part(chapter: Chapter, names: Iterable[str]) -> Chapter | None:
+def _part(chapter: Chapter, names: Collection[str]) -> Chapter | None:
     if any(f"{chapter.name}.".startswith(f"{name}.") for name in names):
         return chapter
     entries = tuple(entry for entry in chapter.entries if entry.name in names)
@@ -231,14 +237,85 @@ def print_chapters(chapters: Iterable[Chapter], console: Console) -> None:
             console.print(Padding(Text(entry.meaning), (0, 1, 0, 7), expand=False))
 
 
+COMMON = (
+    "run.name",
+    "run.steps",
+    "model.path",
+    "data.path",
+    "eval.path",
+    "eval.every",
+    "batch_size",
+    "actor.optimizer.lr",
+    "actor.microbatch_tokens",
+    "actor.parallel.tensor",
+    "actor.parallel.data",
+    "actor.use_decoupled_loss",
+    "rollout.max_head_offpolicyness",
+    "rollout.batch_size",
+    "rollout.n_samples_per_prompt",
+    "rollout.max_concurrent",
+    "rollout.sampling.max_new_tokens",
+    "rollout.reward",
+    "rollout.workflow",
+    "rollout.engine.count",
+    "checkpoint.every",
+    "cluster.type",
+)
+"""The settings that most people change. Those that a kind of run has are in the help of its command."""
+
+
+MOST_MEANT = 4
+"""Settings that are named for an option that does not exist."""
+
+
 def command_with_settings(root: type[Section]) -> type[TyperCommand]:
-    """Return a kind of command whose help ends with every setting of ``root``."""
+    """Return a kind of command whose help ends with the settings of ``root`` that most people change."""
 
     class CommandWithSettings(TyperCommand):
         def format_help(self, ctx: typer.Context, formatter: Any) -> None:
             super().format_help(ctx, formatter)
+            entries = {entry.name: entry for each in setting_chapters(root) for entry in each.entries}
             console = Console(highlight=False)
             console.print(Text("\n Settings, each as KEY=VALUE or in the recipe", style="bold"))
-            print_chapters(setting_chapters(root), console)
+            print_in_lines([entries[name] for name in COMMON if name in entries], console)
+            command = "settings [WORD]" if root is RunConfig else "settings --sft [WORD]"
+            console.print(Text(f"\n All {len(entries)}, or those about a word: slipstream {command}\n"))
 
     return CommandWithSettings
+
+
+class Commands(TyperGroup):
+    """The command line. It says how settings are written that somebody writes as options."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        parameters = [] if command is None else command.params
+        if any(each.name == "overrides" for each in parameters):
+            options = {option for each in parameters for option in each.opts}
+            for arg in rest:
+                option, equals, value = arg.partition("=")
+                if option.startswith("--") and option not in options and (meant := _meant(option)):
+                    as_written = one_of(f"{setting}={value if equals else '...'}" for setting in meant)
+                    raise typer.BadParameter(f"{arg}: settings are written without dashes: {as_written}")
+        return name, command, rest
+
+
+def _meant(option: str) -> list[str]:
+    """Return the settings that an option may stand for: those whose name ends as it does."""
+    name = option.lstrip("-").replace("-", "_")
+    chapters = [*setting_chapters(RunConfig), *setting_chapters(SupervisedConfig)]
+    known = dict.fromkeys(entry.name for chapter in chapters for entry in chapter.entries)
+    return [each for each in known if name and f".{each}".endswith(f".{name}")][:MOST_MEANT]
+
+
+def print_in_lines(entries: Sequence[Explanation], console: Console) -> None:
+    """Print each entry on one line, with the beginning of its meaning."""
+    width = max(len(entry.name) for entry in entries)
+    for entry in entries:
+        default = entry.facts[-1]
+        short = default.rpartition(".")[2] if default[:1].isalpha() else default  # a class by its own name
+        line = Text.assemble(
+            "  ", (f"{entry.name:{width}}", "cyan"), (f"  {short:10}  ", "dim"), entry.meaning
+        )
+        line.truncate(console.width - 1, overflow="ellipsis")
+        console.print(line, no_wrap=True)

@@ -88,7 +88,7 @@ def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None
         summary = read_summary(folder)
         if summary is not None and (folder / SUMMARY_FILE).stat().st_mtime >= began:
             append_to_log(folder, summary_text(summary, config.run.name), began)
-            print_summary(summary, sys.stdout, name=config.run.name)
+            print_summary(summary, sys.stdout, folder)
         raise Failed(stopped) from None
     except (InputError, PlacementError) as error:
         raise WrongInput(str(error)) from None

@@ -2,9 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 from rich.console import Console, Group
@@ -68,21 +69,31 @@ def told(config: RunConfig) -> Iterator[None]:
         raise Failed("\n".join([failure, *memory_lines(failure, config)])) from None
 
 
+@contextmanager
+def phases(console: Console) -> Iterator[Callable[[str], None]]:
+    """Yield what shows the user what is going on: in one line of a terminal, elsewhere in lines."""
+    if not console.is_terminal:
+        yield partial(console.print, markup=False, soft_wrap=True)
+        return
+    with console.status("") as spinner:
+        yield lambda text: spinner.update(escape(text))
+
+
 async def _run(
     config: RunConfig, number: int, printed: Console, status: Console, *, as_json: bool
 ) -> list[TriedEpisode]:
     episodes: list[TriedEpisode] = []
-    with status.status("") as spinner:
-        async with tryout(config, lambda text: spinner.update(escape(text))) as tried:
+    with phases(status) as say:
+        async with tryout(config, say) as tried:
             tokenizer = tried.inputs.tokenizer
             if not as_json:
                 printed.print(facts(config, tried.inputs))
-            spinner.update(f"running {number} episodes")
+            say(f"running {number} episodes")
             async for episode in tried.episodes(evenly(tried.inputs.prompts, number)):
                 episodes.append(episode)
                 if not as_json:
                     printed.print(shown(episode, len(episodes), tokenizer))
-            spinner.update("ending the engine")
+            say("ending the engine")
     if as_json:
         print(json.dumps([plain(episode, tokenizer) for episode in episodes], ensure_ascii=False, indent=1))
     else:

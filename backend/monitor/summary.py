@@ -1,6 +1,7 @@
 """The result of a run: ``summary.json`` for programs, a small table for people."""
 
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TextIO
@@ -137,8 +138,31 @@ def read_summary(folder: Path) -> RunSummary | None:
         return None
 
 
-def print_summary(summary: RunSummary, stream: TextIO, *, name: str) -> None:
-    """Print the summary of the run `name`: a table on a terminal, plain lines elsewhere."""
+def print_summary(summary: RunSummary, stream: TextIO, folder: Path) -> None:
+    """Print the summary of the run in a folder, a table on a terminal and plain lines elsewhere; then what
+    the user may want to do next."""
+    _print_totals(summary, stream, folder.name)
+    commands = next_commands(summary, folder)
+    width = max(map(len, commands))
+    for command, does in commands.items():
+        print(f"  {command:{width}}  # {does}", file=stream, flush=True)
+
+
+def next_commands(summary: RunSummary, folder: Path) -> dict[str, str]:
+    """Return commands that go on from a run in a folder, with what each of them does."""
+    run, policy, recipe = shlex.quote(str(folder)), folder / "checkpoint-hf", folder / "recipe.yaml"
+    commands = {
+        f"slipstream report {run}": "its curves and episodes as a page",
+        f"tensorboard --logdir {shlex.quote(str(folder.parent))}": "all runs beside each other",
+    }
+    if summary.exit == "done" and policy.exists():
+        commands[shlex.join(["slipstream", "eval", str(policy), str(recipe)])] = "what the policy gets"
+    if summary.exit == "done":
+        commands["slipstream init my-task"] = "a recipe, a reward and data of your own"
+    return commands
+
+
+def _print_totals(summary: RunSummary, stream: TextIO, name: str) -> None:
     if not stream.isatty():
         print(summary_text(summary, name), file=stream, flush=True)
         return
@@ -168,14 +192,8 @@ def summary_rows(summary: RunSummary) -> dict[str, str]:
     """Return labels and values in ASCII, without the labels that have no value."""
     rows: dict[str, str] = {}
     before, after, is_accuracy = summary.reward_before, summary.reward_after, summary.reward_is_accuracy
-    if before is not None:
-        shown = reward(before, is_accuracy=is_accuracy)
-        if after is None:
-            shown += " before training"
-        else:
-            change = f"{100 * (after - before):+.1f} points" if is_accuracy else f"{after - before:+.4g}"
-            shown += f" -> {reward(after, is_accuracy=is_accuracy)}  ({change})"
-        rows["accuracy" if is_accuracy else "reward"] = shown
+    if before is not None or after is not None:
+        rows["accuracy" if is_accuracy else "reward"] = _course(before, after, is_accuracy=is_accuracy)
     time = f"{seconds(summary.wall_s)} in all, {seconds(summary.training_s)} of training"
     if summary.steps_of_start:
         time += f", {seconds(summary.training_s / summary.steps_of_start)} per step"
@@ -207,6 +225,16 @@ def summary_rows(summary: RunSummary) -> dict[str, str]:
     if summary.turns is not None:
         rows["turns"] = _totals(summary.turns)
     return rows | untested_row(summary.untested)
+
+
+def _course(before: float | None, after: float | None, *, is_accuracy: bool) -> str:
+    """Return what evaluations have given. A resumed process has not seen the initial policy."""
+    if before is None or after is None:
+        when = "before training" if after is None else "at the end"
+        return f"{reward(before or after or 0.0, is_accuracy=is_accuracy)} {when}"
+    change = f"{100 * (after - before):+.1f} points" if is_accuracy else f"{after - before:+.4g}"
+    shown = [reward(value, is_accuracy=is_accuracy) for value in (before, after)]
+    return f"{' -> '.join(shown)}  ({change})"
 
 
 def untested_row(fields: Sequence[str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from slipstream.backend.simulate.fit import Fitted, fit
 from slipstream.backend.simulate.gpu_split import layout_of, layout_violations, model_of
 from slipstream.backend.simulate.trace import read_trace
 from slipstream.configs.load import load_recipe
+from slipstream.configs.rules.inputs import NO_INPUTS
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.simulate import ClusterLayout
 from slipstream.configs.violations import RecipeError, Violation
@@ -104,7 +105,7 @@ def recipe(path: str, overrides: Sequence[str] = ()) -> RunConfig:
 
     ``run.epochs`` are turned into steps. Raises RecipeError, also where that needs the missing.
     """
-    config = load_recipe(Path(path), [*overrides, "prepare=slipstream.backend.simulate.only_simulated"])
+    config = load_recipe(Path(path), [*overrides, f"prepare={NO_INPUTS}"])
     return config if config.run.epochs is None else in_steps(config, _counted_prompts(config))
 
 

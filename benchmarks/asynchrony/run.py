@@ -73,7 +73,7 @@ class Outcome:
 
 def overrides(root: Path, eta: int, seed: int, steps: int) -> list[str]:
     """Return what the run changes in the recipe ``quickstart``."""
-    inputs = root / f"inputs-{seed}"
+    inputs = root / f".inputs-{seed}"
     return [
         f"run={{name: {name_of(eta, seed)}, root: {root}, seed: {seed}, steps: {steps}}}",
         f"prepare={{path: slipstream.backend.quickstart.prepare, args: {{hidden: {HIDDEN}}}}}",
@@ -120,7 +120,7 @@ def outcomes(root: Path, etas: Sequence[int], seed: int) -> list[Outcome]:
         for eta in etas
         for path in (root / name_of(eta, seed) / "checkpoints").glob("v*")
     ]
-    start = root / f"inputs-{seed}" / "policy"
+    start = root / f".inputs-{seed}" / "policy"
     [accuracies] = run_ranks(
         1,
         accuracies_of,

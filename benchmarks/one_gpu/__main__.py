@@ -152,7 +152,7 @@ def main() -> None:
     console.print(describe(card), markup=False, soft_wrap=True)
     if dry:
         console.print(DRY, markup=False, soft_wrap=True)
-    inputs = Inputs.below(root / "inputs")
+    inputs = Inputs.below(root / ".inputs")
     make_inputs(inputs, large=bool({"d", "e"} & set(parts)), dry=dry, say=console.print)
     for part in parts:
         ended: dict[str, Ended] = {}

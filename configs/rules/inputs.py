@@ -51,6 +51,9 @@ ELSEWHERE = (
     "--repo-type dataset --local-dir FOLDER"
 )
 
+NO_INPUTS = "slipstream.backend.simulate.only_simulated"
+"""A ``prepare`` that excuses missing models and prompts: the run is planned or simulated, not trained."""
+
 LONGEST_NAME = 255
 """Bytes in one path component, on every file system in use."""
 
@@ -205,28 +208,38 @@ def prompts_have_a_known_format(config: RunConfig) -> Iterator[Violation]:
             )
 
 
+def _is_prepared(config: RunConfig, path: Path) -> bool:
+    """True if the recipe's ``prepare`` may make a path: one in a hidden folder is no slip of the pen."""
+    if config.prepare is None or config.prepare.path == NO_INPUTS:
+        return config.prepare is not None
+    return any(part.startswith(".") and part.strip(".") for part in path.parts)
+
+
+def _unprepared(config: RunConfig) -> str:
+    """Return why nothing makes a path that does not exist."""
+    if config.prepare is None:
+        return ", and no `prepare` creates it"
+    return f", and `prepare` creates only what lies in a hidden folder, such as {config.run.root}/.inputs"
+
+
 def prompts_exist(config: RunConfig) -> Iterator[Violation]:
-    if config.prepare is not None:
-        return
     for file in (*config.training_files, *config.held_out_files):
         path = file.path
-        if is_on_hub(path) or path.suffix not in PROMPT_SUFFIXES:
+        if is_on_hub(path) or path.suffix not in PROMPT_SUFFIXES or _is_prepared(config, path):
             continue
-        if "*" in path.name and not any(path.parent.glob(path.name)):
-            yield Violation(
-                file.setting, str(path), f"no file has such a name, and no `prepare` creates one{ELSEWHERE}"
-            )
-        elif "*" not in path.name and not os.path.isfile(path):
-            yield Violation(
-                file.setting, str(path), f"there is no such file, and no `prepare` to create it{ELSEWHERE}"
-            )
+        if "*" in path.name:
+            is_there, absent = any(path.parent.glob(path.name)), "no file has such a name"
+        else:
+            is_there, absent = os.path.isfile(path), "there is no such file"
+        if not is_there:
+            yield Violation(file.setting, str(path), f"{absent}{_unprepared(config)}{ELSEWHERE}")
 
 
 def model_exists(config: RunConfig, path: str) -> Iterator[Violation]:
     folder = model_folder(config, path)
-    made = config.prepare is not None and folder == config.model.path
+    made = folder is not None and folder == config.model.path and _is_prepared(config, folder)
     if folder is not None and not made and not os.path.isfile(folder / "config.json"):
-        also = ", and no `prepare` to create it" if path == POLICY else ""
+        also = _unprepared(config) if path == POLICY else ""
         reason = (
             f"it has no config.json{also}; expected a Hugging Face checkpoint directory on this machine: "
             f"{_origin(folder)}"

@@ -41,6 +41,7 @@ class RunSection(Section):
     steps: int | None = Field(
         default=None,
         ge=1,
+        le=10**9,
         description="Number of training steps, each of which publishes one policy version; null: as many "
         "as `run.epochs` gives.",
     )
@@ -264,7 +265,8 @@ class RunConfig(Section):
     prepare: Plugin | None = Field(
         default=None,
         description="Import path of a function that creates the inputs of the run. It is called before the "
-        "run if `model.path` or a prompt file does not exist. It gets the paths that the run reads: "
+        "run if `model.path` or a prompt file does not exist, which must lie in a hidden folder, such as "
+        "`runs/.inputs`: any other path is taken for a mistake. It gets the paths that the run reads: "
         "`model_path`; `data_path` and `eval_path` if the run has such prompts, or mappings `data_paths` "
         "and `eval_paths` from names to paths if there are several files (docs/customization.md#prepare).",
     )

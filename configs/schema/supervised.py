@@ -74,5 +74,5 @@ class SupervisedConfig(Section):
     prepare: Plugin | None = Field(
         default=None,
         description="Import path of a function that creates `model.path` and `data.path`. It is called "
-        "before the run if one of them does not exist.",
+        "before the run if one of them does not exist, which must lie in a hidden folder.",
     )

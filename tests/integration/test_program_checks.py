@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from slipstream.backend.commands import program_checks
-from slipstream.backend.commands.check import NO_INPUTS, check
+from slipstream.backend.commands.check import check
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.commands.program_checks import problem_of, program_answers
 from slipstream.configs.load import load_recipe
+from slipstream.configs.rules.inputs import NO_INPUTS
 from slipstream.rollout.system.imports import ImportEnding
 from tests.models import make_checkpoint
 

@@ -47,7 +47,7 @@ def test_a_root_that_does_not_exist_is_made_and_a_run_that_fails_shows_its_outpu
 
 
 def test_the_runs_settings_are_those_of_the_quickstart_but_for_what_is_named(tmp_path):
-    (tmp_path / "inputs-3").mkdir()
+    (tmp_path / ".inputs-3").mkdir()
     settings = [*overrides(tmp_path, 2, 3, 10), "prepare=slipstream.backend.simulate.only_simulated"]
     config = load_recipe(Path("quickstart"), settings)
     assert config.rollout.max_head_offpolicyness == 2 and config.run.seed == 3 and config.eval is None

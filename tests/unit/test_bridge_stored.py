@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.backend.commands.check import NO_INPUTS
 from slipstream.backend.driver.start.engine_model import checkpoint_notes, engine_problems
 from slipstream.bridge.families import FAMILIES, model_spec, spec_of
 from slipstream.bridge.hf.bucket import FlatBucket
@@ -25,6 +24,7 @@ from slipstream.bridge.shards.check import check_tensors
 from slipstream.bridge.shards.fp8 import is_stored_for_engines
 from slipstream.bridge.shards.plan import entries
 from slipstream.configs.load import load_recipe
+from slipstream.configs.rules.inputs import NO_INPUTS
 from slipstream.configs.schema import EngineConfig
 from slipstream.rollout.engine.model_limits import UNSERVED
 from tests.bridge_cases import MIXTURES, TEXT_PARTS

@@ -68,6 +68,18 @@ def recipe(tmp_path):
     return write
 
 
+def unprepared(folder: Path) -> dict[str, dict[str, str]]:
+    """Return inputs that are not there, and that ``prepare`` may make."""
+    made = folder / ".made"
+    return {"model": {"path": str(made / "model")}, "data": {"path": str(made / "data.jsonl")}}
+
+
+def test_a_path_that_prepare_does_not_own_is_a_slip_of_the_pen(slipstream, recipe, tmp_path):
+    ended = slipstream("check", recipe(**unprepared(tmp_path)), f"data.path={tmp_path}/trian.jsonl")
+    assert ended.returncode == 2
+    assert "trian.jsonl" in ended.stderr and "creates only what lies in a hidden folder" in ended.stderr
+
+
 @pytest.mark.parametrize("command", ["train", "check"])
 def test_a_wrong_recipe_is_exit_code_2_with_every_mistake_on_standard_error(command, recipe, tmp_path):
     path = recipe(model={"path": "x", "dtyp": "float32"}, actor={"optimizer": {"lr": -1}})
@@ -102,13 +114,13 @@ def test_changed_inputs_are_accepted_of_a_resumed_run_only(slipstream, command, 
 
 
 def test_a_recipe_with_nothing_wrong_is_exit_code_0(slipstream, recipe, tmp_path):
-    ended = slipstream("check", recipe(), "run.steps=12")
+    ended = slipstream("check", recipe(**unprepared(tmp_path)), "run.steps=12")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.strip().endswith("nothing wrong (test, 12 steps)")
 
 
 def test_a_preparation_that_fails_is_exit_code_1_with_the_cause(recipe, tmp_path):
-    ended = started("train", recipe(), folder=tmp_path)
+    ended = started("train", recipe(**unprepared(tmp_path)), folder=tmp_path)
     assert ended.returncode == 1
     assert "PrepareFailed: my_inputs.raises failed with exit code 1" in ended.stderr
     assert "OSError: no room [on] the disk" in ended.stderr

@@ -14,7 +14,6 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from slipstream.backend.cli import app
-from slipstream.backend.commands.check import NO_INPUTS
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.commands.submit import (
     JobOptions,
@@ -26,6 +25,7 @@ from slipstream.backend.commands.submit import (
     seconds,
     submit,
 )
+from slipstream.configs.rules.inputs import NO_INPUTS
 from slipstream.configs.schema import ModelJudge, RunConfig
 from tests.environment import ROOT, environment
 from tests.unit.test_rollout_gpu_environment import VALID

@@ -16,7 +16,7 @@ from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.paths import schema_paths
 from slipstream.configs.violations import RecipeError
 
-PREPARE = "slipstream.backend.quickstart.prepare"
+PREPARE = "slipstream.backend.simulate.only_simulated"
 FP8 = "rollout.engine.quantization=fp8"
 
 
@@ -471,7 +471,7 @@ def violations(file, *overrides: str) -> dict[str, str]:
         (["eval.path=nowhere.parquet"], "eval.path", "no such file"),
         (["model.path=nowhere"], "model.path", "no config.json"),
         (
-            ["model.path=nowhere", "data.path=x.jsonl", "prepare=slipstream.backend.quickstart.prepare"],
+            ["model.path=nowhere", "data.path=x.jsonl", "prepare=slipstream.backend.simulate.only_simulated"],
             None,
             "",
         ),

@@ -13,10 +13,10 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from slipstream.backend.commands.check import NO_INPUTS
 from slipstream.configs.installed import passthrough_path
 from slipstream.configs.load import load_recipe
 from slipstream.configs.rules import trainer
+from slipstream.configs.rules.inputs import NO_INPUTS
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.paths import schema_paths
 from slipstream.configs.violations import RecipeError

@@ -66,11 +66,11 @@ def test_k_goes_in_powers_of_two(samples, ks):
 
 @pytest.fixture
 def recipe(tmp_path):
-    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "ask", "label": "1"}) + "\n")
     return load_recipe_of(tmp_path)
 
 
 def load_recipe_of(folder, *settings):
+    (folder / "held.jsonl").write_text(json.dumps({"prompt": "ask", "label": "1"}) + "\n")
     return load_recipe(Path("quickstart"), [f"eval.path={folder / 'held.jsonl'}", *settings])
 
 

@@ -18,8 +18,8 @@ TABLE = ROOT / "examples/prepare/sums.csv"
 
 def config(folder: Path, *overrides: str) -> RunConfig:
     """Return the recipe of the example with its inputs in ``folder``, where a policy is already."""
-    (folder / "policy").mkdir(exist_ok=True)
-    paths = {"model": "policy", "data": "made/train.jsonl", "eval": "made/heldout.jsonl"}
+    (folder / ".made/policy").mkdir(parents=True, exist_ok=True)
+    paths = {"model": ".made/policy", "data": ".made/train.jsonl", "eval": ".made/heldout.jsonl"}
     settings = [f"{section}.path={folder / path}" for section, path in paths.items()]
     return slipstream.load_recipe(RECIPE, [*settings, f"prepare.args.table={TABLE}", *overrides])
 
@@ -40,7 +40,7 @@ def test_the_table_is_split_by_the_seed_into_prompts_to_train_on_and_to_hold_out
     assert len(held_out) == 16 and len(set(table)) == len(table)
     assert any("writing 16 prompts" in line for line in said)
     assert prepared(config(tmp_path)) == ([], [train, held_out]), "nothing is missing: it is not called"
-    (tmp_path / "made/train.jsonl").unlink()
+    (tmp_path / ".made/train.jsonl").unlink()
     said, again = prepared(config(tmp_path))
     assert again == [train, held_out] and not any("heldout" in line for line in said)
     (tmp_path / "other").mkdir()
@@ -50,4 +50,4 @@ def test_the_table_is_split_by_the_seed_into_prompts_to_train_on_and_to_hold_out
 def test_what_the_function_raises_is_shown_to_the_user(tmp_path):
     with pytest.raises(PrepareFailed, match="has 80 rows, expected more than the 80 to hold out"):
         prepared(config(tmp_path, "prepare.args.held_out=80"))
-    assert not (tmp_path / "made").exists()
+    assert not (tmp_path / ".made/train.jsonl").exists()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shlex
 
 import pytest
 from typer.testing import CliRunner
@@ -68,3 +69,27 @@ def test_data_are_objects_in_lines(tmp_path):
     made(tmp_path)
     lines = (tmp_path / "train.jsonl").read_text().splitlines()
     assert all(set(json.loads(line)) == {"prompt", "label"} for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("json-task", "json-task"), ("a b", "a-b"), (".hidden", "hidden"), ("ü", "my-run"), ("x/y_z", "y_z")],
+)
+def test_a_run_has_the_name_of_its_folder(folder, name, tmp_path, monkeypatch):
+    code, said = made(tmp_path / folder)
+    assert code == 0, said
+    monkeypatch.chdir(tmp_path / folder)
+    monkeypatch.syspath_prepend(str(tmp_path / folder))
+    assert load_recipe(tmp_path / folder / "recipe.yaml", []).run.name == name
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    code, said = made(tmp_path / "file" / "deeper")
+    assert code == 2 and "Not a directory" in said
+
+
+def test_what_comes_next_can_be_pasted(tmp_path):
+    _, said = made(tmp_path / "two words")
+    (line,) = [line for line in said.splitlines() if "cd " in line]
+    assert shlex.split(line.removeprefix("next:"))[1:] == [str(tmp_path / "two words")]

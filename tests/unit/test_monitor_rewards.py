@@ -195,7 +195,7 @@ def small_run(folder: Path, reward: Reward) -> tuple[RunSummary, list[str], list
     asyncio.run(course())
     summary = recorder.summary("done", replace(status, version=1, step=1))
     write_summary(folder, summary)
-    print_summary(summary, stream, name="run")
+    print_summary(summary, stream, Path("runs/run"))
     progress.close()
     metrics.close()
     assert RunSummary.model_validate_json((folder / "summary.json").read_text()) == summary

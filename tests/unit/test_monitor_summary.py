@@ -2,6 +2,8 @@ import io
 import json
 import math
 import os
+import shlex
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -10,12 +12,14 @@ from slipstream.backend.monitor.summary import (
     GroupTotals,
     RunSummary,
     TurnTotals,
+    next_commands,
     print_summary,
     read_summary,
     summary_rows,
     summary_text,
     write_summary,
 )
+from slipstream.backend.monitor.units import mean
 
 FIELDS = {
     "exit": "done",
@@ -149,7 +153,7 @@ def test_no_measured_value_keeps_a_summary_from_being_written_and_printed(tmp_pa
     assert [written[name] for name in MEASURED] == [value if math.isfinite(value) else None] * len(MEASURED)
     assert RunSummary(**written) == summary
     for stream in (io.StringIO(), Terminal()):
-        print_summary(summary, stream, name="run")
+        print_summary(summary, stream, Path("runs/run"))
         if not math.isfinite(value):
             assert "nan" not in stream.getvalue() and "inf" not in stream.getvalue()
 
@@ -161,7 +165,7 @@ def test_no_measured_value_keeps_a_summary_from_being_written_and_printed(tmp_pa
         (2.5, 7.75, "2.500 -> 7.750  (+5.25)"),
         (-123456.0, -1e6, "-1.23e+05 -> -1e+06  (-8.765e+05)"),
         (0.25, None, "0.250 before training"),
-        (None, 3.0, None),
+        (None, 3.0, "3.000 at the end"),
     ],
 )
 def test_a_reward_that_is_no_accuracy_is_called_a_reward(before, after, row):
@@ -173,7 +177,7 @@ def test_a_reward_that_is_no_accuracy_is_called_a_reward(before, after, row):
 
 def test_plain_summary_is_ascii_and_complete():
     stream = io.StringIO()
-    print_summary(RunSummary(**FIELDS), stream, name="quickstart")
+    print_summary(RunSummary(**FIELDS), stream, Path("runs/quickstart"))
     assert stream.getvalue().isascii()
     assert "\x1b" not in stream.getvalue()
     assert stream.getvalue().splitlines() == [
@@ -186,6 +190,9 @@ def test_plain_summary_is_ascii_and_complete():
         "  versions    100 published, generation paused 0.12 s for each",
         "  engines     0 restarts",
         "  groups      836 admitted, 800 trained, 12 filtered, 1 failed",
+        "  slipstream report runs/quickstart  # its curves and episodes as a page",
+        "  tensorboard --logdir runs          # all runs beside each other",
+        "  slipstream init my-task            # a recipe, a reward and data of your own",
     ]
 
 
@@ -212,7 +219,7 @@ def test_a_summary_is_read_back_and_one_that_is_none_is_not(tmp_path):
 
 def test_a_run_that_failed_before_its_first_step_has_a_summary_too():
     stream = io.StringIO()
-    print_summary(RunSummary(**EARLY_FAILURE), stream, name="quickstart")
+    print_summary(RunSummary(**EARLY_FAILURE), stream, Path("runs/quickstart"))
     text = stream.getvalue()
     assert text.startswith("quickstart: failed after 0 steps\n  accuracy    41.2% before training\n")
     assert "None" not in text
@@ -223,7 +230,7 @@ def test_a_terminal_gets_a_table(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
     stream = Terminal()
-    print_summary(RunSummary(**FIELDS), stream, name="quickstart")
+    print_summary(RunSummary(**FIELDS), stream, Path("runs/quickstart"))
     assert "╭" in stream.getvalue()
     assert "41.2% → 87.3%" in stream.getvalue()
 
@@ -231,8 +238,28 @@ def test_a_terminal_gets_a_table(monkeypatch):
 def test_a_resumed_run_counts_all_of_its_steps_and_says_which_its_times_are_of():
     stream = io.StringIO()
     summary = RunSummary(**FIELDS | {"steps_of_start": 40, "resumed": 1})
-    print_summary(summary, stream, name="math")
+    print_summary(summary, stream, Path("runs/math"))
     text = stream.getvalue()
     assert text.startswith("math: done after 100 steps")
     assert "4.0 s per step; since the last start, which did 40 of the steps" in text
     assert "40 published" in text
+
+
+def test_a_run_that_has_ended_says_what_can_be_done_with_it(tmp_path):
+    folder = tmp_path / "two words"
+    (folder / "checkpoint-hf").mkdir(parents=True)
+    commands = list(next_commands(RunSummary(**FIELDS), folder))
+    assert [shlex.split(command)[:2] for command in commands] == [
+        ["slipstream", "report"],
+        ["tensorboard", "--logdir"],
+        ["slipstream", "eval"],
+        ["slipstream", "init"],
+    ]
+    assert shlex.split(commands[2])[2:] == [str(folder / "checkpoint-hf"), str(folder / "recipe.yaml")]
+    assert len(next_commands(RunSummary(**EARLY_FAILURE), folder)) == 2
+
+
+@pytest.mark.parametrize("values", [[0.1] * 3, [1.0] * 128, [0.7] * 11, [1e308, 1e308], [-1e308, 1e308]])
+def test_a_mean_lies_between_its_values(values):
+    assert min(values) <= mean(values) <= max(values)
+    assert mean([1.0 - 2**-53, 1.0] * 64) <= 1.0

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.backend.cli import app
-from slipstream.backend.commands.reference import Explanation, metric_chapters, setting_chapters
+from slipstream.backend.commands.reference import COMMON, Explanation, metric_chapters, setting_chapters
 from slipstream.backend.monitor.tags import GROUPS, TAGS
 from slipstream.configs.schema import PluginConfig, RunConfig
 from slipstream.configs.schema.paths import schema_fields, sections_of
@@ -35,9 +35,7 @@ def setting_fields(root):
 @pytest.mark.parametrize(
     ("words", "root"),
     [
-        (("train", "--help"), RunConfig),
         (("settings",), RunConfig),
-        (("sft", "--help"), SupervisedConfig),
         (("settings", "--sft"), SupervisedConfig),
     ],
 )
@@ -47,6 +45,41 @@ def test_every_setting_is_printed_with_its_type_default_and_meaning(words, root)
         assert re.search(rf"(?<!\S){re.escape(name)} [^\[]+\[", text), name
         meaning = section.__doc__ if name.endswith(".type") else field.description
         assert meaning and " ".join(meaning.replace("``", "`").split()) in text, name
+
+
+@pytest.mark.parametrize(("command", "root"), [("train", RunConfig), ("sft", SupervisedConfig)])
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_help_fits_a_screen_and_has_the_settings_that_most_people_change(command, root, width):
+    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": str(width)})
+    lines = result.stdout.splitlines()
+    assert len(lines) <= 60 and max(map(len, lines)) <= width
+    common = [name for name in COMMON if name in entries(root)]
+    assert [line.split()[0] for line in lines if line.split() and line.split()[0] in common] == common
+    assert f"All {len(entries(root))}, or those about a word: slipstream settings" in result.stdout
+
+
+def test_most_common_settings_exist():
+    known = entries(RunConfig) | entries(SupervisedConfig)
+    assert not set(COMMON) - known.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["train", "quickstart", "--run.steps=3"], "dashes: run.steps=3"),
+        (["train", "quickstart", "--lr", "3"], "actor.optimizer.lr=... or critic.optimizer.lr=..."),
+        (["check", "quickstart", "--max-head-offpolicyness=0"], "rollout.max_head_offpolicyness=0"),
+        (["submit", "quickstart", "--actor.parallel.tensor=2"], "actor.parallel.tensor=2"),
+    ],
+)
+def test_a_setting_that_is_written_as_an_option_gets_a_hint(words, meant):
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and meant in " ".join(result.output.split())
+
+
+def test_a_word_finds_the_settings_that_it_occurs_in():
+    found = said("settings", "Staleness")
+    assert "actor.drift.kl" in found and "run.steps" not in found
 
 
 @pytest.mark.parametrize("root", ROOTS)
@@ -71,9 +104,9 @@ def test_every_setting_is_described(root):
 def test_a_setting_reads_as_a_recipe_writes_it():
     known = {name: entry.facts for name, entry in entries(RunConfig).items()}
     assert known["run.name"] == ("text", "required")
-    assert known["run.steps"] == ("integer >= 1 or null", "null")
+    assert known["run.steps"] == ("integer >= 1, <= 1e+09 or null", "null")
     assert known["run.root"] == ("path", "runs")
-    assert known["eval.max_prompts"] == ("integer >= 1 or null", "null")
+    assert known["eval.max_prompts"] == ("integer >= 1, <= 1e+09 or null", "null")
     assert known["rollout.reward"] == ("import path, or {path, args} or null", "null")
     assert known["rollout.workflow"][1] == "slipstream.rollout.workflow.SingleTurn"
     assert known["actor.optimizer.decay.type"] == ("`constant`, `linear` or `cosine`", "constant")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slipstream.backend.commands.check import NO_INPUTS, planned, read_recipe, shipped_model
+from slipstream.backend.commands.check import planned, read_recipe, shipped_model
 from slipstream.backend.commands.plan_document import costs_of
 from slipstream.backend.simulate.derived import derived_model
 from slipstream.backend.simulate.gpu_split import GpuSplit, layout_of, trainer_unit
@@ -15,6 +15,7 @@ from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.plan import entries
 from slipstream.bridge.shards.regions import Region, contiguous
 from slipstream.bridge.shards.sends import EngineSeat, Sends, Table, indexed, most_sent
+from slipstream.configs.rules.inputs import NO_INPUTS
 from slipstream.configs.schema import ParallelConfig
 from slipstream.configs.schema.simulate import SimulateConfig
 from tests.environment import ROOT

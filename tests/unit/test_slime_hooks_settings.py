@@ -41,7 +41,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "recipe.yaml"
     file.write_text(
         "run: {name: hooked, steps: 2}\nmodel: {path: /models/m}\ndata: {path: /data/d.jsonl}\n"
-        "prepare: slipstream.backend.quickstart.prepare\n"
+        "prepare: slipstream.backend.simulate.only_simulated\n"
         "rollout:\n  {max_head_offpolicyness: 4, batch_size: 2, n_samples_per_prompt: 2,\n"
         "   sampling: {max_new_tokens: 64}}\n"
     )

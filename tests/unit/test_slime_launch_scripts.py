@@ -8,9 +8,9 @@ import yaml
 from typer.testing import CliRunner
 
 from slipstream.backend.cli import app
-from slipstream.backend.commands.check import NO_INPUTS
 from slipstream.configs.load import load_recipe
 from slipstream.configs.rules import trainer
+from slipstream.configs.rules.inputs import NO_INPUTS
 from slipstream.rollout.compat.slime.launch_script import Flag, UnreadableScript, read_launch_script
 
 SCRIPT = r"""#!/bin/bash
