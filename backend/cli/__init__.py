@@ -28,6 +28,7 @@ from slipstream.backend.cli.options import (
     Sft,
     check_options,
     errors,
+    hiding_modules,
     reported,
 )
 from slipstream.backend.commands import reference
@@ -474,4 +475,6 @@ def doctor(
 def main() -> None:
     """Run the command line. The user's own workflows and rewards are importable from where it is called."""
     sys.path.insert(0, os.getcwd())
+    for name in hiding_modules(Path()):
+        errors.print(f"{name} here hides a module of that name from everything that is started: rename it")
     app()

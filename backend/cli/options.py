@@ -1,7 +1,8 @@
 """Options and arguments that several commands have, and how what ends a command is reported."""
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -66,6 +67,21 @@ def reported() -> Iterator[None]:
         errors.print(str(error), markup=False)
         code = error.exit_code if isinstance(error, CommandError) else WrongInput.exit_code
         raise typer.Exit(code) from None
+
+
+NEEDED = sys.stdlib_module_names | {
+    "aiohttp", "megatron", "msgspec", "numpy", "pydantic", "ray", "sglang", "tensorboard", "torch",
+    "transformer_engine", "transformers", "yaml",
+}  # fmt: skip
+"""Modules that everything breaks without."""
+
+
+def hiding_modules(folder: Path) -> list[str]:
+    """Return the files and packages in a folder that are imported in place of a needed module, by name."""
+    with suppress(OSError):
+        named = [path for path in folder.iterdir() if path.stem in NEEDED]
+        return sorted(path.name for path in named if path.suffix == ".py" or (path / "__init__.py").exists())
+    return []
 
 
 def check_options(resume: bool, accept_changed_inputs: bool, overwrite: bool) -> None:

@@ -53,8 +53,9 @@ def load_judge(
     """
     factory = plugins.resolve(path)
     args = _with_model(path, factory, args, model)
-    if (kind := _kind_of_function(factory, kinds)) is not None:
-        plugins.check_args(path, factory, args, given=len(kind.parameters))
+    kind = _kind_of_function(factory, kinds)
+    _check_args(path, factory, args, kind, kinds)
+    if kind is not None:
         return LoadedJudge(partial(factory, **args) if args else factory, kind, factory)
     plugin = plugins.construct(path, args)
     kind = _kind_of_object(path, plugin, kinds)
@@ -80,7 +81,7 @@ def check_judge(
         return
     args = _with_model(path, factory, args, model)
     kind = _kind_of_function(factory, kinds)
-    plugins.check_args(path, factory, args, given=len(kind.parameters) if kind else 0)
+    _check_args(path, factory, args, kind, kinds)
     if inspect.isclass(factory):
         kind = _kind_of_object(path, factory, kinds)
         method = inspect.getattr_static(factory, kind.method)
@@ -130,6 +131,26 @@ def _kind_of_function(factory: object, kinds: Sequence[JudgeKind]) -> JudgeKind 
     return None
 
 
+def _check_args(
+    path: str, factory: object, args: Mapping[str, object], kind: JudgeKind | None, kinds: Sequence[JudgeKind]
+) -> None:
+    """Raise PluginError for arguments that do not fit. ``kind``: that of a function which judges itself.
+
+    Any other function is taken for one that returns an object, and may well be meant to judge.
+    """
+    try:
+        plugins.check_args(path, factory, args, given=len(kind.parameters) if kind else 0)
+    except plugins.PluginError as error:
+        if kind is not None or not inspect.isfunction(factory):
+            raise
+        raise plugins.PluginError(f"{error}; a function that judges is {_functions(path, kinds)}") from None
+
+
+def _functions(path: str, kinds: Sequence[JudgeKind]) -> str:
+    name = path.rpartition(".")[2]
+    return " or ".join(f"{name}({', '.join(kind.parameters)})" for kind in kinds)
+
+
 def _kind_of_object(path: str, plugin: object, kinds: Sequence[JudgeKind]) -> JudgeKind:
     """Return the only kind whose method ``plugin`` has: an instance, or its class."""
     present = [kind for kind in kinds if callable(getattr(plugin, kind.method, None))]
@@ -142,11 +163,9 @@ def _kind_of_object(path: str, plugin: object, kinds: Sequence[JudgeKind]) -> Ju
         both = " and ".join(f"`{kind.method}`" for kind in present)
         raise plugins.PluginError(f"{path}: {name} has the methods {both}; expected one of them alone")
     methods = " or ".join(f"`{kind.method}`" for kind in kinds)
-    function = path.rpartition(".")[2]
-    functions = " or ".join(f"{function}({', '.join(kind.parameters)})" for kind in kinds)
     raise plugins.PluginError(
         f"{path}: {name} has no method {methods}; expected the class of {kinds[0].what}, or a function "
-        f"{functions}"
+        f"{_functions(path, kinds)}"
     )
 
 

@@ -553,6 +553,10 @@ class LengthsTogether(Lengths):
         return super().score_group(prompt, responses, trajectories)
 
 
+def by_other_names(a, b, c, d):
+    return 0.0
+
+
 def by_share(prompt, responses, trajectories, scale=1.0):
     """A reward of groups that is a function."""
     return [scale / len(responses)] * len(responses)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from slipstream.backend.cli import app
+from slipstream.backend.cli.options import hiding_modules
 from tests.environment import environment
 from tests.models import make_checkpoint
 
@@ -193,3 +194,12 @@ def test_without_a_command_the_commands_are_listed():
     ended = started("--help")
     assert ended.returncode == 0
     assert all(command in ended.stdout for command in ("train", "check", "doctor"))
+
+
+def test_a_file_that_hides_a_needed_module_is_named(tmp_path):
+    (tmp_path / "json.py").write_text("x = 1")
+    (tmp_path / "torch").mkdir()
+    assert hiding_modules(tmp_path) == ["json.py"], "a folder that is no package hides nothing"
+    (tmp_path / "torch" / "__init__.py").touch()
+    assert hiding_modules(tmp_path) == ["json.py", "torch"]
+    assert hiding_modules(tmp_path / "absent") == [] and hiding_modules(ROOT) == []

@@ -188,6 +188,7 @@ def test_the_method_or_the_parameters_say_what_is_judged():
         ("Both", {}, "has the methods `score` and `score_group`; expected one of them alone"),
         ("NoScore", {}, r"has no method `score` or `score_group`; .* or NoScore\(prompt, responses, traj"),
         ("Missing", {}, "judge_rewards has no 'Missing'"),
+        ("by_other_names", {}, r"a function that judges is by_other_names\(prompt, response, traj"),
         ("HERE", {}, "judge_rewards has no 'HERE'"),
         ("FOREVER_S", {}, "it is of type int, expected a class"),
         ("Plain", {"scall": 1}, "`scall` is unknown: did you mean `scale`\\?"),
