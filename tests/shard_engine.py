@@ -1,4 +1,4 @@
-"""Engines for tests of shard-to-shard publishing: processes that do with orders what SGLang's schedulers do.
+"""Engines for tests of publishing without files: processes that do with orders what SGLang's schedulers do.
 
 Each holds a model that loads as SGLang's do, and calls the weight loader with what it gets. The test talks to
 it over pipes.
@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slipstream.bridge.engine.take import take
+from slipstream.bridge.engine.orders import Load, Receive
+from slipstream.bridge.engine.take import ORDER, decoded_order, take
 from slipstream.bridge.publish.endpoint import Pause
 
 
@@ -64,7 +65,7 @@ def serve(orders: Connection, shapes: dict, rank: int, ranks: int, port: int, tr
             orders.send({name.replace("~", "."): p.numpy() for name, p in model.named_parameters()})
             continue
         named = pickle.loads(order)
-        if b"receive" in bytes(dict(named)["order"].numpy()):
+        if isinstance(decoded_order(dict(named)[ORDER]), Receive | Load):
             received += 1
             if trouble == "dies" and received == 2:
                 sys.exit(1)
@@ -72,8 +73,14 @@ def serve(orders: Connection, shapes: dict, rank: int, ranks: int, port: int, tr
                 os.kill(os.getpid(), signal.SIGSTOP)
             if trouble == "spoils" and received == 2:
                 spoil()
+            if trouble == "refuses" and received == 2:
+                model.load_weights = refuse
         take(model, named)
         orders.send("done")
+
+
+def refuse(weights) -> None:
+    raise RuntimeError("the loader does not know these weights")
 
 
 def spoil() -> None:
@@ -104,7 +111,8 @@ class ShardEngine:
 
     They are forked: make all engines before anything starts a thread.
 
-    ``trouble`` of its last rank with the second version: "dies", "stops" (SIGSTOP) or "spoils".
+    ``trouble`` of its last rank with the second version, or the second bucket of the first one: "dies",
+    "stops" (SIGSTOP), "spoils" or "refuses".
     """
 
     def __init__(self, name: str, shapes: dict, ranks: int, port: int, trouble: str | None = None) -> None:

@@ -236,7 +236,8 @@ def static_fraction(share: float, left: Sequence[tuple[int, int]]) -> float:
 
 def weight_loader(config: RunConfig) -> dict[str, object]:
     """Return the engine argument that names the loader of the weights' transport, if it has one."""
-    return {"custom_weight_loader": [TAKE]} if config.weights.transport.type == "shards" else {}
+    takes_orders = config.weights.transport.type in ("shards", "tensor")
+    return {"custom_weight_loader": [TAKE]} if takes_orders else {}
 
 
 def replica_of(config: RunConfig) -> ReplicaSpec | None:

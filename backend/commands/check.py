@@ -13,6 +13,7 @@ from slipstream.backend.memory.checkpoint_size import CheckpointPlan, checkpoint
 from slipstream.backend.memory.engine_memory import EngineMemory, engine_memory
 from slipstream.backend.memory.trainer_memory import (
     StageMemory,
+    buckets_at_once,
     runtime_of,
     tokens_of,
     trainer_memory,
@@ -285,7 +286,7 @@ def planned(config: RunConfig, *, supervised: bool = False) -> Planned:
             export,
             tokens_of(actor, config.rollout.sampling.max_new_tokens),
             kernels,
-            quantizes=engine.quantization is not None,
+            buckets=buckets_at_once(transport, quantizes=engine.quantization is not None, on_gpus=on_gpus),
             runtime=runtime_of(actor.parallel, engines) if on_gpus else 0,
         )
         memory = None if supervised else engine_memory(engine, transport, dtype, spec, _gpu_memory(config))

@@ -33,7 +33,13 @@ from slipstream.bridge.model.geometry import Geometry
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.spec import value_spec
 from slipstream.bridge.shards.plan import SENDER, STAGING_DIVISOR, ExportPlan
-from slipstream.configs.schema import ActorConfig, CriticConfig, OptimizerConfig, ParallelConfig
+from slipstream.configs.schema import (
+    ActorConfig,
+    CriticConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TransportConfig,
+)
 
 
 def parts_in_flight(stage: int, stages: int, chunks: int) -> list[int]:
@@ -111,17 +117,15 @@ def trainer_memory(
     tokens: int,
     kernels: Kernels = "fused",
     *,
-    quantizes: bool = False,
+    buckets: int = 2,
     runtime: int = CONTEXT,
 ) -> list[StageMemory]:
     """Return the memory of a rank of each pipeline stage. Raises UnevenSplit.
 
     ``dtype``: that of the model, by torch's name. ``tokens``: of the largest micro-batch (``tokens_of``).
-    ``quantizes``: engines get quantized weights.
+    ``buckets``: of the weights that leave (``buckets_at_once``).
     """
     spec, layout = plan.spec, plan.layout
-    # Two buckets are exported; what is quantized of them does not share their memory.
-    copies = 4 if quantizes else 2
     itemsize = ITEMSIZE[dtype]
     policy = stage_parameters(spec, layout, actor.lora)
     of_critic = stage_parameters(value_spec(spec), layout) if critic else None
@@ -144,11 +148,21 @@ def trainer_memory(
                 activations=kept,
                 work=work,
                 frozen=held.total * itemsize if _scores(actor) else 0,
-                transfer=_transfer(plan, itemsize, stage, copies),
+                transfer=_transfer(plan, itemsize, stage, buckets),
                 runtime=runtime,
             )
         )
     return stages
+
+
+def buckets_at_once(transport: TransportConfig, *, quantizes: bool, on_gpus: bool) -> int:
+    """Return how many buckets the sender holds while weights leave.
+
+    Two are exported, and what is quantized of them does not share their memory. Engines read one on the GPU.
+    """
+    if quantizes:
+        return 4
+    return 3 if on_gpus and transport.type == "tensor" else 2
 
 
 def _scores(actor: ActorConfig) -> bool:
@@ -289,10 +303,10 @@ def _head_work(geometry: Geometry, sharing: Sharing, actor: ActorConfig, columns
     return tokens * (in_slice + geometry.hidden * (FLOAT + gathered))
 
 
-def _transfer(plan: ExportPlan, itemsize: int, stage: int, copies: int) -> int:
-    """Return the bytes of buckets on a rank: ``copies`` of them on the sender, and staging elsewhere."""
+def _transfer(plan: ExportPlan, itemsize: int, stage: int, buckets: int) -> int:
+    """Return the bytes of buckets on a rank: ``buckets`` of them on the sender, and staging elsewhere."""
     bucket = plan.bucket_numel * itemsize
     if plan.layout.owners(stage)[0] != SENDER:
         return bucket // STAGING_DIVISOR
     largest = max(each.numel * (FLOAT if each.float32 else itemsize) for each in plan.buckets)
-    return copies * max(bucket, largest)
+    return buckets * max(bucket, largest)

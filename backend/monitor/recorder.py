@@ -428,6 +428,7 @@ def _performance_metrics(
         "perf/weight_update_stall_s": report.stall_s,
         "perf/weight_bytes": report.bytes_sent,
         "perf/weight_gb_per_s": report.bytes_sent / max(report.total_s, 1e-9) / 1e9,
+        "perf/weight_ipc_ranks": report.ways.get("cuda_ipc", 0),
         "perf/trainer_wait_s": times.wait_s,
         "perf/trainer_wait_fraction": times.wait_s / max(times.step_s, 1e-9),
     }

@@ -555,6 +555,11 @@ TAGS: dict[str, Tag] = {
     ),
     "perf/weight_bytes": Tag("bytes", "Bytes that the publication sent to one engine."),
     "perf/weight_gb_per_s": Tag("GB/s", "`perf/weight_bytes` / `perf/weight_update_s` / 10^9."),
+    "perf/weight_ipc_ranks": Tag(
+        "ranks",
+        "Ranks of engines that read the publication from the memory of the trainer's GPU (CUDA IPC); with "
+        "`weights.transport: tensor`, all others read host memory.",
+    ),
     "perf/weight_transports_given_up": Tag(
         "transports, whole run",
         "Number of transports that were given up at their first publication; 0 while versions take "

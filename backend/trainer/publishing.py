@@ -106,7 +106,7 @@ def way_out(
     elif transport.type == "disk":
         sent = _disk_transport(transport.path or run / VERSIONS, source.plan, model.dtype, fp8, written)
     else:
-        sent = TensorTransport()
+        sent = TensorTransport(source.device)
     publisher = _publisher(config, engine, sent)
     return BucketsOut(
         publisher,

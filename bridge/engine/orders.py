@@ -4,7 +4,12 @@ Orders travel in requests to the server, answers and everything that is large th
 Imports no torch.
 """
 
+from math import prod
+
 import msgspec
+
+from slipstream.bridge.group.handles import HANDLE_BYTES, DeviceHandle, Handle
+from slipstream.bridge.hf.index import ITEMSIZE
 
 
 class Meeting(msgspec.Struct, array_like=True, frozen=True):
@@ -49,7 +54,12 @@ class Receive(msgspec.Struct, tag="receive", frozen=True):
     """Read everything back from the parameters and compare its digests with the senders'."""
 
 
-Order = Describe | Join | Receive
+class Locate(msgspec.Struct, tag="locate", frozen=True):
+    """Say where the rank computes, and try to open the memory of the trainer's GPU."""
+
+    meeting: Meeting
+    engine: str
+    trial: DeviceHandle | None
 
 
 class Tensor(msgspec.Struct, array_like=True, frozen=True):
@@ -58,6 +68,67 @@ class Tensor(msgspec.Struct, array_like=True, frozen=True):
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+
+class Load(msgspec.Struct, tag="load", frozen=True):
+    """Load whole HF tensors, which lie back to back in memory of the trainer."""
+
+    meeting: Meeting
+    engine: str
+    number: int
+    """Number of the bucket, which no other bucket of this store has."""
+    memory: Handle
+    tensors: tuple[Tensor, ...]
+
+    def size(self) -> int:
+        """Return the bytes of the tensors. Raises ValueError with all that is wrong with the order."""
+        if wrong := [*self._wrong_memory(), *self._wrong_tensors()]:
+            raise ValueError(f"a bucket of the trainer is refused: {'; '.join(wrong)}")
+        size = sum(prod(each.shape) * ITEMSIZE[each.dtype] for each in self.tensors)
+        if size > self.memory.nbytes:
+            raise ValueError(
+                f"a bucket of the trainer is refused: its tensors take {size} bytes, and "
+                f"{self.memory.nbytes} bytes of memory are offered"
+            )
+        return size
+
+    def _wrong_memory(self) -> list[str]:
+        memory = self.memory
+        if isinstance(memory, DeviceHandle):
+            size = len(memory.ipc)
+            return [f"a handle of {size} bytes, {HANDLE_BYTES} expected"] if size != HANDLE_BYTES else []
+        valid = memory.pid > 0 and memory.descriptor >= 0 and memory.token.isalnum()
+        return [] if valid else [f"no memory of a process: {memory}"]
+
+    def _wrong_tensors(self) -> list[str]:
+        names = [each.name for each in self.tensors]
+        wrong = [
+            f"{name!r} comes twice" for name in sorted({name for name in names if names.count(name) > 1})
+        ]
+        if not names:
+            wrong.append("it has no tensors")
+        for each in self.tensors:
+            if not each.name:
+                wrong.append("a tensor without a name")
+            if not all(size > 0 for size in each.shape):
+                wrong.append(f"{each.name} has the shape {each.shape}")
+            if each.dtype not in ITEMSIZE:
+                wrong.append(f"{each.name} is {each.dtype}, one of {', '.join(ITEMSIZE)} expected")
+        return wrong
+
+
+Order = Describe | Join | Receive | Locate | Load
+
+
+class DevicePlace(msgspec.Struct, frozen=True):
+    """Where a process computes."""
+
+    node: str
+    """The same for processes that see each other's memory: they have the kernel and its PIDs in common."""
+    gpu: str | None
+    """UUID; None: it computes on a CPU."""
+    refused: str | None = None
+    """Why memory of the trainer's GPU cannot be opened from here."""
 
 
 class Described(msgspec.Struct, frozen=True):
@@ -76,6 +147,7 @@ class RankAnswer(msgspec.Struct, frozen=True):
     untraceable: str | None = None
     """Why the engine's loader cannot be followed."""
     described: Described | None = None
+    place: DevicePlace | None = None
     serves: tuple[int, ...] = ()
     """Ranks of the engine to which a rank of the trainer sends anything."""
     sent_bytes: int = 0
@@ -129,3 +201,7 @@ def answer_key(order: Order, engine_rank: int) -> str:
             return f"joined/{engine}/{engine_rank}"
         case Receive(engine=engine, number=number):
             return f"received/{engine}/{number}/{engine_rank}"
+        case Locate(engine=engine):
+            return f"located/{engine}/{engine_rank}"
+        case Load(engine=engine, number=number):
+            return f"loaded/{engine}/{number}/{engine_rank}"

@@ -2,8 +2,8 @@
 
 ``/update_weights_from_tensor`` with ``load_format`` TAKE calls it in every scheduler process with the live
 model. The request carries an order and no weights: these come over a process group, into the parameters in
-place. A request of its own stamps the version after all ranks have answered, so a transfer that failed is
-never stamped.
+place, or lie in memory that the trainer offers. A request of its own stamps the version after all ranks have
+answered, so a transfer that failed is never stamped.
 
 SGLang ends a scheduler whose loader raises. So whatever goes wrong is the answer that a rank leaves in the
 store.
@@ -22,7 +22,18 @@ from torch import Tensor
 
 from slipstream.bridge.engine import orders
 from slipstream.bridge.engine.loader_trace import EngineTable, Untraceable, Wanted, trace
-from slipstream.bridge.engine.orders import Describe, Described, Join, Meeting, Order, RankAnswer, Receive
+from slipstream.bridge.engine.memory_reader import MemoryReader, located
+from slipstream.bridge.engine.orders import (
+    Describe,
+    Described,
+    Join,
+    Load,
+    Locate,
+    Meeting,
+    Order,
+    RankAnswer,
+    Receive,
+)
 from slipstream.bridge.engine.receiver import ShardReceiver
 from slipstream.bridge.group.store import fetch, join_store, put
 
@@ -42,6 +53,7 @@ class _State:
     meeting: Meeting | None = None
     store: "TCPStore | None" = None
     receiver: ShardReceiver | None = None
+    reader: MemoryReader | None = None
 
     def store_of(self, meeting: Meeting) -> "TCPStore":
         if self.store is None or self.meeting != meeting:
@@ -54,6 +66,9 @@ class _State:
         receiver, self.receiver = self.receiver, None
         if receiver is not None:
             receiver.close()
+        reader, self.reader = self.reader, None
+        if reader is not None:
+            reader.close()
 
 
 _state = _State()
@@ -104,6 +119,11 @@ def _carried_out(model: torch.nn.Module, order: Order, rank: int, store: "TCPSto
             derive: Any = getattr(model, "post_load_weights", None)
             if derive is not None:
                 derive()
+        case Locate(trial=trial):
+            return RankAnswer(place=located(next(model.parameters()).device, trial))
+        case Load():
+            _state.reader = _state.reader or MemoryReader()
+            _state.reader.load(model, order)
     return RankAnswer()
 
 

@@ -57,11 +57,9 @@ class EngineEndpoint(Protocol):
     async def begin_update(self) -> None: ...
     async def end_update(self) -> None: ...
 
-    # From memory that the sender and the engine share, or as an order to the engine's weight loader:
+    # As an order to the engine's weight loader:
     async def take(self, handles: Sequence[bytes], *, load_format: str, version: int | None) -> None:
-        """``handles``: one for each rank of the engine. ``load_format``: SGLang's name of the format, or the
-        import path of the loader.
-        """
+        """``handles``: one for each rank of the engine. ``load_format``: import path of the loader."""
         ...
 
     # From files:

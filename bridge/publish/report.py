@@ -26,6 +26,9 @@ class PublishReport:
     resumed."""
     bytes_sent: int = 0
     """Bytes sent to one engine; the maximum if engines needed different amounts."""
+    ways: dict[str, int] = field(default_factory=dict[str, int])
+    """Number of the engines' ranks by the memory of the trainer that they read (``transport.ways``). Empty
+    for transports without such memory."""
     stall_s: float = 0.0
     """Time from the first pause to the last resume."""
     total_s: float = 0.0

@@ -13,24 +13,22 @@ this engine only; its request is the death watch, because its connection breaks 
 
 import asyncio
 import itertools
-import pickle
 import time
 from collections.abc import Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from slipstream.bridge.engine import orders
-from slipstream.bridge.engine.orders import TAKE, Described, Meeting, Order, RankAnswer
-from slipstream.bridge.engine.take import ORDER, encoded_order
-from slipstream.bridge.group.store import join_store, put, take_out
+from slipstream.bridge.engine.orders import Described, Meeting, Order, RankAnswer
+from slipstream.bridge.group.store import put
 from slipstream.bridge.publish.bucket_stream import BucketStream
 from slipstream.bridge.publish.endpoint import EngineEndpoint
 from slipstream.bridge.publish.publication import Publication, Timeouts
 from slipstream.bridge.shards.sends import EngineSeat
 from slipstream.bridge.transport import commands
 from slipstream.bridge.transport.commands import Command, command_key, done_key
+from slipstream.bridge.transport.ordering import Ordering, TransferFailed
+from slipstream.bridge.transport.ways import UnsuitedTransport
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -40,32 +38,28 @@ SLACK = 10
 """Factor of the longest time so far that an engine may take for a version."""
 
 
-class TransferFailed(RuntimeError):
-    """A rank of the trainer or of an engine did not carry out its part of a step."""
-
-
 class Unservable(RuntimeError):
     """The published tensors do not fill the engines' parameters: the same for every engine and version."""
-
-
-class UnsuitedTransport(RuntimeError):
-    """The engines' loader does more than move elements: the same for every engine and version."""
 
 
 @dataclass
 class _Connection:
     """An engine that has joined its group."""
 
-    name: str
-    """Its name in commands and orders, which no other engine of this head has."""
+    ordering: Ordering
     seat: int
-    engine: str
-    """Name of the engine, which a rebuilt engine keeps."""
-    thread: ThreadPoolExecutor
-    """Waits in the store for this engine."""
-    store: "TCPStore"
     longest_s: float | None = None
     """Seconds that the longest transfer to this engine took; None: it has got no version yet."""
+
+    @property
+    def name(self) -> str:
+        """Its name in commands and orders, which no other engine of this head has."""
+        return self.ordering.name
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine, which a rebuilt engine keeps."""
+        return self.ordering.engine
 
 
 class ShardTransport:
@@ -154,9 +148,8 @@ class ShardTransport:
 
     async def _described(self, engine: EngineEndpoint, connection: _Connection) -> tuple[str, ...]:
         """Return the digests of the tables of the engine's ranks. Raises Unservable and UnsuitedTransport."""
-        order = orders.Describe(self._meeting, connection.name)
-        await self._ordered(engine, order)
-        answers = await self._answers(connection, engine, order)
+        ordered = [orders.Describe(self._meeting, connection.name)] * engine.ranks
+        answers = await connection.ordering.carried_out(engine, ordered, self._timeouts.answer_s)
         for answer in answers:
             if answer.untraceable is not None:
                 raise UnsuitedTransport(
@@ -201,13 +194,14 @@ class ShardTransport:
 
         The first failure of either side ends the step.
         """
-        request = asyncio.ensure_future(self._ordered(engine, order))
+        ordered = [order] * engine.ranks
+        request = asyncio.ensure_future(connection.ordering.send(engine, ordered))
         commanded = asyncio.ensure_future(self._commanded(connection, command))
         try:
             done, _ = await asyncio.wait({request, commanded}, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
-            await self._answers(connection, engine, order)
+            await connection.ordering.answers(ordered, self._timeouts.answer_s)
             return commanded.result()
         finally:
             request.cancel()
@@ -215,23 +209,11 @@ class ShardTransport:
 
     # ---- messages
 
-    async def _ordered(self, engine: EngineEndpoint, order: Order) -> None:
-        """Send the order to every rank of the engine, and return when all have carried it out or failed."""
-        handle = pickle.dumps([(ORDER, encoded_order(order))])  # the format of SGLang's route
-        await engine.take([handle] * engine.ranks, load_format=TAKE, version=None)
-
-    async def _answers(
-        self, connection: _Connection, engine: EngineEndpoint, order: Order
-    ) -> list[RankAnswer]:
-        """Return the answers of the engine's ranks. Raises TransferFailed if one is an error."""
-        keys = [orders.answer_key(order, rank) for rank in range(engine.ranks)]
-        return await self._read(connection, keys, self._timeouts.answer_s)
-
     async def _commanded(self, connection: _Connection, command: Command) -> list[RankAnswer]:
         """Return the answers of the trainer's ranks. Raises TransferFailed if one is an error."""
         number = self._command(command)
         keys = [done_key(number, rank) for rank in range(self._trainer_ranks)]
-        answers = await self._read(connection, keys, self._timeouts.transfer_s)
+        answers = await connection.ordering.read(keys, self._timeouts.transfer_s)
         self._store.delete_key(command_key(number))  # all ranks have read it
         return answers
 
@@ -240,36 +222,18 @@ class ShardTransport:
         put(self._store, command_key(number), command)
         return number
 
-    async def _read(self, connection: _Connection, keys: Sequence[str], timeout_s: float) -> list[RankAnswer]:
-        def read() -> list[RankAnswer]:
-            connection.store.wait(list(keys), timedelta(seconds=timeout_s))
-            return [take_out(connection.store, key, RankAnswer) for key in keys]
-
-        answers = await asyncio.get_running_loop().run_in_executor(connection.thread, read)
-        errors = [answer.error for answer in answers if answer.error is not None]
-        if errors:
-            raise TransferFailed("; ".join(errors[:3]))
-        return answers
-
     # ---- connections
 
     def _new_connection(self, engine: EngineEndpoint) -> _Connection:
         taken = {connection.seat for connection in self._connections.values()}
         seat = next(number for number in itertools.count() if number not in taken)
         name = f"{engine.name}/{next(self._names)}"
-        meeting = self._meeting
-        return _Connection(
-            name,
-            seat,
-            engine.name,
-            ThreadPoolExecutor(1, thread_name_prefix=f"answers-{engine.name}"),
-            join_store(meeting.address, meeting.port, 1, meeting.timeout_s, wait=False),
-        )
+        return _Connection(Ordering(self._meeting, engine.name, name), seat)
 
     def _drop(self, address: Hashable) -> None:
         """Forget an engine, and let the trainer's ranks leave its group."""
         connection = self._connections.pop(address)
-        connection.thread.shutdown(wait=False)
+        connection.ordering.close()
         self._command(commands.Drop(connection.name))
 
 

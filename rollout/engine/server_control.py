@@ -119,9 +119,7 @@ class ServerControl(EngineConnection):
         await self._post("/end_weight_update", {})
 
     async def take(self, handles: Sequence[bytes], *, load_format: str, version: int | None) -> None:
-        """Load what the handles lead to, one for each rank: a flat bucket in shared memory, or whatever the
-        weight loader ``load_format`` makes of it.
-        """
+        """Give each rank what its weight loader, ``load_format``, is to work with."""
         await self._post(
             "/update_weights_from_tensor",
             {

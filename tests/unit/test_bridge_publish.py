@@ -2,12 +2,17 @@
 
 import asyncio
 import itertools
+import pickle
 import time
 import typing
 
 import pytest
 import torch
 
+from slipstream.bridge.engine.memory_reader import located
+from slipstream.bridge.engine.orders import TAKE, Load, Order, RankAnswer, answer_key
+from slipstream.bridge.engine.take import ORDER, decoded_order
+from slipstream.bridge.group.store import put
 from slipstream.bridge.hf.bucket import FlatBucket
 from slipstream.bridge.publish.endpoint import PAUSE
 from slipstream.bridge.publish.publication import NoRoom, Timeouts
@@ -15,7 +20,8 @@ from slipstream.bridge.publish.publisher import Publisher
 from slipstream.bridge.transport.tensor import TensorTransport
 from slipstream.configs.schema import WeightsConfig
 
-TIMEOUT_S = 0.3
+TIMEOUT_S = 2.0
+CPU = torch.device("cpu")
 
 
 class World:
@@ -23,6 +29,7 @@ class World:
 
     def __init__(self) -> None:
         self.log: list[tuple] = []
+        self.transport = TensorTransport(CPU)
 
     def did(self, step: str) -> list[tuple]:
         return [event for event in self.log if event[1] == step]
@@ -61,11 +68,23 @@ class FakeEngine:
 
     async def take(self, handles, *, load_format, version):
         assert len(handles) == self.ranks
-        await self._do("take", load_format, version)
-        self._world.log.append((self.name, "taken"))
+        assert (load_format, version) == (TAKE, None)
+        orders = [decoded_order(dict(pickle.loads(handle))[ORDER]) for handle in handles]
+        loads = isinstance(orders[0], Load)
+        await self._do("take" if loads else "locate")
+        await asyncio.to_thread(self._answer, orders)
+        if loads:
+            self._world.log.append((self.name, "taken"))
+
+    def _answer(self, orders: list[Order]) -> None:
+        for rank, order in enumerate(orders):
+            put(self._world.transport._store, answer_key(order, rank), RankAnswer(place=located(CPU)))
 
     async def end_update(self):
         await self._do("end")
+
+    async def rename_version(self, version):
+        await self._do("stamp", version)
 
     async def resume(self):
         await self._do("resume")
@@ -76,8 +95,8 @@ def world() -> World:
     return World()
 
 
-def publisher(interrupt="retract", timeout_s=TIMEOUT_S) -> Publisher:
-    return Publisher(TensorTransport(), interrupt=interrupt, timeouts=Timeouts(timeout_s, timeout_s))
+def publisher(world, interrupt="retract", timeout_s=TIMEOUT_S) -> Publisher:
+    return Publisher(world.transport, interrupt=interrupt, timeouts=Timeouts(timeout_s, timeout_s))
 
 
 class FakeExport:
@@ -109,20 +128,24 @@ def publish(publisher, version, engines, buckets):
 
 
 def test_the_steps_of_a_publication_happen_in_order(world):
-    report = publish(publisher(), 7, [FakeEngine(world, "a")], FakeExport(world))
+    report = publish(publisher(world), 7, [FakeEngine(world, "a")], FakeExport(world))
     assert [event for event in world.log if event[0] == "a" and event[1] != "taken"] == [
         ("a", "ask"),
         ("a", "pause", "retract"),
         ("a", "begin"),
-        ("a", "take", "flattened_bucket", None),
-        ("a", "take", "flattened_bucket", None),
-        ("a", "take", "flattened_bucket", 7),
+        ("a", "locate"),
+        ("a", "take"),
+        ("a", "take"),
+        ("a", "take"),
         ("a", "end"),
+        ("a", "stamp", 7),
         ("a", "resume"),
     ]
     assert (report.version, report.updated, report.failed, report.bytes_sent) == (7, ["a"], {}, 24)
-    assert list(report.parts_s) == ["ask", "gather", "pause", "begin", "send", "end", "resume"]
-    stall = sum(report.parts_s[part] for part in ("pause", "begin", "send", "end", "resume"))
+    steps = ["ask", "gather", "pause", "begin", "locate", "send", "end", "stamp", "resume"]
+    assert list(report.parts_s) == steps
+    assert report.ways == {"shared": 1}
+    stall = sum(report.parts_s[part] for part in steps[2:])
     assert stall <= report.stall_s <= report.total_s
     assert report.total_s >= sum(report.parts_s.values())
 
@@ -131,7 +154,7 @@ def test_the_steps_of_a_publication_happen_in_order(world):
     ("interrupt", "pause"), [("in_place", "in_place"), ("abort", "abort"), ("drain", "retract")]
 )
 def test_the_interrupt_says_how_engines_are_paused(world, interrupt, pause):
-    publish(publisher(interrupt), 1, [FakeEngine(world, "a")], FakeExport(world))
+    publish(publisher(world, interrupt), 1, [FakeEngine(world, "a")], FakeExport(world))
     assert world.did("pause") == [("a", "pause", pause)]
 
 
@@ -140,7 +163,7 @@ def test_every_interrupt_of_a_recipe_has_a_pause():
 
 
 def test_the_first_bucket_is_gathered_before_the_pause_and_the_next_while_one_is_sent(world):
-    publish(publisher(), 1, [FakeEngine(world, "a", take=0.05)], FakeExport(world))
+    publish(publisher(world), 1, [FakeEngine(world, "a", take=0.05)], FakeExport(world))
     order = [event[1] for event in world.log]
     gathers = [i for i, step in enumerate(order) if step == "gather"]
     taken = [i for i, step in enumerate(order) if step == "taken"]
@@ -155,7 +178,7 @@ def test_an_engine_that_is_lost_before_the_weights_are_sent_drops_out_and_the_ot
 ):
     engines = [FakeEngine(world, "a"), FakeEngine(world, "b", **{step: trouble}), FakeEngine(world, "c")]
     buckets = FakeExport(world)
-    report = publish(publisher(), 1, engines, buckets)
+    report = publish(publisher(world), 1, engines, buckets)
     assert report.updated == ["a", "c"]
     assert report.failed.keys() == {"b"}
     assert report.failed["b"].startswith(f"{step} for version 1: ")
@@ -168,7 +191,7 @@ def test_an_engine_that_is_lost_before_the_weights_are_sent_drops_out_and_the_ot
 @pytest.mark.parametrize("trouble", [ConnectionError("gone"), "hangs"], ids=["is gone", "hangs"])
 def test_nobody_stands_still_for_an_engine_that_does_not_answer(world, trouble):
     engines = [FakeEngine(world, "a"), FakeEngine(world, "b", ask=trouble), FakeEngine(world, "c")]
-    report = publish(publisher(), 1, engines, FakeExport(world))
+    report = publish(publisher(world), 1, engines, FakeExport(world))
     assert report.updated == ["a", "c"]
     assert report.failed.keys() == {"b"}
     assert world.names("pause") == ["a", "c"]
@@ -178,7 +201,7 @@ def test_nobody_stands_still_for_an_engine_that_does_not_answer(world, trouble):
 @pytest.mark.parametrize("step", ["end", "resume"])
 def test_an_engine_that_is_lost_after_the_weights_were_sent_does_not_count_as_updated(world, step):
     engines = [FakeEngine(world, "a", **{step: ConnectionError("gone")}), FakeEngine(world, "b")]
-    report = publish(publisher(), 3, engines, FakeExport(world))
+    report = publish(publisher(world), 3, engines, FakeExport(world))
     assert report.updated == ["b"]
     assert report.failed == {"a": f"{step} for version 3: ConnectionError: gone"}
     assert world.names("resume") == (["b"] if step == "end" else ["a", "b"])
@@ -187,22 +210,22 @@ def test_an_engine_that_is_lost_after_the_weights_were_sent_does_not_count_as_up
 @pytest.mark.parametrize("step", ["ask", "pause", "begin"])
 def test_the_buckets_are_exhausted_when_no_engine_is_left(world, step):
     buckets = FakeExport(world)
-    report = publish(publisher(), 1, [FakeEngine(world, "a", **{step: RuntimeError("x")})], buckets)
+    report = publish(publisher(world), 1, [FakeEngine(world, "a", **{step: RuntimeError("x")})], buckets)
     assert report.updated == []
     assert world.did("take") == []
     assert buckets.exhausted
 
 
-@pytest.mark.parametrize("step", ["ask", "pause", "begin", "take", "end", "resume"])
+@pytest.mark.parametrize("step", ["ask", "pause", "begin", "locate", "take", "end", "stamp", "resume"])
 def test_the_report_tells_a_failure_of_the_transport_from_one_of_the_engine(world, step):
     engine = FakeEngine(world, "a", **{step: RuntimeError("broken")})
-    report = publish(publisher(), 1, [engine, FakeEngine(world, "b")], FakeExport(world))
-    assert report.cut_off == (["a"] if step in ("begin", "take", "end") else [])
+    report = publish(publisher(world), 1, [engine, FakeEngine(world, "b")], FakeExport(world))
+    assert report.cut_off == (["a"] if step in ("begin", "locate", "take", "end", "stamp") else [])
 
 
 def test_without_engines_the_buckets_are_exhausted_and_nothing_else_happens(world):
     buckets = FakeExport(world)
-    report = publish(publisher(), 1, [], buckets)
+    report = publish(publisher(world), 1, [], buckets)
     assert (report.updated, report.failed, report.bytes_sent) == ([], {}, 0)
     assert {event[1] for event in world.log} == {"gather"}
     assert buckets.exhausted
@@ -210,21 +233,21 @@ def test_without_engines_the_buckets_are_exhausted_and_nothing_else_happens(worl
 
 def test_the_stall_is_the_time_from_the_first_pause_to_the_last_resume(world):
     engine = FakeEngine(world, "a", ask=0.1, pause=0.05, take=0.02, resume=0.05)
-    report = publish(publisher(), 1, [engine], FakeExport(world, n=2))
+    report = publish(publisher(world), 1, [engine], FakeExport(world, n=2))
     assert 0.14 <= report.stall_s < report.total_s - 0.09
 
 
 def test_a_bucket_that_cannot_be_gathered_fails_the_publication_with_its_own_error(world):
     engine = FakeEngine(world, "a", take=0.1)
     with pytest.raises(RuntimeError, match="a trainer rank is gone"):
-        publish(publisher(), 1, [engine], FakeExport(world, fails_at=1))
+        publish(publisher(world), 1, [engine], FakeExport(world, fails_at=1))
 
 
 def test_a_cancelled_publication_exhausts_the_buckets_although_one_is_being_gathered(world):
     buckets = FakeExport(world, n=4, seconds=0.1)
 
     async def cancelled() -> None:
-        task = asyncio.ensure_future(publisher().publish(1, [FakeEngine(world, "a")], buckets))
+        task = asyncio.ensure_future(publisher(world).publish(1, [FakeEngine(world, "a")], buckets))
         while len(world.did("gather")) < 2:
             await asyncio.sleep(0.001)
         task.cancel()
@@ -236,14 +259,16 @@ def test_a_cancelled_publication_exhausts_the_buckets_although_one_is_being_gath
 
 
 def test_every_combination_of_one_failure_leaves_each_engine_updated_or_failed(world):
-    steps = ["ask", "pause", "begin", "take", "end", "resume"]
+    steps = ["ask", "pause", "begin", "locate", "take", "end", "stamp", "resume"]
     for step, position in itertools.product(steps, range(3)):
         engines = [
-            FakeEngine(world, n, **({step: RuntimeError("x")} if i == position else {}))
+            FakeEngine(
+                world, n, 1, f"{n} {step} {position}", **({step: RuntimeError("x")} if i == position else {})
+            )
             for i, n in enumerate("abc")
         ]
         buckets = FakeExport(world, n=2)
-        report = publish(publisher(), 1, engines, buckets)
+        report = publish(publisher(world), 1, engines, buckets)
         assert buckets.exhausted
         assert sorted([*report.updated, *report.failed]) == ["a", "b", "c"]
         assert list(report.failed) == ["abc"[position]]

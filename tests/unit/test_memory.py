@@ -16,7 +16,7 @@ from slipstream.backend.memory.engine_memory import (
     stage_sizes,
 )
 from slipstream.backend.memory.parameters import buffer_of, stage_parameters
-from slipstream.backend.memory.trainer_memory import StageMemory, parts_in_flight
+from slipstream.backend.memory.trainer_memory import StageMemory, buckets_at_once, parts_in_flight
 from slipstream.backend.memory.verdict import misfits
 from slipstream.backend.objective import logprob
 from slipstream.bridge.families import model_spec
@@ -31,9 +31,12 @@ from slipstream.configs.schema import (
     AverageReference,
     CheckpointConfig,
     CriticConfig,
+    DiskTransportConfig,
     KLConfig,
     ParallelConfig,
     RunConfig,
+    ShardsTransportConfig,
+    TensorTransportConfig,
 )
 from slipstream.configs.schema.actor import LoraConfig
 from tests.integration.test_megatron_parity import config_for
@@ -271,3 +274,17 @@ def test_a_checkpoint_is_late_by_its_bytes_and_the_rate_of_the_file_system():
     assert replace(plan, settings=CheckpointConfig(timeout_s=3600)).in_time
     assert replace(plan, bytes_per_s=20e9).in_time
     assert replace(plan, settings=CheckpointConfig(every=0)).in_time, "none is written"
+
+
+@pytest.mark.parametrize(
+    ("transport", "quantizes", "on_gpus", "buckets"),
+    [
+        (ShardsTransportConfig(), False, True, 2),
+        (TensorTransportConfig(), False, True, 3),
+        (TensorTransportConfig(), False, False, 2),
+        (DiskTransportConfig(), False, True, 2),
+        (DiskTransportConfig(), True, True, 4),
+    ],
+)
+def test_the_sender_holds_one_bucket_more_where_engines_read_its_gpu(transport, quantizes, on_gpus, buckets):
+    assert buckets_at_once(transport, quantizes=quantizes, on_gpus=on_gpus) == buckets

@@ -167,6 +167,7 @@ def test_a_step_is_logged_with_the_numbers_of_its_groups():
             "perf/weight_update_stall_s": 0.25,
             "perf/weight_bytes": 4_000_000,
             "perf/weight_gb_per_s": 0.002,
+            "perf/weight_ipc_ranks": 0,
             "perf/trainer_wait_s": 1.0,
             "perf/trainer_wait_fraction": 0.125,
             "perf/engine_restarts": 3,
