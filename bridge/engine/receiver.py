@@ -53,6 +53,7 @@ class ShardReceiver:
             len(order.senders) + rank,
             len(order.senders) + order.ranks,
             backend=order.backend,
+            device=next(model.parameters()).device,
             timeout_s=order.timeout_s,
         )
 

@@ -152,6 +152,7 @@ class ShardSender:
                 command.senders.index(self._rank),
                 engine.first + command.ranks,
                 backend=self._backend,
+                device=next(iter(self._parameters[0].values())).device,
                 timeout_s=self._timeout_s,
             )
             if engine.dropped:
