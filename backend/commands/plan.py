@@ -144,6 +144,8 @@ def _print_checkpoint(checkpoint: PlannedCheckpoint, console: Console) -> None:
         f"checkpoints: {size} every {checkpoint['every']} steps, {seconds:,.0f} s at {rate}, {verdict}; "
         f"{_size(checkpoint['kept_bytes'])} are kept",
     )
+    if pinned := checkpoint["pinned_bytes"]:
+        _line(console, f"snapshots for checkpoints: {_size(pinned)} of host memory for each trainer rank")
 
 
 def _print_publication(publication: PlannedPublication | None, console: Console) -> None:

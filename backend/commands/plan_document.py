@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import asdict
+from math import ceil
 from typing import TypedDict
 
 from slipstream.backend.commands.check import Planned
@@ -102,6 +103,8 @@ class PlannedCheckpoint(TypedDict):
     """False if ``seconds`` are more than ``timeout_s``."""
     kept_bytes: int
     """Bytes of the checkpoints that are kept, without those of ``checkpoint.keep_every``."""
+    pinned_bytes: int
+    """Bytes of pinned host memory that each rank of the trainer keeps for snapshots; 0: there are no GPUs."""
 
 
 class PlannedPublication(TypedDict):
@@ -188,7 +191,7 @@ def describe(planned: Planned, advice: SplitAdvice | None) -> PlanDocument:
         "engines": None if planned.engine is None else _engines(planned.config),
         "engine_memory": None if planned.engine is None else asdict(planned.engine),
         "judge": _judge(planned.config),
-        "checkpoint": _checkpoint(planned.checkpoint),
+        "checkpoint": _checkpoint(config, planned.checkpoint),
         "publication": _publication(planned),
         "splits": None if advice is None else _splits(advice),
         "environment": _environment(planned),
@@ -209,8 +212,9 @@ def _engines(config: RunConfig) -> PlacedEngines:
     }
 
 
-def _checkpoint(checkpoint: CheckpointPlan) -> PlannedCheckpoint:
+def _checkpoint(config: RunConfig, checkpoint: CheckpointPlan) -> PlannedCheckpoint:
     settings = checkpoint.settings
+    pins = settings.every and config.cluster.device == "gpu"
     return {
         "bytes": checkpoint.bytes,
         "bytes_per_s": checkpoint.bytes_per_s,
@@ -219,6 +223,7 @@ def _checkpoint(checkpoint: CheckpointPlan) -> PlannedCheckpoint:
         "timeout_s": settings.timeout_s,
         "in_time": checkpoint.in_time,
         "kept_bytes": checkpoint.bytes * settings.keep_last if settings.every else 0,
+        "pinned_bytes": ceil(checkpoint.bytes / config.actor.parallel.world_size) if pins else 0,
     }
 
 

@@ -24,6 +24,7 @@ from slipstream.backend.megatron.frozen import FrozenModel
 from slipstream.backend.megatron.random_state import RandomStates
 from slipstream.backend.megatron.trained import Trained
 from slipstream.backend.megatron.weights import ADAPTERS, content_of, differences, sharded_weights, take_over
+from slipstream.bridge.group.pinned import PinnedPool
 from slipstream.bridge.model.geometry import Geometry
 from slipstream.configs.schema import ActorConfig
 
@@ -63,6 +64,7 @@ class RankCheckpoints:
         self._seed = seed
         self._finish_timeout_s = finish_timeout_s
         self._running: BackgroundSave | None = None
+        self._pool = PinnedPool()
         weight = next(trained[POLICY].parts[0].parameters())
         # Where it began and how it is served change nothing that a checkpoint holds.
         lora = actor.lora and actor.lora.model_dump(include={"rank", "alpha", "targets"})
@@ -94,7 +96,7 @@ class RankCheckpoints:
         state = self._state()
         self._require_finite(state)
         state |= {"random": self._random_states(random_state.capture()), "about": about}
-        self._running = BackgroundSave.begin(state, folder)
+        self._running = BackgroundSave.begin(state, folder, self._pool)
 
     @property
     def written(self) -> bool:

@@ -13,6 +13,7 @@ with their process, and ``torch.save`` releases the GIL while it writes a tensor
 import io
 import os
 import threading
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -38,9 +39,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError, describe
 from slipstream.backend.megatron.groups import groups
+from slipstream.bridge.group.pinned import PinnedPool
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+ALIGNMENT = 64
+"""The tensors of a snapshot begin at a multiple of this many bytes."""
 
 
 class BackgroundSave:
@@ -62,8 +67,10 @@ class BackgroundSave:
         self._thread.start()
 
     @classmethod
-    def begin(cls, state: dict[str, object], folder: Path) -> "BackgroundSave":
+    def begin(cls, state: dict[str, object], folder: Path, pool: PinnedPool) -> "BackgroundSave":
         """Take a snapshot of ``state``, which is used up, and start to write it into ``folder``. Collective.
+
+        ``pool``: has the host memory of snapshots, of which one is as large as the next.
 
         Raises CheckpointError on all ranks unless ``folder`` is a writable folder on each of them.
         """
@@ -72,7 +79,7 @@ class BackgroundSave:
         sharded, common = cast("tuple[dict[str, object], object]", save_preprocess(state))
         _share_among_replicas(sharded)
         by_key, *_ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-        writer = _Writer(folder)
+        writer = _Writer(folder, pool)
         (_, metadata, _), *_ = save_state_dict_async_plan(
             mcore_to_pyt_state_dict(by_key),
             # Of its own writer Megatron uses only what torch's has as well.
@@ -123,33 +130,54 @@ class BackgroundSave:
 class _Snapshot:
     """Stands for the planner; gives the writer copies in host memory instead of the tensors themselves."""
 
-    def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
-        self._data = {item.index: self._copy(planner.resolve_data(item)) for item in plan.items}
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+    def __init__(self, plan: SavePlan, planner: SavePlanner, pool: PinnedPool) -> None:
+        # Byte items are serialized already.
+        found = {item.index: planner.resolve_data(item) for item in plan.items}
+        tensors = {index: data.detach() for index, data in found.items() if isinstance(data, torch.Tensor)}
+        ends = list(accumulate((_aligned(tensor.nbytes) for tensor in tensors.values()), initial=0))
+        devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
+        device = next(iter(devices), torch.device("cpu"))
+        self._pool, self._memory = pool, pool.take(max(ends[-1], 1), device)
+        copies = {
+            index: _copied(tensor, self._memory, start)
+            for (index, tensor), start in zip(tensors.items(), ends, strict=False)
+        }
+        self._data = found | copies
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
-    @staticmethod
-    def _copy(data: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO:
-        # Byte items are serialized already. non_blocking puts the copies of CUDA tensors into pinned memory.
-        if isinstance(data, torch.Tensor):
-            return data.detach().to("cpu", copy=True, non_blocking=True)
-        return data
+    def close(self) -> None:
+        self._data.clear()
+        self._pool.give_back(self._memory)
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
         return self._data[item.index]
 
 
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _copied(tensor: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:
+    """Copy a tensor into ``memory``. Its storage is as small: the writer saves whole storages."""
+    if not tensor.numel():
+        return tensor.cpu()
+    place = torch.frombuffer(memory.numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=start)
+    return place.view(tensor.shape).copy_(tensor, non_blocking=True)
+
+
 class _Writer(FileSystemWriter):
     """torch's writer of one file per rank in two steps: the plan and a snapshot now, the file later."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, pool: PinnedPool) -> None:
         # One thread: with more, torch starts helpers whose errors are lost. No copies ahead: all are made.
         super().__init__(folder, thread_count=1, per_thread_copy_ahead=0)
+        self._pool = pool
         self._snapshot: tuple[SavePlan, _Snapshot] | RuntimeError | MemoryError
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         try:
-            self._snapshot = plan, _Snapshot(plan, planner)
+            self._snapshot = plan, _Snapshot(plan, planner, self._pool)
         except (RuntimeError, MemoryError) as error:  # no host memory: finish() raises it on all ranks
             self._snapshot = error
 
@@ -159,7 +187,10 @@ class _Writer(FileSystemWriter):
         if isinstance(snapshot, Exception):
             raise snapshot
         plan, copies = snapshot
-        return self.write_data(plan, cast("SavePlanner", copies)).wait()
+        try:
+            return self.write_data(plan, cast("SavePlanner", copies)).wait()
+        finally:
+            copies.close()
 
 
 def _serialized(value: object) -> bytes:

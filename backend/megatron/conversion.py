@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from slipstream.backend.megatron.parallel import RankSpec, initialize, leave
 from slipstream.bridge.families import model_spec
+from slipstream.bridge.group.pinned import PinnedPool
 from slipstream.bridge.hf.files import write_hf
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.shards.export import export
@@ -63,7 +64,7 @@ def write_megatron(
         spec, dtype = model_spec(model, plugins.resolved(families)), getattr(torch, dtype_name)
         parts = build_model(spec, _settings(parallel), dtype, device)
         about = {"content": content_of(spec.geometry, dtype), "layout": parallel.model_dump()}
-        saving = BackgroundSave.begin({"model": sharded_weights(parts), "about": about}, folder)
+        saving = BackgroundSave.begin({"model": sharded_weights(parts), "about": about}, folder, PinnedPool())
         saving.finish(COLLECTIVE_TIMEOUT_S / 2)
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
+from slipstream.bridge.group.pinned import PinnedPool
 from slipstream.bridge.hf.bucket import FlatBucket
 from slipstream.bridge.hf.index import HfCheckpointError
 from slipstream.bridge.hf.quantization import EngineFp8
@@ -38,6 +40,7 @@ class DeltaTransport:
         self._initial = StartingWeights(model)
         self._base: list[ByteArray] = [np.empty(0, np.uint8) for _ in self._files]
         """The last version, by bucket."""
+        self._pool = PinnedPool()
         self._version: int | None = None
         """Version of ``_base``; None while it changes."""
 
@@ -76,8 +79,17 @@ class DeltaTransport:
 
         ``followers``: names of the engines whose replica equals the base.
         """
-        base, new = self._base[number], await asyncio.to_thread(_bytes_of, bucket)
-        itemsize = bucket.flat.itemsize
+        host = await asyncio.to_thread(self._pool.copy, bucket.flat)
+        try:
+            await self._send_bytes(publication, number, host, followers)
+        finally:
+            self._pool.give_back(host)
+
+    async def _send_bytes(
+        self, publication: Publication, number: int, host: Tensor, followers: set[str]
+    ) -> None:
+        """Do what ``_send`` does with a bucket on the host."""
+        base, new, itemsize = self._base[number], host.view(torch.uint8).numpy(), host.itemsize
         names = {engine.name for engine in publication.engines}
         patch = afresh = b""
         if names & followers:
@@ -119,10 +131,6 @@ class DeltaTransport:
             log.warning("sending bucket %d whole: %s", number, error_text(error))
             return _whole(new, itemsize)
         return _patch(initial, new, itemsize)
-
-
-def _bytes_of(bucket: FlatBucket) -> ByteArray:
-    return bucket.flat.view(torch.uint8).cpu().numpy()
 
 
 def _patch(base: ByteArray, new: ByteArray, itemsize: int) -> bytes:

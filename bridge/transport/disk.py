@@ -9,11 +9,13 @@ import asyncio
 import errno
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
+from slipstream.bridge.group.pinned import PinnedPool
 from slipstream.bridge.hf.bucket import FlatBucket
 from slipstream.bridge.hf.files import write_hf
 from slipstream.bridge.hf.kept import NOTHING_KEPT, Kept
@@ -47,6 +49,7 @@ class DiskTransport:
         self._written = written
         self._dtype = dtype
         self._quantization = quantization
+        self._pool = PinnedPool()
 
     async def prepare(self, publication: Publication, buckets: BucketStream) -> None:
         with publication.report.timed("write"):
@@ -70,7 +73,7 @@ class DiskTransport:
         self._remove()
         try:
             return write_hf(
-                buckets,
+                self._on_host(buckets),
                 self._source,
                 self._folder_of(version),
                 dtype=self._dtype,
@@ -85,6 +88,17 @@ class DiskTransport:
             raise NoRoom(
                 f"make room in {self._folder} (weights.transport.path), where {free}: {error}"
             ) from error
+
+    def _on_host(self, buckets: Iterator[FlatBucket | None]) -> Iterator[FlatBucket | None]:
+        for bucket in buckets:
+            if bucket is None:
+                yield None
+                continue
+            copied = self._pool.copy(bucket.flat)
+            try:
+                yield replace(bucket, flat=copied)
+            finally:
+                self._pool.give_back(copied)
 
     def _remove(self) -> None:
         """Remove every version, whole or begun."""

@@ -143,6 +143,11 @@ def test_plan_and_check_compare_the_time_of_a_checkpoint_with_its_time_out(recip
     assert found["seconds"] == found["bytes"] / found["bytes_per_s"]
     assert (found["every"], found["timeout_s"], found["in_time"]) == (10, 1800, True)
     assert found["kept_bytes"] == 2 * found["bytes"]
+    assert found["pinned_bytes"] == 0
+    on_gpus = ("plan", recipe, "cluster={type: local, device: gpu}", "--no-split")
+    pinned = json.loads(call(*on_gpus, "--json").stdout)["checkpoint"]["pinned_bytes"]
+    assert found["bytes"] <= 8 * pinned < found["bytes"] + 8, "eight ranks share it"
+    assert "snapshots for checkpoints: " in call(*on_gpus).stdout
     assert "at 5 GB/s (cluster.file_system_bytes_per_s), of 1,800 s" in call("plan", recipe).stdout
     files = "cluster={type: local, file_system_bytes_per_s: 100}"
     slow = (recipe, files, "checkpoint={every: 20, timeout_s: 900}")
