@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.bridge.engine.orders import TAKE
 from slipstream.configs.schema import RunConfig, SamplingConfig
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.engine.growing import GrowingCompletion
@@ -93,7 +94,7 @@ def test_published_weights_are_bit_for_bit_those_of_the_exported_checkpoint(
         optimizer={"lr": 1e-2},
         weights={"transport": {"type": "shards"}},
     )
-    args = {"disable_cuda_graph": not cuda_graphs}
+    args = {"disable_cuda_graph": not cuda_graphs, "custom_weight_loader": [TAKE]}
     with engine(checkpoint, tmp_path / "engine.log", gpu=1, args=args) as server:
         before = server.probe(PROBES)
         [report] = run_ranks(1, on_the_first_gpu, config, [server.address], tmp_path / "exported")
