@@ -2,12 +2,13 @@
 
     type         before the pause                             in the pause
     shards       nothing                                      every rank sends its shards to every engine rank
-    tensor       gathers the first bucket                     sends each bucket through memory of the node
+    tensor       gathers the first bucket                     engines read each bucket in the sender's memory
     disk         writes a checkpoint                          every engine reads it
     delta        sends what changed to the engines' replicas  every engine reads its replica
 
 Each type is a module with a ``publish.publisher.Transport``. ``shards`` is the head's part of shard-to-shard
-publishing and ``sender`` that of every rank, which follows the head's ``commands``. ``delta`` builds on
+publishing and ``sender`` that of every rank, which follows the head's ``commands``. ``shards`` and ``tensor``
+give the engines' ranks orders (``ordering``); ``ways`` says which memory a rank reads. ``delta`` builds on
 ``patches`` (the format of what changed) and ``replica`` (the copy of the weights beside an engine, which runs
 in the engine's server).
 

@@ -30,7 +30,8 @@ class ShardsTransportConfig(Section):
 
 
 class TensorTransportConfig(_Bucketed):
-    """Through shared memory. The trainer's first rank and all engines must be on one node."""
+    """Through memory of the trainer's first rank, of its GPU or of the host. All engines must be on its
+    node."""
 
     type: Literal["tensor"] = "tensor"
 
