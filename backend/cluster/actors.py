@@ -114,18 +114,15 @@ class EngineActors:
     def name(number: int) -> str:
         return f"engine-{number}"
 
-    def check_nodes(self, number: int) -> None:
-        """Raise NodeLost if engine ``number`` has lost one of its nodes."""
-        check_nodes(self._placement.engines[number])
-
     def create(
         self,
         number: int,
         node: int,
+        on: Node,
         trainer_gpus: Sequence[Sequence[str]],
         left: Sequence[tuple[int, int]] = (),
     ) -> EngineServerActor:
-        """Return the handle of a new actor for node ``node`` of engine ``number``.
+        """Return the handle of a new actor for node ``node`` of engine ``number``, which is ``on``.
 
         ``trainer_gpus``: ids of each trainer rank's GPUs. A colocated engine has those and asks Ray for none.
         ``left``: bytes of each rank's GPU that are free at its peak, and all of them; empty on CPUs.
@@ -141,7 +138,7 @@ class EngineActors:
         gpus = engine.ranks_per_node if placement.device == "cuda" and not shared_gpus else 0
         actor = (
             ray.remote(EngineActor)
-            .options(**on_node(placement.engines[number][node], gpus), max_concurrency=CALLS_AT_ONCE)
+            .options(**on_node(on, gpus), max_concurrency=CALLS_AT_ONCE)
             .remote(
                 name=self.name(number),
                 run=config.run.name,
@@ -190,19 +187,15 @@ class JudgeEngineActors:
     def name(number: int) -> str:
         return f"judge-engine-{number}"
 
-    def check_nodes(self, number: int) -> None:
-        """Raise NodeLost if engine ``number`` has no node any more."""
-        check_nodes([self._placement.judge[number]])
-
-    def create(self, number: int) -> EngineServerActor:
-        """Return the handle of a new actor for engine ``number``."""
+    def create(self, number: int, on: Node) -> EngineServerActor:
+        """Return the handle of a new actor for engine ``number``, which is ``on`` a node."""
         config, engines, placement = self._config, self._engines, self._placement
         on_gpus = placement.device == "cuda"
         environment = gpu_environment.environment(config.rollout.engine, config.actor.parallel, "engines")
         actor = (
             ray.remote(EngineActor)
             .options(
-                **on_node(placement.judge[number], engines.tensor_parallel if on_gpus else 0),
+                **on_node(on, engines.tensor_parallel if on_gpus else 0),
                 max_concurrency=CALLS_AT_ONCE,
             )
             .remote(

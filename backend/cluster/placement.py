@@ -1,6 +1,7 @@
-"""Places each trainer rank and each engine on a node. Pure: facts about nodes in, a placement out."""
+"""EnginePlaces each trainer rank and each engine on a node. Pure: facts about nodes in, a placement out."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 
@@ -35,12 +36,24 @@ class Placement:
     collectors: tuple[Node, ...] = ()
     judge: tuple[Node, ...] = ()
     """Nodes of the judge's own engines."""
+    trainers_own: frozenset[str] = frozenset()
+    """Ids of the nodes that have no engines (``cluster.trainer_nodes``)."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one engine has of the cluster."""
+
+    nodes: tuple[Node, ...]
+    """In the order of its ranks."""
+    gpus: int
+    """On each of the nodes; 0 without GPUs, and where the GPUs are the trainer's."""
 
 
 def actor_count(config: RunConfig) -> int:
-    """Return the number of trainer ranks and engines, those of the judge included."""
+    """Return the largest number of trainer ranks and engines, those of the judge included."""
     judge = own_engines(config.judge)
-    return config.actor.parallel.world_size + config.rollout.engine.count + (judge.count if judge else 0)
+    return config.actor.parallel.world_size + config.rollout.engine.most + (judge.count if judge else 0)
 
 
 def place(nodes: Sequence[Node], config: RunConfig, *, trains: bool = True) -> Placement:
@@ -49,12 +62,32 @@ def place(nodes: Sequence[Node], config: RunConfig, *, trains: bool = True) -> P
     A rank takes one GPU, an engine as many as it has ranks: equally many on each of ``rollout.engine.nodes``
     nodes. Colocated engines share the GPUs of consecutive trainer ranks of a node. The judge's own engines
     take GPUs that are left. CPUs are not counted. Without ``trains`` there are no ranks, and engines are on
-    all nodes. Raises PlacementError.
+    all nodes. If nodes are missing, there are fewer engines than ``rollout.engine.count``, down to
+    ``min_count``. Raises PlacementError.
     """
+    return _with_room(config, lambda fewer: _place(nodes, fewer, trains))
+
+
+def _with_room(config: RunConfig, place_all: Callable[[RunConfig], Placement]) -> Placement:
+    """Return the first placement for which there is room, with fewer and fewer engines."""
+    rollout = config.rollout
+    for count in range(rollout.engine.count, rollout.engine.fewest - 1, -1):
+        engine = rollout.engine.model_copy(update={"count": count})
+        fewer = config.model_copy(update={"rollout": rollout.model_copy(update={"engine": engine})})
+        try:
+            return place_all(fewer)
+        except PlacementError:
+            if count == rollout.engine.fewest:
+                raise
+    raise AssertionError("rollout.engine.min_count is above count")
+
+
+def _place(nodes: Sequence[Node], config: RunConfig, trains: bool) -> Placement:
     nodes = sorted(nodes, key=_by_address)
     device = _device(nodes, config)
     if config.rollout.engine.colocated:
         return _colocated(nodes, config, device)
+    own: frozenset[str] = frozenset()
     if config.cluster.type == "slurm" and trains:
         first = config.cluster.trainer_nodes or 1
         if len(nodes) <= first:
@@ -63,21 +96,23 @@ def place(nodes: Sequence[Node], config: RunConfig, *, trains: bool = True) -> P
                 "ask sbatch for more nodes"
             )
         trainer_nodes, engine_nodes = nodes[:first], nodes[first:]
+        own = frozenset(node.id for node in trainer_nodes)
     else:
         trainer_nodes = engine_nodes = list(nodes)
     free = {node.id: node.gpus for node in nodes}
     trainer = _ranks(trainer_nodes, free, config, device) if trains else ()
     engines = _engines(engine_nodes, free, config, device)
     judge = _judge(engine_nodes, free, config, device)
-    return Placement(trainer, engines, device, collectors=_collectors(nodes, config), judge=judge)
+    collectors = _collectors(nodes, config)
+    return Placement(trainer, engines, device, collectors=collectors, judge=judge, trainers_own=own)
 
 
 def place_engines(nodes: Sequence[Node], config: RunConfig) -> Placement:
-    """Place engines alone, on all nodes. Raises PlacementError."""
+    """Place engines alone, on all nodes, as ``place`` does. Raises PlacementError."""
     nodes = sorted(nodes, key=_by_address)
     device = _device(nodes, config)
     free = {node.id: node.gpus for node in nodes}
-    return Placement((), _engines(nodes, free, config, device), device)
+    return _with_room(config, lambda fewer: Placement((), _engines(nodes, dict(free), fewer, device), device))
 
 
 def _engines(
@@ -94,6 +129,40 @@ def _engines(
         tuple(nodes[(number * engine.nodes + part) % len(nodes)] for part in range(engine.nodes))
         for number in range(engine.count)
     )
+
+
+def place_again(
+    nodes: Sequence[Node],
+    placement: Placement,
+    held: Iterable[Held],
+    losses: Mapping[str, int],
+    *,
+    spread: int,
+    gpus: int,
+    apart: Iterable[Node] = (),
+) -> tuple[Node, ...] | None:
+    """Return the nodes of an engine that needs ``gpus`` GPUs on each of ``spread``; None: there is no room.
+
+    ``held``: what all other engines have. ``losses``: number of engines that were lost on a node, by its
+    address: such nodes come last. ``apart``: nodes that the engine must not be on. Without GPUs, the nodes
+    with the fewest engines come first.
+    """
+    free = Counter({node.id: node.gpus for node in nodes})
+    if placement.device == "cuda":
+        free.subtract(node.id for node in placement.trainer)
+    engines = Counter[str]()
+    for each in held:
+        for node in each.nodes:
+            free[node.id] -= each.gpus
+            engines[node.id] += 1
+    without = placement.trainers_own.union(node.id for node in apart)
+    with_room = [node for node in nodes if node.id not in without and (not gpus or free[node.id] >= gpus)]
+
+    def rank(node: Node) -> tuple[int, int, tuple[int, int, str]]:
+        return losses.get(node.address, 0), 0 if gpus else engines[node.id], _by_address(node)
+
+    chosen = sorted(with_room, key=rank)[:spread]
+    return tuple(chosen) if len(chosen) == spread else None
 
 
 def _enough_nodes(nodes: Sequence[Node], needed: int) -> None:

@@ -50,15 +50,21 @@ def ray_cluster(config: RunConfig, *, batch_bytes: int, note: Callable[[str], No
             _join_job()
         if threading.current_thread() is threading.main_thread():  # no other thread has signals
             signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts in one that exits without cleaning up
-        alive = [node for node in ray.nodes() if node["Alive"]]
         if cluster.type == "slurm":
-            smallest = min(int(node["Resources"].get("object_store_memory", 0)) for node in alive)
+            alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            smallest = min(int(resources.get("object_store_memory", 0)) for resources in alive)
             if message := too_small(smallest, batch_bytes):
                 note(message)
-        yield [
-            Node(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0)))
-            for node in alive
-        ]
+        yield alive_nodes()
+
+
+def alive_nodes() -> list[Node]:
+    """Return the nodes that the cluster has now."""
+    return [
+        Node(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0)))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 def driver_address(cluster: Cluster) -> str:

@@ -277,7 +277,7 @@ def planned(config: RunConfig, *, supervised: bool = False) -> Planned:
         actor, dtype, transport = config.actor, config.model.dtype, config.weights.transport
         engine = config.rollout.engine
         joins_engines = transport.type == "shards" and not (supervised or actor.serves_adapter)
-        engines = engine.count if joins_engines else 0
+        engines = engine.most if joins_engines else 0
         export = export_plan(actor, dtype, transport, spec, layers=layers)
         stages = trainer_memory(
             actor,

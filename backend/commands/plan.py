@@ -78,6 +78,8 @@ def _print_layout(planned: Planned, document: PlanDocument, console: Console) ->
         _line(console, f"layers of each part of the pipeline: {sizes}")
     if (engines := document["engines"]) is not None:
         _line(console, _placement(engines))
+        if engines["fewest"] < engines["most"]:
+            _line(console, _elastic(engines, on_gpus=planned.config.cluster.device != "cpu"))
 
 
 def _placement(engines: PlacedEngines) -> str:
@@ -93,6 +95,18 @@ def _placement(engines: PlacedEngines) -> str:
     if engines["nodes"] == 1:
         return f"{count} of {ranks}, each on one node: {ways}"
     return f"{count} of {ranks}, each over {engines['nodes']} nodes of {engines['ranks_per_node']}: {ways}"
+
+
+def _elastic(engines: PlacedEngines, *, on_gpus: bool) -> str:
+    """Return a line that says what the engines of an elastic run need."""
+    most = engines["most"]
+    if on_gpus:
+        needs = f"{most} take {most * engines['ranks']} GPUs beside those of the trainer"
+    elif most > engines["engines"]:
+        needs = f"each beyond {engines['engines']} needs a node without engines, or joins from outside"
+    else:
+        needs = "any node has room"
+    return f"{engines['fewest']} to {most} engines as nodes come and go: {needs}"
 
 
 def _print_memory(planned: Planned, console: Console) -> None:

@@ -67,6 +67,9 @@ class PlacedEngines(TypedDict):
     """The engines of the policy, and how the ranks of each are spread."""
 
     engines: int
+    fewest: int
+    """Number of engines below which the run waits for nodes."""
+    most: int
     ranks: int
     """Of each engine. The next four numbers say how the model is divided over them."""
     tensor: int
@@ -202,6 +205,8 @@ def _engines(config: RunConfig) -> PlacedEngines:
     engine = config.rollout.engine
     return {
         "engines": engine.count,
+        "fewest": engine.fewest,
+        "most": engine.most,
         "ranks": engine.ranks,
         "tensor": engine.tensor_parallel,
         "data": engine.data_parallel,

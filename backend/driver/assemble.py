@@ -24,6 +24,7 @@ from slipstream.backend.driver.processes.devices import Beside, Colocated, Devic
 from slipstream.backend.driver.processes.engines import EngineLimits, policy_engines
 from slipstream.backend.driver.processes.gateways import Gateways, gateway_command
 from slipstream.backend.driver.processes.judge_engines import judge_supervisor
+from slipstream.backend.driver.processes.places import EnginePlaces
 from slipstream.backend.driver.processes.restart_limits import (
     collector_limit,
     engine_limit,
@@ -57,7 +58,7 @@ from slipstream.rollout.engine.adapters import POLICY, AdapterServing
 from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.roster import FOLLOW_TIMEOUT_S, EngineRoster
 from slipstream.rollout.engine.serving import encoded
-from slipstream.rollout.engine.supervisor import Supervisor
+from slipstream.rollout.engine.supervisor import EngineCounts, Supervisor
 from slipstream.rollout.ledger.recovery import Recovered
 from slipstream.rollout.live.baseline import ScoreBaseline
 from slipstream.rollout.live.judging import LiveJudging
@@ -163,9 +164,18 @@ def assemble(
         config, trainer, roster, devices, batches, verifier, transports, note, starts_served=starts_served
     )
     actors = EngineActors(config, placement, logs, inputs.engine_model.path, adapters=adapters)
+    places = EnginePlaces(placement)
     handles = policy_engines(
-        engine, actors, limits, devices, trainer_gpus=lambda: trainer.gpus, left=lambda: trainer.left
+        engine,
+        actors,
+        limits,
+        devices,
+        placement,
+        places,
+        trainer_gpus=lambda: trainer.gpus,
+        left=lambda: trainer.left,
     )
+    counts = EngineCounts(len(placement.engines), engine.fewest, engine.patience_s)
     checkpoints = _checkpoints(config, state, trainer, weights, listener)
     questions = EvaluationTasks()
     samples = config.rollout.n_samples_per_prompt
@@ -188,7 +198,7 @@ def assemble(
         roster=roster,
         trainer=trainer,
         weights=weights,
-        supervisor=Supervisor(handles, roster, weights, limit=engine_limit(config), note=note),
+        supervisor=Supervisor(handles, roster, weights, limit=engine_limit(config), counts=counts, note=note),
         controller=_controller(config),
         assignments=assignments,
         server=server,
@@ -215,7 +225,7 @@ def assemble(
         ),
         turns=turns,
         live=None if turns is None else live_users(config, limits, turns, key, roster, logs, listener.note),
-        judge=judge_supervisor(config, placement, logs, roster.judge_serves, note),
+        judge=judge_supervisor(config, placement, places, logs, roster.judge_serves, note),
         hooks=hooks,
         lost=lost,
         drawing=_drawing(config, state, gate, logs, note),

@@ -175,7 +175,7 @@ class ShardsOut:
                 trainer_ranks=layout.world_size,
                 backend=backend,
                 timeouts=timeouts,
-                engines=engine.count,
+                engines=engine.most,
                 digests=config.verify.type == "digests",
             )
             self._publisher = _publisher(config, engine, self._transport)

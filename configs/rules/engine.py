@@ -15,8 +15,24 @@ from slipstream.configs.schema import RunConfig
 from slipstream.configs.violations import Violation, one_of
 
 ENGINE = "rollout.engine"
+COUNTS_OF_ENGINES = ("count", "min_count", "max_count")
 NAMES = ("nodes", "tensor_parallel", "data_parallel", "expert_parallel", "pipeline_parallel")
 SPLIT = tuple(f"{ENGINE}.{name}" for name in NAMES)
+
+
+def counts_are_in_order(config: RunConfig) -> Iterator[Violation]:
+    engine = config.rollout.engine
+    for name, value, fits, words in (
+        ("min_count", engine.min_count, engine.fewest <= engine.count, "at most"),
+        ("max_count", engine.max_count, engine.most >= engine.count, "at least"),
+    ):
+        if value is not None and not fits:
+            yield Violation(
+                f"{ENGINE}.{name}", value, f"expected {words} {engine.count}, which is {ENGINE}.count"
+            )
+        elif value is not None and value != engine.count and engine.colocated:
+            reason = f"expected null: with {ENGINE}.colocated the engines are where the trainer's GPUs are"
+            yield Violation(f"{ENGINE}.{name}", value, reason)
 
 
 def ranks_divide(config: RunConfig) -> Iterator[Violation]:
@@ -183,6 +199,7 @@ def transport_reaches_every_rank(config: RunConfig) -> Iterator[Violation]:
 
 
 RULES = (
+    Rule(counts_are_in_order, (*(f"{ENGINE}.{name}" for name in COUNTS_OF_ENGINES), f"{ENGINE}.colocated")),
     Rule(ranks_divide, SPLIT),
     Rule(nodes_are_there, (f"{ENGINE}.nodes", "cluster.type")),
     Rule(model_divides, (POLICY, *SPLIT)),

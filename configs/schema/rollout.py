@@ -14,7 +14,28 @@ from slipstream.configs.schema.sampling import SamplingConfig
 class EngineConfig(Section):
     """The SGLang engines."""
 
-    count: int = Field(default=1, ge=1, description="Number of engines, each of which is a server.")
+    count: int = Field(
+        default=1, ge=1, description="Number of engines with which a run begins, each of which is a server."
+    )
+    min_count: int | None = Field(
+        default=None,
+        ge=1,
+        description="Smallest number of engines with which a run begins if nodes are missing, and goes on "
+        "when nodes are lost. null: `count`.",
+    )
+    max_count: int | None = Field(
+        default=None,
+        ge=1,
+        description="Largest number of engines. More than `count` are started on GPUs that are free, or on "
+        "nodes without GPUs and engines, as soon as such nodes belong to the Ray cluster; engines that join "
+        "from outside count as well. null: `count`.",
+    )
+    patience_s: float = Field(
+        default=1800,
+        ge=0,
+        description="Seconds for which a run waits for nodes while fewer than `min_count` engines have one. "
+        "Then it ends.",
+    )
     nodes: int = Field(
         default=1,
         ge=1,
@@ -109,6 +130,16 @@ class EngineConfig(Section):
         description="Names of fields in `args` that nobody has tried with Slipstream, and that are passed on "
         "nevertheless. The start of the run, its report and its summary name them.",
     )
+
+    @property
+    def fewest(self) -> int:
+        """Number of engines below which a run waits for nodes."""
+        return self.count if self.min_count is None else self.min_count
+
+    @property
+    def most(self) -> int:
+        """Number of engines above which none is started."""
+        return self.count if self.max_count is None else self.max_count
 
     @property
     def takes_turns(self) -> bool:

@@ -10,15 +10,18 @@ engine is withdrawn when its server is well but its weights are not whole, becau
 sent them.
 
 An engine that is lost while it runs users' requests is started again, and that is not counted: no user ends a
-run. An engine whose node is lost stays away, and the others go on.
+run. An engine whose node is lost waits for another node, and the others go on. While fewer than ``fewest``
+engines have a node, for ``patience_s`` at most, requests wait if no engine serves. Then the run ends.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
+from slipstream.rollout.system.changes import Changes
 from slipstream.rollout.system.restarts import NodeLost, RestartLimit, Restarts
 
 LONGEST_PAUSE_S = 5.0
@@ -51,6 +54,14 @@ class EngineHandle(Protocol):
     """The owner of one server's process, wherever it runs."""
 
     name: str
+
+    async def placed(self) -> str:
+        """Wait until the engine has a node, and say which one."""
+        ...
+
+    def give_up_place(self, *, unfit: bool) -> None:
+        """Leave the node, which is lost, or ``unfit`` because the engine does not start there."""
+        ...
 
     async def start(self) -> EngineAddress:
         """Start, or restart, from the run's initial weights. Returns when the server is healthy.
@@ -87,15 +98,38 @@ class Roster(Protocol):
         """Remove an engine from those that serve."""
         ...
 
+    def awaited(self) -> AbstractContextManager[None]:
+        """Hold requests back inside the block while no engine serves."""
+        ...
+
     async def suspects(self, name: str) -> list[str]:
         """Return the users' requests that ran on an engine when it was lost last."""
         ...
+
+
+@dataclass(frozen=True)
+class EngineCounts:
+    """How many engines there are at least."""
+
+    first: int
+    """Number of engines that have a node at the start. All of them serve before the run begins."""
+    fewest: int
+    """Number of engines below which the run waits for nodes."""
+    patience_s: float
+    """Longest time of that."""
+    setting: str = "rollout.engine.min_count"
+    """Setting that ``fewest`` is from, for messages."""
 
 
 @dataclass
 class _Engine:
     handle: EngineHandle
     restarts: Restarts
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    """It has served."""
+    has_node: bool = False
+    on_trial: bool = False
+    """It has not served yet on its node, which it has got during the run: the node may be at fault."""
     client: EngineClient | None = None
     """Client of the server as last started; None while it is being started."""
     condemned: asyncio.Event = field(default_factory=asyncio.Event)
@@ -114,6 +148,7 @@ class Supervisor:
         weights: WeightsSource,
         *,
         limit: RestartLimit,
+        counts: EngineCounts,
         note: Callable[[str], None],
         watch: Callable[[EngineClient], Awaitable[str]] = unwell,
         pause_s: float = 0.0,
@@ -122,18 +157,23 @@ class Supervisor:
         ``pause_s``: seconds before each restart.
         """
         self._engines = {handle.name: _Engine(handle, Restarts(limit)) for handle in handles}
+        self._limit = limit
+        self._counts = counts
         self._roster = roster
         self._weights = weights
         self._note = note
         self._watch = watch
         self._pause_s = pause_s
-        self._left = len(self._engines)
-        """Number of engines that have a node."""
+        self._earlier_restarts = 0
+        """Restarts on nodes that were given up."""
+        self._is_serving = False
+        self._changes = Changes()
+        self._last_loss = ""
 
     @property
     def restarts(self) -> int:
         """Number of restarts of all engines so far."""
-        return sum(engine.restarts.count for engine in self._engines.values())
+        return self._earlier_restarts + sum(engine.restarts.count for engine in self._engines.values())
 
     def condemn(self, name: str, reason: str) -> None:
         """Restart an engine that may hold wrong weights or does not answer.
@@ -146,20 +186,26 @@ class Supervisor:
             engine.condemned.set()
 
     async def run(self, serving: asyncio.Event) -> None:
-        """Start all engines, set ``serving`` once every one of them serves, and keep them so.
+        """Start the first engines, set ``serving`` once every one of them serves, and keep them so. Start
+        the others when there is room for them.
 
         Never returns. Raises, in an ExceptionGroup, EngineGone, the error of an engine's first start, the
-        error of bringing an engine up to date, or NodeLost for the last engine.
+        error of bringing an engine up to date, or NodeLost if nodes are missing for too long.
         """
+        engines = list(self._engines.values())
+        first, later = engines[: self._counts.first], engines[self._counts.first :]
         async with asyncio.TaskGroup() as tasks:
-            started = [asyncio.Event() for _ in self._engines]
-            for engine, event in zip(self._engines.values(), started, strict=True):
-                tasks.create_task(self._keep(engine, event))
+            for engine in first:
+                tasks.create_task(self._keep(engine), name=engine.handle.name)
             tasks.create_task(self._watch_roster())
             tasks.create_task(self._watch_outdated())
-            for event in started:
-                await event.wait()
+            for engine in first:
+                await engine.started.wait()
+            self._is_serving = True
             serving.set()
+            for engine in later:
+                tasks.create_task(self._keep(engine), name=engine.handle.name)
+            tasks.create_task(self._watch_number())
 
     async def stop(self) -> None:
         """End every server."""
@@ -180,38 +226,82 @@ class Supervisor:
                 self._note(f"{client.name} waits for the next version: {reason}")
                 engine.outdated.set()
 
-    async def _keep(self, engine: _Engine, started: asyncio.Event) -> None:
+    async def _watch_number(self) -> None:
+        """Raise NodeLost when too few engines have a node for too long."""
+        counts = self._counts
         while True:
+            await self._changes.first(lambda: True if self._number < counts.fewest else None)
+            missing = (
+                f"{_engines(self._number)} found that have a node, at least {counts.fewest} expected "
+                f"({counts.setting}): {self._last_loss}"
+            )
+            self._note(f"waiting for nodes for {counts.patience_s:g} s at most: {missing}")
             try:
-                reason = await self._serve(engine, started)
+                with self._roster.awaited():
+                    async with asyncio.timeout(counts.patience_s):
+                        await self._changes.first(lambda: True if self._number >= counts.fewest else None)
+            except TimeoutError:
+                raise NodeLost(
+                    f"no node has come within {counts.patience_s:g} s (rollout.engine.patience_s). "
+                    f"{missing}. Go on with --resume where there are enough nodes, or with fewer engines"
+                ) from None
+
+    @property
+    def _number(self) -> int:
+        """Number of engines that have a node."""
+        return sum(engine.has_node for engine in self._engines.values())
+
+    async def _keep(self, engine: _Engine) -> None:
+        while True:
+            await self._place(engine)
+            try:
+                reason = await self._serve(engine)
             except NodeLost as lost:
-                return self._without(engine, lost, started)
+                if not self._is_serving:  # better started again than begun with fewer engines
+                    raise
+                self._leave(engine, f"its node is lost: {lost}", unfit=False)
+                continue
             if users := await self._roster.suspects(engine.handle.name):
                 engine.restarts.excused()
                 reason = (
                     f"{reason}, while it ran {', '.join(users[:SHOWN])}: not counted as a failure of the run"
                 )
             elif (refused := engine.restarts.refused(reason)) is not None:
-                raise EngineGone(f"{engine.handle.name} {refused}")
+                if not engine.on_trial:
+                    raise EngineGone(f"{engine.handle.name} {refused}")
+                self._leave(engine, f"it {refused}", unfit=True)
+                continue
             self._note(f"{engine.handle.name} is started again: {reason}")
             await asyncio.sleep(self._pause_s)
 
-    def _without(self, engine: _Engine, lost: NodeLost, started: asyncio.Event) -> None:
-        """Go on without an engine whose node is lost. Raises NodeLost if the run cannot."""
-        self._left -= 1
-        if not self._left or not started.is_set():
-            raise lost
-        of = f"{self._left} of {len(self._engines)} engines"
-        self._note(f"{engine.handle.name} is gone with its node, and the run goes on with {of}: {lost}")
+    async def _place(self, engine: _Engine) -> None:
+        where = await engine.handle.placed()
+        if engine.has_node:
+            return
+        engine.has_node, engine.on_trial = True, self._is_serving
+        if self._is_serving:
+            self._note(f"{engine.handle.name} is placed on {where}")
+        self._changes.notify()
 
-    async def _serve(self, engine: _Engine, started: asyncio.Event) -> str:
+    def _leave(self, engine: _Engine, reason: str, *, unfit: bool) -> None:
+        """Take an engine off its node. It waits for another one, and the others go on."""
+        engine.handle.give_up_place(unfit=unfit)
+        engine.has_node = False
+        self._earlier_restarts += engine.restarts.count
+        engine.restarts = Restarts(self._limit)
+        self._last_loss = f"{engine.handle.name} has left its node: {reason}"
+        self._note(f"{self._last_loss}; {_engines(self._number)} left")
+        self._changes.notify()
+
+    async def _serve(self, engine: _Engine) -> str:
         """Run one life of the engine, from its start to its loss. Return the reason of the loss."""
         try:
             client = EngineClient(await engine.handle.start())
         except NodeLost:
             raise
         except Exception as error:  # it may pass, unless it repeats
-            if engine.restarts.count == 0:  # most likely the recipe is wrong, and would be so again
+            # At the start the recipe is wrong, most likely, and would be so again.
+            if engine.restarts.count == 0 and not engine.on_trial:
                 raise
             return f"it did not start: {error}"
         engine.condemned.clear()
@@ -224,7 +314,8 @@ class Supervisor:
                 )
                 if refused is not None:
                     return f"it could not be brought to the current version: {refused}"
-                started.set()
+                engine.started.set()
+                engine.on_trial = False
                 engine.restarts.progressed()
                 if (reason := await self._lost(engine)) is not None:
                     return reason
@@ -258,3 +349,7 @@ class Supervisor:
             condemned.cancel()
             outdated.cancel()
             silent.cancel()
+
+
+def _engines(number: int) -> str:
+    return "1 engine" if number == 1 else f"{number} engines"

@@ -60,13 +60,14 @@ def test_a_lost_node_ends_the_job_only_when_the_run_cannot_go_on_and_then_the_jo
 
 @pytest.mark.slow  # test_engine_supervisor.py has the decision
 @pytest.mark.timeout(1800)
-def test_a_run_goes_on_without_the_engine_of_a_lost_node(three_nodes: SlurmCluster, tmp_path: Path) -> None:
+def test_the_engine_of_a_lost_node_goes_on_on_another_one(three_nodes: SlurmCluster, tmp_path: Path) -> None:
     cluster, run = three_nodes, tmp_path / "runs/quickstart"
     sizes = ("run.steps=5000", "eval.every=0", "eval.max_prompts=8", "rollout.engine.count=2")
     job = submit_quickstart(cluster, tmp_path, *sizes, nodes=3)
     cluster.wait_for_output(job, "step    2/", 600)
     cluster.kill_node("node3")
-    cluster.wait_for_output(job, "the run goes on with 1 of 2 engines: Ray has lost 10.77.0.13", 600)
+    cluster.wait_for_output(job, "engine-1 has left its node: its node is lost: Ray has lost 10.77.0.13", 600)
+    cluster.wait_for_output(job, "engine-1 is placed on 10.77.0.12", 600)
     cluster.wait_for_output(job, "the run goes on with 2 of 3 collectors: Ray has lost 10.77.0.13", 600)
 
     def step() -> int:

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.backend.cluster.placement import Node, Placement, PlacementError, place, place_engines
+from slipstream.backend.cluster.placement import (
+    Held,
+    Node,
+    Placement,
+    PlacementError,
+    place,
+    place_again,
+    place_engines,
+)
 from slipstream.configs.schema import RunConfig
 
 JUDGE = {"type": "engines", "path": "unused"}
@@ -22,6 +30,7 @@ def config(
     colocated: bool = False,
     transport: str = "disk",
     judge: dict[str, object] | None = None,
+    fewest: int | None = None,
 ) -> RunConfig:
     cluster = {"type": "slurm", "trainer_nodes": slurm} if slurm else {"type": "local"}
     return RunConfig.model_validate(
@@ -40,6 +49,7 @@ def config(
                     "tensor_parallel": engine_tensor,
                     "nodes": engine_nodes,
                     "colocated": colocated,
+                    "min_count": fewest,
                 },
             },
             "weights": {"transport": {"type": transport}},
@@ -242,3 +252,51 @@ def test_the_judges_engines_take_what_trainer_and_engines_leave():
 def test_a_judge_without_room_is_refused():
     with pytest.raises(PlacementError, match="engines of the judge"):
         place(nodes(4), config(data=2, engines=2, judge={}))
+
+
+def test_a_run_begins_with_fewer_engines_if_nodes_are_missing_but_not_with_too_few():
+    settings = config(data=4, engines=4, engine_tensor=4, slurm=1, fewest=2, judge={"count": 1})
+    assert engines_of(place(nodes(8, 8, 8, 4), settings)) == [1, 1, 2, 2]
+    assert engines_of(place(nodes(8, 8, 4), settings)) == [1, 1], "one GPU is left to the judge"
+    assert engines_of(place_engines(nodes(4, 8), settings)) == [0, 1, 1]
+    with pytest.raises(PlacementError, match=r"2 engines .* need 4 GPUs each; there is room for 1"):
+        place(nodes(8, 4), settings)
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    st.integers(0, 4),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=12),
+)
+def test_engines_that_come_and_go_never_share_a_gpu_with_anything(gpus, ranks, spread, each, events):
+    there = nodes(*gpus)
+    trainer = tuple(node for node in there for _ in range(min(node.gpus, ranks)))
+    placement = Placement(trainer, (), "cuda", trainers_own=frozenset({there[0].id}))
+    held: list[Held] = []
+    for number, comes in events:
+        if not comes and held:
+            del held[number % len(held)]
+        elif (room := place_again(there, placement, held, {}, spread=spread, gpus=each)) is not None:
+            assert len(set(room)) == spread and there[0] not in room
+            held.append(Held(room, each))
+        for node in there:
+            used = trainer.count(node) + each * sum(one.nodes.count(node) for one in held)
+            assert used <= node.gpus
+    if not any(
+        node.gpus - trainer.count(node) - each * sum(one.nodes.count(node) for one in held) >= each
+        for node in there[1:]
+    ):
+        assert place_again(there, placement, held, {}, spread=1, gpus=each) is None
+
+
+def test_a_node_that_has_lost_engines_is_used_last():
+    there = nodes(2, 2, 2)
+    placement = Placement((), (), "cuda")
+    losses = {"10.0.0.0": 2, "10.0.0.1": 1}
+    found = place_again(there, placement, (), losses, spread=1, gpus=1)
+    assert found is not None and addresses(found) == [2]
+    full = [Held((there[2],), 2)]
+    found = place_again(there, placement, full, losses, spread=1, gpus=1)
+    assert found is not None and addresses(found) == [1]

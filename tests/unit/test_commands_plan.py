@@ -47,6 +47,23 @@ def call(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ("count: 1", None),
+        (
+            "count: 2, max_count: 6",
+            "2 to 6 engines as nodes come and go: 6 take 6 GPUs beside those of the tr",
+        ),
+        ("count: 2, min_count: 1", "1 to 2 engines as nodes come and go: 2 take 2 GPUs"),
+    ],
+)
+def test_a_plan_says_what_the_largest_number_of_engines_takes(recipe, settings, told):
+    shown = call("plan", recipe, f"rollout.engine={{{settings}}}")
+    assert shown.exit_code == 0, shown.output
+    assert (told in shown.stdout) if told else "come and go" not in shown.stdout
+
+
 def test_a_plan_shows_the_layout_and_with_weights_the_way_of_every_tensor(recipe):
     short = call("plan", recipe)
     assert short.exit_code == 0, short.output
@@ -96,6 +113,8 @@ def test_a_plan_shows_how_engines_are_spread_over_nodes(recipe):
     assert f"3 engines of 4 ranks, each over 2 nodes of 2: {line}" in call("plan", *spread).stdout
     assert json.loads(call("plan", *spread, "--json").stdout)["engines"] == {
         "engines": 3,
+        "fewest": 3,
+        "most": 3,
         "ranks": 4,
         "tensor": 4,
         "data": 2,

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import ray
 
-from slipstream.backend.driver.processes import engines
+from slipstream.backend.cluster.placement import Node, Placement
+from slipstream.backend.driver.processes import engines, places
 from slipstream.backend.driver.processes.devices import Separate
 from slipstream.backend.driver.processes.engines import EngineLimits, RayEngine
+from slipstream.backend.driver.processes.places import EnginePlaces
 from slipstream.rollout.engine.server_process import EngineStartError, MeetingPoint, ServerAccess
 from slipstream.rollout.system.key import Key
 from slipstream.rollout.system.restarts import NodeLost
@@ -99,7 +101,13 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: int = 2) -> None:
         self.events: list[str] = []
         self.made: list[Actor] = []
+        self.created_on: list[str] = []
         monkeypatch.setattr(engines, "kill", self._kill)
+        monkeypatch.setattr(places, "check_nodes", self._check_nodes)
+        monkeypatch.setattr(places, "LOOK_S", 0.01)
+        self.alive = [Node(f"id{number}", f"10.0.0.{number}", 0) for number in range(nodes)]
+        self.places = EnginePlaces(Placement((), (), "cpu"), lambda: self.alive)
+        self.places.begin("engine-0", tuple(self.alive), 0)
         self.lost = False
         """Ray has found a node of the engine dead."""
         self.engine = RayEngine(
@@ -107,16 +115,17 @@ class World:
             self._create,
             LIMITS,
             Separate(),
+            self.places,
             nodes=nodes,
             meets=nodes > 1,
-            check_nodes=self._check_nodes,
         )
 
-    def _check_nodes(self) -> None:
+    def _check_nodes(self, nodes: tuple[Node, ...]) -> None:
         if self.lost:
             raise NodeLost("Ray has lost 10.0.0.2")
 
-    def _create(self, node: int) -> Any:
+    def _create(self, node: int, on: Node) -> Any:
+        self.created_on.append(on.address)
         self.made.append(Actor(node, self.events))
         return self.made[-1]
 
@@ -216,8 +225,8 @@ def test_an_engine_whose_node_is_lost_says_so_whenever_ray_finds_out(
             assert await world.engine.wait_exit() == -1
         world.lost = world.lost or found == "before the start"
 
-        def create(node: int) -> Any:
-            actor = world._create(node)
+        def create(node: int, on: Node) -> Any:
+            actor = world._create(node, on)
             world.lost, actor.killed = True, True
             return actor
 
@@ -228,3 +237,64 @@ def test_an_engine_whose_node_is_lost_says_so_whenever_ray_finds_out(
     asyncio.run(main())
     assert len(world.made) == (4 if found == "during the start" else 2)
     assert all(actor.killed for actor in world.made)
+
+
+def test_an_engine_that_has_given_up_its_nodes_waits_for_others_and_starts_there(world: World):
+    async def main() -> None:
+        await world.engine.start()
+        assert await world.engine.placed() == "10.0.0.0, 10.0.0.1"
+        world.engine.give_up_place(unfit=False)
+        assert all(actor.killed for actor in world.made)
+        world.alive = world.alive[:1]
+        waiting = asyncio.ensure_future(world.engine.placed())
+        for _ in range(5):
+            await world.places._look()
+            await asyncio.sleep(0)
+        assert not waiting.done(), "one node is not enough"
+        world.alive = [*world.alive, Node("new", "10.0.0.9", 0)]
+        assert await asyncio.wait_for(waiting, 30) == "10.0.0.9, 10.0.0.0", "a node without losses first"
+        await world.engine.start()
+        assert world.created_on[-2:] == ["10.0.0.9", "10.0.0.0"]
+
+    asyncio.run(main())
+
+
+def test_a_node_on_which_an_engine_does_not_start_is_not_tried_again(world: World):
+    async def main() -> None:
+        world.engine.give_up_place(unfit=True)
+        waiting = asyncio.ensure_future(world.engine.placed())
+        await asyncio.wait({waiting}, timeout=0.2)
+        assert not waiting.done()
+        world.alive = [Node(f"returned{number}", f"10.0.0.{number}", 0) for number in range(2)]
+        assert await asyncio.wait_for(waiting, 30) == "10.0.0.0, 10.0.0.1"
+
+    asyncio.run(main())
+
+
+def test_two_engines_never_get_the_same_gpu():
+    async def main() -> None:
+        room = EnginePlaces(Placement((), (), "cuda"), lambda: [Node("id0", "10.0.0.0", 2)])
+        for name in ("engine-0", "engine-1"):
+            await room.take(name, spread=1, gpus=1, beyond=True)
+        third = asyncio.ensure_future(room.take("engine-2", spread=1, gpus=1, beyond=False))
+        await asyncio.wait({third}, timeout=0.05)
+        assert not third.done()
+        room.give_up("engine-0", unfit=False)
+        third.cancel()
+        await asyncio.wait_for(room.take("engine-2", spread=1, gpus=1, beyond=False), 30)
+
+    asyncio.run(main())
+
+
+def test_without_gpus_an_engine_beyond_the_first_ones_needs_a_node_of_its_own():
+    async def main() -> None:
+        node = Node("id0", "10.0.0.0", 0)
+        room = EnginePlaces(Placement((), (), "cpu"), lambda: [node])
+        room.begin("engine-0", (node,), 0)
+        further = asyncio.ensure_future(room.take("engine-1", spread=1, gpus=0, beyond=True))
+        await asyncio.wait({further}, timeout=0.05)
+        assert not further.done()
+        further.cancel()
+        await room.take("engine-1", spread=1, gpus=0, beyond=False)
+
+    asyncio.run(main())

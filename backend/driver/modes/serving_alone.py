@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from slipstream.backend.cluster.actors import EngineActors
-from slipstream.backend.cluster.placement import place_engines
+from slipstream.backend.cluster.placement import Placement, place_engines
 from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
 from slipstream.backend.driver.assemble import live_turns, live_users
 from slipstream.backend.driver.loops.job_end import stop_after_s
@@ -27,6 +27,7 @@ from slipstream.backend.driver.processes.engines import (
     policy_engines,
 )
 from slipstream.backend.driver.processes.gateways import announcement
+from slipstream.backend.driver.processes.places import EnginePlaces
 from slipstream.backend.driver.processes.restart_limits import engine_limit
 from slipstream.backend.driver.start.engine_model import write_engine_model
 from slipstream.backend.driver.start.inputs import InputError, read_inputs
@@ -38,7 +39,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.engine.roster import EngineRoster
-from slipstream.rollout.engine.supervisor import Supervisor
+from slipstream.rollout.engine.supervisor import EngineCounts, Supervisor
 from slipstream.rollout.system.key import new_key
 from slipstream.rollout.tokens.trajectory import TrajectoryHeader
 
@@ -108,7 +109,7 @@ async def _serve(
         )
         limits = EngineLimits.of(config.rollout.engine, inputs.spec.geometry, config.run.step_timeout_s)
         live = live_users(config, limits, turns, new_key(), roster, folder / LOGS, listener.note)
-        await _course(config, limits, roster, live, actors, progress)
+        await _course(config, limits, roster, live, actors, placement, progress)
 
 
 async def _course(
@@ -117,16 +118,20 @@ async def _course(
     roster: EngineRoster,
     live: LiveUsers,
     actors: EngineActors,
+    placement: Placement,
     progress: Progress,
 ) -> None:
     """Start the engines and the gateways, and keep them until cancelled."""
     assert config.gateway is not None
     engines = config.rollout.engine
     supervisor = Supervisor(
-        policy_engines(engines, actors, limits, Separate(), trainer_gpus=tuple),
+        policy_engines(
+            engines, actors, limits, Separate(), placement, EnginePlaces(placement), trainer_gpus=tuple
+        ),
         roster,
         InitialWeights(),
         limit=engine_limit(config),
+        counts=EngineCounts(len(placement.engines), engines.fewest, engines.patience_s),
         note=progress.note,
     )
     serving = asyncio.Event()

@@ -3,14 +3,15 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 from slipstream.backend.cluster.actors import EngineActors
 from slipstream.backend.cluster.configured_ray import ray
 from slipstream.backend.cluster.handles import EngineServerActor, kill
+from slipstream.backend.cluster.placement import Node, Placement
 from slipstream.backend.cluster.waits import within
 from slipstream.backend.driver.processes.devices import Devices
+from slipstream.backend.driver.processes.places import EnginePlaces
 from slipstream.bridge.model.geometry import Geometry
 from slipstream.configs.schema import EngineConfig
 from slipstream.rollout.engine.client import EngineAddress
@@ -77,39 +78,60 @@ class RayEngine:
     """An ``EngineHandle`` with a Ray actor on each of the engine's nodes, which owns the server of that node.
 
     The servers start and end together: when one of them ends, or its actor is lost, the others are ended, and
-    the next start is that of a whole engine. When an actor is lost, the next start makes new ones.
+    the next start is that of a whole engine. When an actor is lost, the next start makes new ones. When a
+    node is lost, the next start is on other nodes.
     """
 
     def __init__(
         self,
         name: str,
-        create: Callable[[int], EngineServerActor],
+        create: Callable[[int, Node], EngineServerActor],
         limits: EngineLimits,
         devices: Devices,
+        places: EnginePlaces,
         *,
         nodes: int = 1,
+        gpus: int = 0,
         meets: bool = False,
-        check_nodes: Callable[[], None],
+        moves: bool = True,
+        beyond: bool = False,
     ) -> None:
         """``create``: makes the actor of a node, by its number. ``devices`` say when the servers may start.
 
-        ``meets``: the ranks need a meeting point on the first node. ``check_nodes``: raises NodeLost when a
-        node of the engine is gone.
+        ``nodes``: of the engine. ``gpus``: of its own on each of them. ``meets``: the ranks need a meeting
+        point on the first node. ``moves``: it can be placed on any node. ``beyond``: as in
+        ``EnginePlaces.take``.
         """
         self.name = name
         self._create = create
         self._limits = limits
         self._devices = devices
+        self._places = places
         self._nodes = nodes
+        self._gpus = gpus
         self._meets = meets
-        self._check_nodes = check_nodes
+        self._moves = moves
+        self._beyond = beyond
         self._actors: list[EngineServerActor] = []
+
+    async def placed(self) -> str:
+        if not self._places.has(self.name):
+            if not self._moves:
+                await asyncio.get_running_loop().create_future()  # for ever
+            await self._places.take(self.name, spread=self._nodes, gpus=self._gpus, beyond=self._beyond)
+        return ", ".join(node.address for node in self._places.nodes_of(self.name))
+
+    def give_up_place(self, *, unfit: bool) -> None:
+        if self._nodes > 1:
+            self._end_servers()
+        self._kill()
+        self._places.give_up(self.name, unfit=unfit)
 
     async def start(self) -> EngineAddress:
         async with self._devices.starting():
             try:
                 access = await self._start()
-            except ray.exceptions.RayActorError:
+            except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError):
                 access = await self._start_anew()
         limits = self._limits
         return EngineAddress(
@@ -139,7 +161,7 @@ class RayEngine:
             self._end_servers()
         code = next(each for each in exits if each in done).result()
         if code == LOST_ACTOR:
-            self._check_nodes()
+            self._places.check(self.name)
         return code
 
     async def stop(self) -> None:
@@ -153,7 +175,8 @@ class RayEngine:
 
     async def _start(self) -> ServerAccess:
         if not self._actors:
-            self._actors = [self._create(node) for node in range(self._nodes)]
+            nodes = self._places.nodes_of(self.name)
+            self._actors = [self._create(number, node) for number, node in enumerate(nodes)]
         meeting = None
         if self._meets:
             meeting = await self._within("a meeting point of", self._actors[0].meeting_point.remote())
@@ -170,12 +193,12 @@ class RayEngine:
     async def _start_anew(self) -> ServerAccess:
         """Start with new actors. Raises NodeLost."""
         self._kill()
-        self._check_nodes()
+        self._places.check(self.name)
         try:
             return await self._start()
         except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError):
             self._kill()
-            self._check_nodes()  # Ray may have found out meanwhile
+            self._places.check(self.name)  # Ray may have found out meanwhile
             raise
 
     async def _within(self, what: str, work: Awaitable[T]) -> T:
@@ -204,25 +227,33 @@ def policy_engines(
     actors: EngineActors,
     limits: EngineLimits,
     devices: Devices,
+    placement: Placement,
+    places: EnginePlaces,
     *,
     trainer_gpus: Callable[[], Sequence[Sequence[str]]],
     left: Callable[[], Sequence[tuple[int, int]]] = tuple,
 ) -> list[RayEngine]:
-    """Return the handles of the policy's engines.
+    """Return the handles of the policy's engines, of which ``placement`` has the first ones.
 
     ``trainer_gpus`` returns the ids of each rank's GPUs, which a colocated engine shares, and ``left`` what
     the trainer leaves of their memory.
     """
+    gpus = engine.ranks_per_node if placement.device == "cuda" and not engine.colocated else 0
 
     def handle(number: int) -> RayEngine:
         return RayEngine(
             actors.name(number),
-            lambda node: actors.create(number, node, trainer_gpus(), left()),
+            lambda node, on: actors.create(number, node, on, trainer_gpus(), left()),
             limits,
             devices,
+            places,
             nodes=engine.nodes,
+            gpus=gpus,
             meets=engine.nodes > 1 or engine.data_parallel > 1,
-            check_nodes=partial(actors.check_nodes, number),
+            moves=not engine.colocated,
+            beyond=number >= engine.count,
         )
 
-    return [handle(number) for number in range(engine.count)]
+    for number, nodes in enumerate(placement.engines):
+        places.begin(actors.name(number), nodes, gpus)
+    return [handle(number) for number in range(engine.most)]

@@ -9,20 +9,21 @@ the same way ends the run.
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from slipstream.backend.cluster.actors import JudgeEngineActors
 from slipstream.backend.cluster.placement import Placement
 from slipstream.backend.driver.processes.devices import Separate
 from slipstream.backend.driver.processes.engines import START_GRACE_S, EngineLimits, InitialWeights, RayEngine
+from slipstream.backend.driver.processes.places import EnginePlaces
 from slipstream.backend.driver.processes.restart_limits import judge_engine_limit
 from slipstream.configs.schema import ModelJudge, RunConfig
 from slipstream.configs.schema.judge import OwnEngines, own_engines
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.engine.context import served_length
 from slipstream.rollout.engine.model_limits import context_of, vocabulary_of
-from slipstream.rollout.engine.supervisor import Supervisor
+from slipstream.rollout.engine.supervisor import EngineCounts, Supervisor
 
 RESTART_PAUSE_S = 5.0
 """Seconds before a restart. Nothing limits the number of restarts, and each one loads the model."""
@@ -51,6 +52,10 @@ class JudgeRoster:
             self._clients.remove(client)
             self._tell()
 
+    def awaited(self) -> AbstractContextManager[None]:
+        """Do nothing inside the block: questions wait by themselves."""
+        return nullcontext()
+
     async def suspects(self, name: str) -> list[str]:
         """Return nothing: users ask the policy's engines alone."""
         return []
@@ -60,7 +65,12 @@ class JudgeRoster:
 
 
 def judge_supervisor(
-    config: RunConfig, placement: Placement, logs: Path, changed: Serving, note: Callable[[str], None]
+    config: RunConfig,
+    placement: Placement,
+    places: EnginePlaces,
+    logs: Path,
+    changed: Serving,
+    note: Callable[[str], None],
 ) -> Supervisor | None:
     """Return the supervisor of the judge's own engines; None: it has none.
 
@@ -72,21 +82,26 @@ def judge_supervisor(
     assert isinstance(config.judge, ModelJudge)
     actors = JudgeEngineActors(config, engines, placement, logs)
     limits = limits_of(engines, config.judge.request_timeout_s)
+    gpus = engines.tensor_parallel if placement.device == "cuda" else 0
     handles = [
         RayEngine(
             actors.name(number),
-            lambda _, number=number: actors.create(number),
+            lambda _, on, number=number: actors.create(number, on),
             limits,
             Separate(),
-            check_nodes=partial(actors.check_nodes, number),
+            places,
+            gpus=gpus,
         )
         for number in range(engines.count)
     ]
+    for number, node in enumerate(placement.judge):
+        places.begin(actors.name(number), (node,), gpus)
     return Supervisor(
         handles,
         JudgeRoster(changed),
         InitialWeights(),
         limit=judge_engine_limit(config),
+        counts=EngineCounts(engines.count, 1, config.rollout.engine.patience_s, "judge.endpoint"),
         note=note,
         pause_s=RESTART_PAUSE_S,
     )
