@@ -250,9 +250,9 @@ def _stop_job(run: str, job: str, facts: JobFacts, wait_s: float, say: Say) -> N
     if facts.runs:
         say(f"job {job} is asked to end after its training step; waiting for {wait_s:.0f} s at most")
         slurm_jobs.cancel(job, "--batch", "--signal=TERM")
-        if _has_ended(run, wait_s):
+        if _has_ended(run, wait_s, or_waits=True) and standing(run).is_over:
             return
-        say(f"job {job} still runs: ending it")
+        say(f"job {job} {'still runs' if _runs(run) else 'is about to start again'}: ending it")
     slurm_jobs.cancel(job)
     if not _has_ended(run, CANCEL_S):
         raise Failed(
@@ -278,9 +278,15 @@ def _stop_process(run: str, driver: Driver, wait_s: float, say: Say) -> None:
     )
 
 
-def _has_ended(run: str, limit_s: float) -> bool:
+def _runs(run: str) -> bool:
+    facts = standing(run).facts
+    return facts is not None and facts.runs
+
+
+def _has_ended(run: str, limit_s: float, *, or_waits: bool = False) -> bool:
+    """Wait for the end of a run. ``or_waits``: its job may as well wait to be started again."""
     deadline = time.monotonic() + limit_s
-    while not standing(run).is_over:
+    while not (now := standing(run)).is_over and not (or_waits and now.facts is not None and now.facts.waits):
         if time.monotonic() > deadline:
             return False
         time.sleep(EVERY_S)

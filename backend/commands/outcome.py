@@ -1,4 +1,4 @@
-"""Errors that end a command: exit code 2 for wrong input, 1 for everything else."""
+"""Errors that end a command. Its exit code is 2 for wrong input, 3 or 75 for a stopped run, or else 1."""
 
 
 class CommandError(Exception):
@@ -9,6 +9,19 @@ class CommandError(Exception):
 
 class Failed(CommandError):
     """The work has failed or was stopped."""
+
+
+class WasStopped(Failed):
+    """The user has stopped the run, which ``--resume`` goes on with."""
+
+    exit_code = 3
+
+
+class JobOver(Failed):
+    """The run has stopped because its job ends, and a further start of the job goes on with it."""
+
+    exit_code = 75
+    """EX_TEMPFAIL of sysexits.h: the same again is expected to get further."""
 
 
 class WrongInput(CommandError):

@@ -1,6 +1,7 @@
 """Runs that a user watches: progress in the terminal, and every end with its exit code."""
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slipstream.backend.cluster.placement import place_trainer
-from slipstream.backend.commands.outcome import Failed, WrongInput
+from slipstream.backend.commands.outcome import Failed, JobOver, WasStopped, WrongInput
 from slipstream.backend.commands.preflight import check_start
 from slipstream.backend.monitor.progress import Progress, append_to_log, open_progress
 from slipstream.backend.monitor.summary import (
@@ -64,8 +65,8 @@ def _options(resume: bool, accept_changes: bool, overwrite: bool) -> dict[str, b
 def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None, T]]) -> T:
     """Return the result of ``start(progress)`` while progress is shown in the terminal.
 
-    Raises WrongInput when the inputs or the cluster cannot be used, and Failed, with every
-    cause, when the run has failed or was stopped.
+    Raises WrongInput when the inputs or the cluster cannot be used, WasStopped or JobOver when the run was
+    stopped, and Failed, with every cause, when it has failed.
     """
     if _is_in_a_loop():  # as the cells of a notebook are
         return _beside(config, start)
@@ -73,8 +74,9 @@ def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None
     import uvloop
 
     from slipstream.backend.cluster.placement import PlacementError
-    from slipstream.backend.driver.loops.stop import Stopped
+    from slipstream.backend.driver.loops.stop import JobEnds, Stopped
     from slipstream.backend.driver.start.inputs import InputError
+    from slipstream.backend.driver.start.job import note_end
     from slipstream.backend.driver.start.run_folder import LOGS
 
     folder, began = config.run.folder, time.time()
@@ -82,20 +84,25 @@ def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None
     try:
         with closing(progress), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(start(progress))
-    except Stopped:
+    except Stopped as error:
         stopped = f"stopped; what there is lies in {folder}, and --resume goes on with it"
         append_to_log(folder, stopped, began)
         summary = read_summary(folder)
         if summary is not None and (folder / SUMMARY_FILE).stat().st_mtime >= began:
             append_to_log(folder, summary_text(summary, config.run.name), began)
             print_summary(summary, sys.stdout, folder)
-        raise Failed(stopped) from None
+        if isinstance(error, JobEnds):
+            note_end(os.environ, "the time limit was near")
+            raise JobOver(stopped) from None
+        note_end(os.environ, "stopped by a signal")
+        raise WasStopped(stopped) from None
     except (InputError, PlacementError) as error:
         raise WrongInput(str(error)) from None
     except Exception as error:
         causes = [f"failed: {type(cause).__name__}: {_described(cause)}" for cause in _leaves(error)]
         causes += memory_lines("\n".join(causes), config)
         append_to_log(folder, "\n".join(causes), began)
+        note_end(os.environ, causes[0])
         logs = [f"logs: {folder / LOGS}"] if folder.exists() else []
         raise Failed("\n".join([*causes, *logs])) from error
 

@@ -201,6 +201,10 @@ class CheckpointListener(Protocol):
         """Training waited ``stall_s`` seconds while the trainer's state was copied."""
         ...
 
+    def checkpoint_committed(self, step: int, seconds: float) -> None:
+        """A resume can go on after ``step`` now. The checkpoint took ``seconds`` from its begin."""
+        ...
+
     def note(self, text: str) -> None:
         """Tell the user something that does not end the run."""
         ...

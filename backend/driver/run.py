@@ -18,7 +18,7 @@ from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
 from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.driver.assemble import Parts, assemble
 from slipstream.backend.driver.loops.collection import collection_loop, keep_collecting
-from slipstream.backend.driver.loops.job_end import stop_after_s
+from slipstream.backend.driver.loops.job_end import job_end
 from slipstream.backend.driver.loops.own_loop import OwnLoop
 from slipstream.backend.driver.loops.serving import serving_loop
 from slipstream.backend.driver.loops.stop import Stop, Stopped
@@ -26,6 +26,7 @@ from slipstream.backend.driver.loops.training import position_of, training_loop,
 from slipstream.backend.driver.processes.gateways import announcement
 from slipstream.backend.driver.start.engine_model import write_engine_model
 from slipstream.backend.driver.start.inputs import read_inputs
+from slipstream.backend.driver.start.job import note_progress
 from slipstream.backend.driver.start.prepare import prepare_inputs
 from slipstream.backend.driver.start.resume import RunState, open_run
 from slipstream.backend.driver.start.run_folder import (
@@ -74,7 +75,7 @@ async def run(
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail;
     engines, trainer and Ray have ended by then.
     """
-    stop = Stop(progress, after_s=stop_after_s(config, os.environ, time.time()))
+    stop = Stop(progress, job_end(config, os.environ, time.time()))
     if own is not None:
         own.can_be_stopped_by(stop.ask)
     config = with_absolute_paths(config)
@@ -139,6 +140,8 @@ async def _run(
             beside=side.latest,
             prompts_left_out=inputs.left_out,
             untested=untested_fields(config),
+            on_step=stop.step_done,
+            on_checkpoint=partial(_committed, stop),
         )
         parts = assemble(
             config,
@@ -178,6 +181,11 @@ async def _run(
             except OSError as error:
                 progress.note(f"no summary.json: {describe(error)}")
         return summary
+
+
+def _committed(stop: Stop, step: int, seconds: float) -> None:
+    stop.checkpoint_done(seconds)
+    note_progress(os.environ, step)
 
 
 async def _course(

@@ -104,11 +104,15 @@ class Recorder:
         beside: Callable[[], Mapping[str, Value]] = dict,
         prompts_left_out: int = 0,
         untested: Sequence[str] = (),
+        on_step: Callable[[float], object] = lambda seconds: None,
+        on_checkpoint: Callable[[int, float], object] = lambda step, seconds: None,
     ) -> None:
         """``beside``: returns what others have to log with a step, by the tags of ``tags.py``. ``started``:
         when the run began, by ``clock`` in seconds (now, if not given). ``resumed``: earlier starts of the
         run. ``is_accuracy``: whether the mean of the run's rewards is one. ``prompts_left_out``: prompts that
-        are too long. ``untested``: fields that the recipe sets although they are untested.
+        are too long. ``untested``: fields that the recipe sets although they are untested. ``on_step``: hears
+        how long a step took without the wait for its batch; ``on_checkpoint``: the step of a committed
+        checkpoint, and how long it took.
         """
         self._metrics = metrics
         self._progress = progress
@@ -120,6 +124,8 @@ class Recorder:
         self._beside = beside
         self._prompts_left_out = prompts_left_out
         self._untested = list(untested)
+        self._on_step = on_step
+        self._on_checkpoint = on_checkpoint
         self._held_out: dict[int, float] = {}
         """Mean reward of the evaluations, by version."""
         self._unshown: HeldOut | None = None
@@ -185,6 +191,9 @@ class Recorder:
     def checkpoint_taken(self, stall_s: float) -> None:
         self._checkpoint_stall = {"perf/checkpoint_stall_s": stall_s}
 
+    def checkpoint_committed(self, step: int, seconds: float) -> None:
+        self._on_checkpoint(step, seconds)
+
     def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader], reason: str = "") -> None:
         if loss is Loss.FAILED and reason:
             self._shown_groups += 1
@@ -205,6 +214,7 @@ class Recorder:
         totals = self._totals
         totals.steps += 1
         totals.wait_s += times.wait_s
+        self._on_step(times.step_s - times.wait_s)
         if math.isfinite(metrics["train/tokens"]):
             totals.tokens_trained += int(metrics["train/tokens"])
         totals.stalls_s.append(report.stall_s)

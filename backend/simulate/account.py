@@ -227,6 +227,9 @@ class Account:
     def checkpoint_taken(self, stall_s: float) -> None:
         """Do nothing: checkpoints are not simulated."""
 
+    def checkpoint_committed(self, step: int, seconds: float) -> None:
+        """Do nothing: checkpoints are not simulated."""
+
     def note(self, text: str) -> None:
         self.failures.append(text)
 

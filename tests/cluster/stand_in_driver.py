@@ -2,8 +2,10 @@
 """Stands in for `slipstream` in the tests of train.sbatch: one Ray actor on every node, then as RECIPE says.
 
 Called like the real one: stand_in_driver.py train RECIPE cluster.type=slurm [key=value ...]. RECIPE is JSON:
-    exit_code     what to exit with
-    linger        then wait for SIGTERM, and take a second to write `saved` beside RECIPE
+    exit_code     what to exit with; a list has one for each start of the job
+    checkpoint    at these starts of the job, do as a run that has committed a checkpoint
+    linger        then (true, or at these starts) wait for SIGTERM, and take a second to write `saved`
+                  beside RECIPE
     fails_at_first  at the first start of a job: say when a node is lost, and fail when there is `fail`
                   beside RECIPE
     stubborn      ignore SIGTERM, and never end
@@ -25,7 +27,11 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slipstream.backend.driver.start.job import note_progress
+
 CLEAN_UP_S = 1.0
+START = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+"""Number of this start of the job, from 0."""
 
 
 @ray.remote(num_cpus=1)
@@ -70,16 +76,20 @@ def main() -> int:
     print("FACTS " + json.dumps(facts), flush=True)
     while recipe.get("stubborn"):
         signal.pause()
-    if recipe.get("fails_at_first") and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    if recipe.get("fails_at_first") and START == 0:
         return lose_a_node(Path(recipe_path).with_name("fail"))
-    if recipe.get("linger"):
+    if START in recipe.get("checkpoint", []):
+        note_progress(os.environ, 8 * (START + 1))
+    linger = recipe.get("linger", False)
+    if linger is True or (linger and START in linger):
         terminated.wait(timeout=120)
         threading.Event().wait(CLEAN_UP_S)
         # Ray must still be there: a real run saves its state through its actors.
         ray.get([probe.look.remote(False) for probe in probes], timeout=20)
         Path(recipe_path).with_name("saved").write_text(f"{len(signals)} signal(s)")
         print("SAVED", flush=True)
-    return int(recipe.get("exit_code", 0))
+    codes = recipe.get("exit_code", 0)
+    return int(codes if isinstance(codes, int) else codes[min(START, len(codes) - 1)])
 
 
 if __name__ == "__main__":

@@ -82,9 +82,9 @@ def test_the_engine_of_a_lost_node_goes_on_on_another_one(three_nodes: SlurmClus
     logs = cluster.login(*slipstream, "logs", str(run), timeout_s=120)
     assert all(name in logs for name in ("out.log", "driver.log", "trainer-0.log", "engine-0")), logs
     stopped = cluster.login(*slipstream, "stop", str(run), timeout_s=600)
-    assert f"job {job} has ended: FAILED, exit code 1; the run has ended: stopped" in stopped
+    assert f"job {job} has ended: CANCELLED" in stopped and "the run has ended: stopped" in stopped
     result = cluster.wait(job, 60)
-    assert (result.state, result.exit_code) == ("FAILED", 1), result.output
+    assert result.state == "CANCELLED", result.output
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["exit"], summary["groups"]["failed"]) == ("stopped", 0)
     assert audit_run(run, print).discrepancies == []

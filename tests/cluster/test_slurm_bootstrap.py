@@ -125,15 +125,39 @@ def test_scancel_lets_the_run_save_its_state_while_ray_is_still_up(jobs: Jobs) -
 
 @pytest.mark.slow  # scancel sends the same signal
 def test_sigterm_to_the_batch_script_as_before_the_time_limit_lets_the_run_decide(jobs: Jobs) -> None:
-    job = jobs.submit({"linger": True, "exit_code": 9}, nodes=1)
+    job = jobs.submit({"linger": True, "exit_code": 3}, nodes=1)
     jobs.cluster.wait_for_output(job, "FACTS", JOB_TIMEOUT_S)
     sockets = jobs.cluster.listening("node1")
     jobs.cluster.cancel(job, "--batch", "--signal=TERM")
     result = jobs.finish(job)
     assert "raylet" in {program for _, program in sockets}
     assert {address for address, _ in sockets} == {"127.0.0.1"}, f"a job of one node needs no more: {sockets}"
-    assert (result.state, result.exit_code) == ("FAILED", 9), result.output
+    assert result.state == "CANCELLED", f"the user has stopped it, and nothing has failed: {result.output}"
     assert (jobs.folder / "saved").read_text() == "1 signal(s)", result.output
+
+
+RESTART_S = 240.0
+"""Slurm waits before it starts a job again; the rest is for a loaded machine."""
+
+
+@pytest.mark.timeout(900)
+def test_a_job_is_started_again_for_its_time_limit_and_a_preemption_until_it_makes_no_progress(
+    jobs: Jobs,
+) -> None:
+    recipe: dict[str, object] = {"exit_code": [75, 3, 75], "linger": [1], "checkpoint": [1]}
+    job = jobs.submit(recipe, nodes=1, env={"SLIPSTREAM_RESTARTS": "1"})
+    jobs.cluster.wait_until("a second start", lambda: jobs.cluster.output(job).count("FACTS") == 2, RESTART_S)
+    assert "the time limit was near: asking Slurm to start the job again" in jobs.cluster.output(job)
+    # As Slurm warns of a preemption, and of a time limit that was shortened.
+    jobs.cluster.cancel(job, "--batch", "--signal=USR1")
+    jobs.cluster.wait_until("a third start", lambda: jobs.cluster.output(job).count("FACTS") == 3, RESTART_S)
+    result = jobs.finish(job)
+    assert (jobs.folder / "saved").read_text() == "1 signal(s)", result.output
+    assert (result.state, result.exit_code) == ("FAILED", 1), result.output
+    report = result.output.partition("1 restarts without a new checkpoint")[2]
+    assert "checkpoint of step 16" in report and "restart 2 on node1" in report, result.output
+    assert "restart 1" not in report, "the checkpoint of the second start counts"
+    assert "what has ended the last of them: the time limit was near" in report
 
 
 def test_nothing_survives_the_sigkill_of_the_batch_script(jobs: Jobs) -> None:

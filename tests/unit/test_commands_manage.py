@@ -32,6 +32,9 @@ echo "scancel $*" >>"{folder}/calls"
 [[ $* != *--signal* || ! -e "{folder}/stubborn" ]] || exit 0
 sed -i 's/JobState=[A-Z]*/JobState={end}/' "{folder}/record"
 """
+REQUEUED = """[[ $* != *--signal* ]] || sed -i 's/JobState=[A-Z]*/JobState=PENDING/' "{folder}/record"
+"""
+"""After SCANCEL: what a job does that has itself started again when its run has ended."""
 
 
 class Slurm:
@@ -176,6 +179,19 @@ def test_a_job_is_ended_in_order_and_then_at_once(slurm: Slurm, run: Path, state
     expected = [at_once] if state == "PENDING" else [gently, at_once] if stubborn else [gently]
     assert slurm.cancelled == expected
     assert text.endswith("job 7 has ended: CANCELLED, exit code 0; the run has no summary, so it was killed")
+
+
+def test_a_job_that_is_about_to_start_again_when_it_is_to_end_is_cancelled(slurm: Slurm, run: Path):
+    """The run ended for its time limit in the same moment, and the job has itself started again."""
+    slurm.says("RUNNING")
+    (slurm.folder / "scancel").write_text(
+        SCANCEL.format(folder=slurm.folder, end="CANCELLED") + REQUEUED.format(folder=slurm.folder)
+    )
+    said: list[str] = []
+    manage.stop(str(run), 600.0, said.append)
+    assert slurm.cancelled == ["scancel --batch --signal=TERM 7", "scancel 7"]
+    assert any("is about to start again: ending it" in line for line in said)
+    assert "has ended: CANCELLED" in said[-1]
 
 
 def test_a_job_that_has_ended_is_left_alone(slurm: Slurm, run: Path):

@@ -4,9 +4,10 @@ import os
 
 import pytest
 
-from slipstream.backend.commands.outcome import Failed
+from slipstream.backend.commands.outcome import Failed, JobOver, WasStopped
 from slipstream.backend.commands.run import attended
-from slipstream.backend.driver.loops.stop import Stopped
+from slipstream.backend.driver.loops.stop import JobEnds, Stopped
+from slipstream.backend.driver.start.job import STARTS, note_progress
 from slipstream.backend.monitor.summary import RunSummary, write_summary
 from tests.unit.test_driver_run_folder import recipe
 from tests.unit.test_monitor_summary import FIELDS
@@ -71,3 +72,28 @@ def test_a_start_that_is_refused_writes_nothing_into_the_folder(config):
     with pytest.raises(Failed):
         attended(config, start)
     assert log.read_text() == "of an earlier start"
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "code", "cause"),
+    [
+        (Stopped(), WasStopped, 3, "stopped by a signal"),
+        (JobEnds(), JobOver, 75, "the time limit was near"),
+        (RuntimeError("no engine\ncame up"), Failed, 1, "failed: RuntimeError: no engine came up"),
+    ],
+)
+def test_the_job_of_a_run_hears_how_it_has_ended(config, tmp_path, monkeypatch, error, outcome, code, cause):
+    starts = tmp_path / "starts.log"
+    starts.write_text("T start on node1\n")
+    monkeypatch.setenv(STARTS, str(starts))
+
+    async def start(progress):
+        raise error
+
+    with pytest.raises(Failed) as ended:
+        attended(config, start)
+    assert (type(ended.value), ended.value.exit_code) == (outcome, code)
+    first, last = starts.read_text().splitlines()
+    assert (first, last.partition(" ")[2]) == ("T start on node1", f"end: {cause}")
+    note_progress({STARTS: str(starts)}, 7)
+    assert [line.partition(" ")[2] for line in starts.read_text().splitlines()] == ["checkpoint of step 7"]

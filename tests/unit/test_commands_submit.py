@@ -211,20 +211,24 @@ def test_a_task_of_an_array_reads_its_number_in_the_arguments(task):
         [
             "bash",
             "-uc",
-            "\n".join([*part, 'printf "%s\\n" "$@"']),
+            "\n".join(["job=8", *part, 'printf "%s\\n" "$job" "$@"']),
             "bash",
             "run.name=a b-seed%a",
             "100%",
             "%a=%a",
         ],
-        env={"PATH": "/usr/bin:/bin", **({"SLURM_ARRAY_TASK_ID": task} if task else {})},
+        env={
+            "PATH": "/usr/bin:/bin",
+            **({"SLURM_ARRAY_TASK_ID": task, "SLURM_ARRAY_JOB_ID": "5"} if task else {}),
+        },
         capture_output=True,
         text=True,
         timeout=30,
         check=True,
     )
     number = task or "%a"
-    assert ended.stdout.splitlines() == [f"run.name=a b-seed{number}", "100%", f"{number}={number}"]
+    job = "5_7" if task else "8"
+    assert ended.stdout.splitlines() == [job, f"run.name=a b-seed{number}", "100%", f"{number}={number}"]
 
 
 def test_an_array_has_a_run_for_each_seed_and_begins_after_another_job():
@@ -342,6 +346,11 @@ def test_a_job_is_requeued_for_lost_nodes_and_preemptions(tmp_path: Path, preemp
             "PATH": f"{tmp_path}:/usr/bin:/bin",
             "SLURM_JOB_ID": "7",
             "CALLS": str(tmp_path / "calls"),
+            "log_dir": str(tmp_path),
+            "job": "7",
+            "code": "1",
+            "stop_signal": "",
+            "most_restarts": "5",
             "PREEMPTED": preempted,
             "REFUSED": refused,
         },

@@ -457,7 +457,11 @@ def test_a_fenced_driver_neither_deletes_nor_commits_a_checkpoint(tmp_path: Path
         Trainer(),
         nullcontext,
         NoHistory(fence=fence),
-        SimpleNamespace(checkpoint_taken=lambda stall_s: None, note=print),
+        SimpleNamespace(
+            checkpoint_taken=lambda stall_s: None,
+            checkpoint_committed=lambda step, seconds: None,
+            note=print,
+        ),
     )
     position = SimpleNamespace(version=3, step=3, position=3, counts=GroupCounts())
     with pytest.raises(Fenced):

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from slipstream.backend.driver.loops.stop import Stop, Stopped
+from slipstream.backend.driver.loops.job_end import CLEAN_UP_S, JobEnd
+from slipstream.backend.driver.loops.stop import JobEnds, Stop, Stopped
 
 
 class Silent:
@@ -20,7 +21,8 @@ class Silent:
 
 def stop(after_s: float | None = None) -> tuple[Stop, list[str]]:
     progress = Silent()
-    return Stop(progress, after_s=after_s), progress.phases  # type: ignore[arg-type]
+    job = None if after_s is None else JobEnd(after_s + CLEAN_UP_S, 0.0, 0.0)
+    return Stop(progress, job), progress.phases  # type: ignore[arg-type]
 
 
 def test_the_innermost_way_comes_first_and_each_is_used_once():
@@ -134,3 +136,43 @@ def test_slurms_warning_of_an_end_that_the_run_knows_does_not_cut_the_last_step_
     with pytest.raises(Stopped):
         asyncio.run(asked.run(work()))
     assert phases[1:] == ["gently", "stopping"]
+
+
+@pytest.mark.parametrize("measured", ["step_done", "checkpoint_done"])
+def test_a_step_that_takes_longer_than_expected_brings_the_end_of_a_run_forward(measured: str):
+    progress = Silent()
+    asked = Stop(progress, JobEnd(1000.0 + CLEAN_UP_S, 900.0, 900.0))  # type: ignore[arg-type]
+    ended = asyncio.Event()
+
+    async def work() -> None:
+        with asked.by("gently", ended.set):
+            await asyncio.sleep(0)
+            assert not asked.asked
+            getattr(asked, measured)(900.0)
+            await asyncio.wait_for(ended.wait(), 60)
+        raise Stopped
+
+    with pytest.raises(JobEnds):
+        asyncio.run(asked.run(work()))
+    assert progress.phases == ["the time limit of the job is near", "gently"]
+
+
+def test_a_run_that_ends_for_its_job_is_told_apart_from_one_that_its_user_stops():
+    async def work(asked: Stop) -> None:
+        ended = asyncio.Event()
+        with asked.by("gently", ended.set):
+            await asyncio.wait_for(ended.wait(), 60)
+        raise Stopped
+
+    ends, _ = stop(after_s=0.0)
+    with pytest.raises(JobEnds):
+        asyncio.run(ends.run(work(ends)))
+    stopped, _ = stop(after_s=1000.0)
+
+    async def stopped_by_its_user() -> None:
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+        await stopped.run(work(stopped))
+
+    with pytest.raises(Stopped) as error:
+        asyncio.run(stopped_by_its_user())
+    assert not isinstance(error.value, JobEnds)

@@ -253,7 +253,11 @@ def test_the_driver_writes_watermark_and_row(tmp_path):
         yield
 
     notes: list[str] = []
-    listener = SimpleNamespace(checkpoint_taken=lambda stall_s: None, note=notes.append)
+    listener = SimpleNamespace(
+        checkpoint_taken=lambda stall_s: None,
+        checkpoint_committed=lambda step, seconds: None,
+        note=notes.append,
+    )
 
     async def act(ledger: Ledger) -> None:
         ready_group(ledger, 0, [0])

@@ -1,11 +1,16 @@
 """The end of a Slurm job, and how long before it a run begins to end by itself.
 
-A signal with a fixed lead would come too late for long steps: a run ends after its present training step and
-with a checkpoint. So the lead is computed from the time that the recipe allows for both and from the time
-limit of the job.
+    recipe ──► lead ◄── step_done, checkpoint_done: what they really take
+                 └──► left_s ──► ``Stop``: ends after the step, with a checkpoint
+
+A signal with a fixed lead would come too late for long steps and too early for short ones. So the lead is
+first computed from the time that the recipe allows for a step and a checkpoint, and then from the ones that
+the run has measured.
 """
 
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
 
 from slipstream.configs.schema import RunConfig
 
@@ -18,14 +23,61 @@ CLEAN_UP_S = 60.0
 SHORTEST_S = 4 * CLEAN_UP_S
 """Shortest time limit with which a run is started: engines and trainer must start, train and end."""
 
+MARGIN = 1.5
+"""A step or a checkpoint may take this many times as long as the longest of the recent ones."""
 
-def lead_s(config: RunConfig, left_s: float) -> float:
-    """Return how many seconds before the end of its job a run begins to end. ``left_s``: seconds to that end.
+RECENT = 16
+"""Number of steps, and of checkpoints, from which the longest one is taken."""
 
-    A step and a checkpoint may take as long as the recipe allows, but nearly all take a small part of that: a
-    job that is not much longer keeps three quarters of its time for training.
-    """
-    return min(config.run.step_timeout_s + config.checkpoint.timeout_s, left_s / 4) + CLEAN_UP_S
+LAST_CHECKPOINTS = 2
+"""Checkpoints that a run may write at its end: the one that is being written, and the one of its end."""
+
+
+class JobEnd:
+    """Says when a run begins to end before its job does. It has no clock of its own."""
+
+    def __init__(
+        self, left_s: float, step_s: float, checkpoint_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``left_s``: seconds to the end of the job. ``step_s``, ``checkpoint_s``: longest time that the
+        recipe allows for a step and for a checkpoint."""
+        self._clock = clock
+        self._end = clock() + left_s
+        self._most_unmeasured_s = left_s / 4
+        self._step_s, self._checkpoint_s = step_s, checkpoint_s
+        self._steps: deque[float] = deque(maxlen=RECENT)
+        self._checkpoints: deque[float] = deque(maxlen=RECENT)
+
+    def step_done(self, seconds: float) -> None:
+        """Note how long a training step and its publication took, without the wait for its batch."""
+        self._steps.append(seconds)
+
+    def checkpoint_done(self, seconds: float) -> None:
+        """Note how long a checkpoint took from its begin until it was committed."""
+        self._checkpoints.append(seconds)
+
+    @property
+    def lead_s(self) -> float:
+        """Seconds before the end of the job at which the run begins to end.
+
+        A step and a checkpoint that were not measured may take as long as the recipe allows, but nearly all
+        take a small part of that: they get a quarter of the job at most.
+        """
+        measured_s = unmeasured_s = 0.0
+        for limit_s, times, number in (
+            (self._step_s, self._steps, 1),
+            (self._checkpoint_s, self._checkpoints, LAST_CHECKPOINTS),
+        ):
+            if times:
+                measured_s += number * min(limit_s, MARGIN * max(times))
+            else:
+                unmeasured_s += limit_s
+        return measured_s + min(unmeasured_s, self._most_unmeasured_s) + CLEAN_UP_S
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the run begins to end; 0 if the time has come."""
+        return max(self._end - self._clock() - self.lead_s, 0.0)
 
 
 def seconds_left(variables: Mapping[str, str], now: float) -> float | None:
@@ -34,7 +86,11 @@ def seconds_left(variables: Mapping[str, str], now: float) -> float | None:
     return float(end) - now if end.isdigit() and int(end) > 0 else None
 
 
-def stop_after_s(config: RunConfig, variables: Mapping[str, str], now: float) -> float | None:
-    """Return the seconds after which a run in a Slurm job begins to end; None if it has no limit."""
+def job_end(config: RunConfig, variables: Mapping[str, str], now: float) -> JobEnd | None:
+    """Return the end of the Slurm job that a run is in; None if it has no limit. ``now``: since the epoch."""
     left = seconds_left(variables, now) if config.cluster.type == "slurm" else None
-    return None if left is None else max(left - lead_s(config, left), 0.0)
+    if left is None:
+        return None
+    return JobEnd(
+        left, config.run.step_timeout_s, config.checkpoint.timeout_s if config.checkpoint.every else 0.0
+    )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from slipstream.backend.driver.loops.job_end import JobEnd
 from slipstream.backend.monitor.progress import Progress
 
 T = TypeVar("T")
@@ -16,6 +17,10 @@ class Stopped(Exception):
     """The user or the scheduler asked the run to end."""
 
 
+class JobEnds(Stopped):
+    """The run has ended by itself because its job does: a further start of the job goes on with it."""
+
+
 class Stop:
     """Ends a run after the present training step at the first request, at once at the second.
 
@@ -23,10 +28,13 @@ class Stop:
     own request: Slurm warns of the end of the job that the run ends for (``--signal`` in slurm/train.sbatch).
     """
 
-    def __init__(self, progress: Progress, *, after_s: float | None = None) -> None:
-        """``after_s``: seconds after which a run requests its own end; None: never."""
+    def __init__(self, progress: Progress, job: JobEnd | None = None) -> None:
+        """``job``: the end of the job, before which a run requests its own end; None: it has no limit."""
         self._progress = progress
-        self._after_s = after_s
+        self._job = job
+        self._timer: asyncio.TimerHandle | None = None
+        """Rings when the job may be near its end; None outside of ``run``, and without a limit."""
+        self._is_for_job = False
         self._ways: list[tuple[str, Callable[[], object]]] = []
         self._end: Callable[[Exception], object] | None = None
         """Ends the work of ``run`` with an error; None while there is none. Callable from any thread."""
@@ -53,9 +61,27 @@ class Stop:
             self._progress.phase(how)
             end()
 
+    def step_done(self, seconds: float) -> None:
+        """Correct the time of the run's own request by a training step of this length."""
+        if self._job is not None:
+            self._job.step_done(seconds)
+            self._set_timer()
+
+    def checkpoint_done(self, seconds: float) -> None:
+        """Correct the time of the run's own request by a checkpoint that took this long."""
+        if self._job is not None:
+            self._job.checkpoint_done(seconds)
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None and self._job is not None:
+            self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(self._job.left_s, self._time_is_up)
+
     def _time_is_up(self) -> None:
         if not self.asked:
             self._progress.phase("the time limit of the job is near")
+            self._is_for_job = True
             self.ask()
             self._expects_warning = True
 
@@ -68,14 +94,15 @@ class Stop:
     @contextmanager
     def _in_time(self) -> Iterator[None]:
         """Request the end inside the block when the time for it has come."""
-        if self._after_s is None:
+        if self._job is None:
             yield
             return
-        timer = asyncio.get_running_loop().call_later(self._after_s, self._time_is_up)
+        self._timer = asyncio.get_running_loop().call_later(self._job.left_s, self._time_is_up)
         try:
             yield
         finally:
-            timer.cancel()
+            self._timer.cancel()
+            self._timer = None
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
@@ -101,7 +128,8 @@ class Stop:
             self._end(error)
 
     async def run(self, work: Coroutine[None, None, T]) -> T:
-        """Return the result of ``work``, which a request cancels. Raises Stopped then."""
+        """Return the result of ``work``, which a request cancels. Raises Stopped then, and JobEnds if the
+        request was the run's own."""
         task = asyncio.ensure_future(work)
         loop, errors = asyncio.get_running_loop(), list[Exception]()
 
@@ -113,11 +141,11 @@ class Stop:
         with self.on_signals(), self.by("stopping", task.cancel), self._in_time():
             try:
                 return await task
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, Stopped) as error:
                 if errors:
                     raise errors[0] from None
-                if self.asked:
-                    raise Stopped from None
+                if self.asked or isinstance(error, Stopped):
+                    raise (JobEnds if self._is_for_job else Stopped) from None
                 raise
             finally:
                 self._end = None

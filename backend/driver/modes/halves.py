@@ -21,7 +21,7 @@ from slipstream.backend.cluster.object_store import batch_bytes
 from slipstream.backend.cluster.placement import place_trainer
 from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.cluster.ray_cluster import ray_cluster
-from slipstream.backend.driver.loops.job_end import stop_after_s
+from slipstream.backend.driver.loops.job_end import job_end
 from slipstream.backend.driver.loops.stop import Stop, Stopped
 from slipstream.backend.driver.start.inputs import InputError
 from slipstream.backend.driver.start.prepare import prepare_inputs
@@ -116,7 +116,7 @@ async def run_trainer_half(
     ``config``: from ``trainer_half``. Raises InputError before anything is started, Stopped on a signal, and
     whatever made the run fail.
     """
-    stop = Stop(progress, after_s=stop_after_s(config, os.environ, time.time()))
+    stop = Stop(progress, job_end(config, os.environ, time.time()))
     return await stop.run(_run(with_absolute_paths(config), folder, progress, stop, overwrite))
 
 

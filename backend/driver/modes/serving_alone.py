@@ -17,7 +17,7 @@ from slipstream.backend.cluster.actors import EngineActors
 from slipstream.backend.cluster.placement import Placement, place_engines
 from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
 from slipstream.backend.driver.assemble import live_turns, live_users
-from slipstream.backend.driver.loops.job_end import stop_after_s
+from slipstream.backend.driver.loops.job_end import job_end
 from slipstream.backend.driver.loops.live_users import LiveUsers
 from slipstream.backend.driver.loops.stop import Stop
 from slipstream.backend.driver.processes.devices import Separate
@@ -69,7 +69,7 @@ async def serve(
     overwrite: bool = False,
 ) -> None:
     """Serve until the run is stopped, which raises Stopped. Raises InputError before anything is started."""
-    stop = Stop(progress, after_s=stop_after_s(config, os.environ, time.time()))
+    stop = Stop(progress, job_end(config, os.environ, time.time()))
     absolute = with_absolute_paths(config)
     await stop.run(_serve(absolute, progress, resume, accept_changes, overwrite, stop))
 

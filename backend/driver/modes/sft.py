@@ -22,11 +22,12 @@ from slipstream.backend.cluster.object_store import batch_bytes
 from slipstream.backend.cluster.placement import place_trainer
 from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.cluster.ray_cluster import ray_cluster
-from slipstream.backend.driver.loops.job_end import stop_after_s
+from slipstream.backend.driver.loops.job_end import job_end
 from slipstream.backend.driver.loops.stop import Stop, Stopped
 from slipstream.backend.driver.ports import RunPosition
 from slipstream.backend.driver.start.data_checks import example_checks, template_problems
 from slipstream.backend.driver.start.inputs import HfTokenizer, InputError, adapter_problems, read_tokenizer
+from slipstream.backend.driver.start.job import note_progress
 from slipstream.backend.driver.start.prepare import prepare_inputs
 from slipstream.backend.driver.start.run_folder import (
     CHECKPOINT_HF,
@@ -108,7 +109,7 @@ async def run_supervised(
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail.
     """
     config = supervised.run
-    stop = Stop(progress, after_s=stop_after_s(config, os.environ, time.time()))
+    stop = Stop(progress, job_end(config, os.environ, time.time()))
     absolute = replace(supervised, run=with_absolute_paths(supervised.run))
     return await stop.run(_run(absolute, progress, stop, resume, accept_changes, overwrite))
 
@@ -165,12 +166,12 @@ async def _run(
             trainer,
             nullcontext,
             NoHistory(epoch=checkpoint.record.epoch + 1 if checkpoint else 0, fence=lease.check),
-            _ProgressNotes(progress),
+            _CheckpointNotes(progress, stop),
             last_step=position.step,
         )
         try:
             with stop.by("stopping after this step; again to stop at once", ended.set):
-                await _train(config, examples, trainer, position, ended, checkpoints, metrics, progress)
+                await _train(config, examples, trainer, position, ended, checkpoints, metrics, progress, stop)
             await checkpoints.last(position)
         finally:
             await checkpoints.cancel()
@@ -182,13 +183,18 @@ async def _run(
 
 
 @dataclass(frozen=True)
-class _ProgressNotes:
-    """Shows the user what checkpoints report."""
+class _CheckpointNotes:
+    """Passes on what checkpoints report."""
 
     progress: Progress
+    stop: Stop
 
     def checkpoint_taken(self, stall_s: float) -> None:
         """Do nothing: supervised training has no metric for it."""
+
+    def checkpoint_committed(self, step: int, seconds: float) -> None:
+        self.stop.checkpoint_done(seconds)
+        note_progress(os.environ, step)
 
     def note(self, text: str) -> None:
         self.progress.note(text)
@@ -203,11 +209,13 @@ async def _train(
     checkpoints: TrainerCheckpoints,
     metrics: MetricsLog,
     progress: Progress,
+    stop: Stop,
 ) -> None:
     skipped = SkippedUpdateLimit(config.run.max_skipped_updates, progress.note)
     steps, size = config.run.total_steps, config.rollout.batch_size
     first = position.step
     while position.step < steps and not ended.is_set():
+        began = time.monotonic()
         indices = range(position.position, position.position + size)
         pairs = [pair for index in indices for pair in examples.pairs_at(index)]
         trained = await trainer.learn(demonstrated(pairs, position.version))
@@ -220,6 +228,7 @@ async def _train(
             loss = f"{shown['train/loss']:.4f}" if "train/loss" in shown else "not finite"
             progress.phase(f"step {position.step}/{steps}, loss {loss}")
         skipped.add(position.step, await skipped_in(trainer, trained))
+        stop.step_done(time.monotonic() - began)
         await checkpoints.step_done(position)
 
 

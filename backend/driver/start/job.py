@@ -4,7 +4,9 @@ Slurm starts a job again under its id after a lost node, a preemption or ``scont
 goes on with the run of the job, and with no other one.
 """
 
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -15,6 +17,13 @@ JOB = "job.json"
 JOB_ID, CLUSTER, RESTARTS = "SLURM_JOB_ID", "SLURM_CLUSTER_NAME", "SLURM_RESTART_COUNT"
 ARRAY, TASK = "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"
 """Variables of a job, and those of a task of an array."""
+
+STARTS = "SLIPSTREAM_STARTS"
+"""Variable with the file in which slurm/train.sbatch notes each start of a job since the newest checkpoint of
+the run, and what has ended it. Too many restarts end the job."""
+
+LONGEST_CAUSE = 500
+"""Largest number of characters of a cause in that file."""
 
 
 class Job(BaseModel):
@@ -66,3 +75,19 @@ def is_restart(folder: Path, variables: Mapping[str, str]) -> bool:
         return False
     job = job_of(variables)
     return job is not None and job == job_in(folder)
+
+
+def note_progress(variables: Mapping[str, str], step: int) -> None:
+    """Forget the earlier starts of the job: a further one goes on after ``step``."""
+    _note_start(variables, f"checkpoint of step {step}", "w")
+
+
+def note_end(variables: Mapping[str, str], cause: str) -> None:
+    """Note what has ended this start of the job, on one line."""
+    _note_start(variables, f"end: {' '.join(cause.split())[:LONGEST_CAUSE]}", "a")
+
+
+def _note_start(variables: Mapping[str, str], text: str, mode: str) -> None:
+    if file := variables.get(STARTS):
+        with suppress(OSError), open(file, mode, encoding="utf-8") as starts:
+            starts.write(f"{time.strftime('%FT%T')} {text}\n")

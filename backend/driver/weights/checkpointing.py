@@ -152,9 +152,9 @@ class TrainerCheckpoints:
             raise
         self._listener.checkpoint_taken(time.monotonic() - began)
         self._last_step = record.step
-        return asyncio.create_task(self._finish(record), name=f"checkpoint of {record.version}")
+        return asyncio.create_task(self._finish(record, began), name=f"checkpoint of {record.version}")
 
-    async def _finish(self, record: CheckpointRecord) -> None:
+    async def _finish(self, record: CheckpointRecord, began: float) -> None:
         try:
             with suppress(TimeoutError):  # finish_checkpoint then gives it up, with the reason
                 await asyncio.wait_for(self._trainer.checkpoint_written(), self._config.timeout_s)
@@ -170,6 +170,7 @@ class TrainerCheckpoints:
             self._failed(record, error)
             raise
         else:
+            self._listener.checkpoint_committed(record.step, time.monotonic() - began)
             newest = self._folder.versions()[-self._config.keep_last :]
             if len(newest) == self._config.keep_last:
                 self._history.release(newest[0])
