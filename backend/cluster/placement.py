@@ -57,7 +57,8 @@ def actor_count(config: RunConfig) -> int:
 
 
 def place(nodes: Sequence[Node], config: RunConfig, *, trains: bool = True) -> Placement:
-    """Place trainer ranks on the first nodes and engines on the nodes after them; a single node is shared.
+    """Place trainer ranks on the first nodes and engines on the nodes after them. A single node is shared,
+    unless the recipe has ``cluster.trainer_nodes``.
 
     A rank takes one GPU, an engine as many as it has ranks: equally many on each of ``rollout.engine.nodes``
     nodes. Colocated engines share the GPUs of consecutive trainer ranks of a node. The judge's own engines
@@ -88,7 +89,8 @@ def _place(nodes: Sequence[Node], config: RunConfig, trains: bool) -> Placement:
     if config.rollout.engine.colocated:
         return _colocated(nodes, config, device)
     own: frozenset[str] = frozenset()
-    if config.cluster.type == "slurm" and trains:
+    is_shared = len(nodes) == 1 and (config.cluster.type == "local" or config.cluster.trainer_nodes is None)
+    if config.cluster.type == "slurm" and trains and not is_shared:
         first = config.cluster.trainer_nodes or 1
         if len(nodes) <= first:
             raise PlacementError(

@@ -88,17 +88,19 @@ def _named_folders(config: RunConfig) -> list[Path]:
 def nodes_needed(config: RunConfig, verb: str, gpus_per_node: int) -> int:
     """Return the number of nodes on which trainer and engines find their GPUs.
 
-    Without GPUs any number of processes share a node: the trainer has one node, unless the recipe says more,
-    and the engines have the next ones. Raises WrongInput with every reason why no number would do.
+    One node is shared if it has GPUs for all, and without GPUs by any number of processes. Otherwise the
+    trainer has ``cluster.trainer_nodes``, and the engines have the next ones. Raises WrongInput with every
+    reason why no number would do.
 
     ``verb``: ``train``, or ``sft``, which has no engines.
     """
     if problems := list(_misfits(config, verb, gpus_per_node)):
         raise WrongInput("\n".join(problems))
     engine, first = config.rollout.engine, _trainer_nodes(config) or 1
+    alone = _gpus_on_one_node(config, verb)
+    if alone is not None and (gpus_per_node < 1 or alone <= gpus_per_node):
+        return 1
     if gpus_per_node < 1:
-        if verb == "sft":
-            return 1
         return max(first, engine.nodes) if engine.colocated else first + engine.nodes
     ranks = config.actor.parallel.world_size
     trainer = -(-ranks // gpus_per_node)
@@ -111,6 +113,20 @@ def nodes_needed(config: RunConfig, verb: str, gpus_per_node: int) -> int:
     counts = [min(beside, engine.count - first) for first in range(0, engine.count, beside)]
     left = [gpus_per_node - count * engine.ranks_per_node for count in counts for _ in range(engine.nodes)]
     return first + len(left) + _further_nodes(judge, left, gpus_per_node)
+
+
+def _gpus_on_one_node(config: RunConfig, verb: str) -> int | None:
+    """Return the number of GPUs with which one node holds all of a recipe; None if it has several nodes.
+
+    A recipe with ``cluster.trainer_nodes`` has its engines on other nodes in any case.
+    """
+    engine, judge, ranks = config.rollout.engine, own_engines(config.judge), config.actor.parallel.world_size
+    if verb == "sft":
+        return ranks
+    if engine.nodes > 1 or _trainer_nodes(config) is not None:
+        return None
+    own = 0 if engine.colocated else engine.count * engine.ranks
+    return ranks + own + (judge.count * judge.tensor_parallel if judge else 0)
 
 
 def _misfits(config: RunConfig, verb: str, gpus_per_node: int) -> Iterator[str]:
@@ -158,8 +174,7 @@ def _gpus_of_a_node(config: RunConfig, verb: str) -> int:
     """Return the number of GPUs to ask of each node: less than all of them where one node does."""
     if config.cluster.device == "cpu":
         return 0
-    is_alone = verb == "sft" or (config.rollout.engine.colocated and own_engines(config.judge) is None)
-    return min(GPUS_OF_A_NODE, config.actor.parallel.world_size) if is_alone else GPUS_OF_A_NODE
+    return min(GPUS_OF_A_NODE, _gpus_on_one_node(config, verb) or GPUS_OF_A_NODE)
 
 
 def _trainer_nodes(config: RunConfig) -> int | None:

@@ -215,8 +215,8 @@ class SlurmCluster(_Machines):
     trainer_nodes: int | None = Field(
         default=None,
         ge=1,
-        description="Number of nodes for the trainer; the engines get the other nodes. null: 1, or all nodes "
-        "for both with `rollout.engine.colocated`.",
+        description="Number of nodes for the trainer; the engines get the other nodes. null: both share the "
+        "node of a job of one node, and all nodes with `rollout.engine.colocated`; otherwise 1.",
     )
     container: ContainerConfig | None = Field(
         default=None,

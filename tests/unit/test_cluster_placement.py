@@ -26,13 +26,13 @@ def config(
     engine_tensor: int = 1,
     engine_nodes: int = 1,
     device: str = "auto",
-    slurm: int = 0,
+    slurm: int | None = 0,
     colocated: bool = False,
     transport: str = "disk",
     judge: dict[str, object] | None = None,
     fewest: int | None = None,
 ) -> RunConfig:
-    cluster = {"type": "slurm", "trainer_nodes": slurm} if slurm else {"type": "local"}
+    cluster = {"type": "local"} if slurm == 0 else {"type": "slurm", "trainer_nodes": slurm}
     return RunConfig.model_validate(
         {
             "run": {"name": "test", "steps": 1},
@@ -89,6 +89,20 @@ def test_in_a_slurm_job_trainer_ranks_fill_the_first_nodes_and_engines_the_other
     placement = place(nodes(8, 8, 8, 8), config(data=4, tensor=4, engines=4, engine_tensor=4, slurm=2))
     assert addresses(placement.trainer) == [0] * 8 + [1] * 8
     assert engines_of(placement) == [2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(8, 4), (0, 4), (8, 6)])
+def test_in_a_slurm_job_of_one_node_trainer_and_engines_share_it(gpus: int, ranks: int):
+    placement = place(nodes(gpus), config(data=ranks, engines=2, slurm=None))
+    assert addresses(placement.trainer) == [0] * ranks
+    assert engines_of(placement) == [0, 0]
+
+
+def test_one_node_is_not_shared_where_it_lacks_gpus_or_the_recipe_says_whose_it_is():
+    with pytest.raises(PlacementError, match="there is room for 1"):
+        place(nodes(8), config(data=7, engines=2, slurm=None))
+    with pytest.raises(PlacementError, match="leaves none for the engines"):
+        place(nodes(8), config(data=4, engines=2, slurm=1))
 
 
 def test_on_cpu_nodes_of_a_slurm_job_ranks_are_consecutive_and_engines_spread():

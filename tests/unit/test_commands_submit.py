@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -52,6 +53,9 @@ def recipe(
 @pytest.mark.parametrize(
     ("parallel", "engine", "cluster", "nodes"),
     [
+        ({"tensor": 4}, {"count": 2, "tensor_parallel": 2}, {}, 1),
+        ({"tensor": 4}, {"count": 2, "tensor_parallel": 2}, {"trainer_nodes": 1}, 2),
+        ({"tensor": 4}, {"count": 5}, {}, 2),
         ({"tensor": 8}, {"count": 8}, {}, 2),
         ({"tensor": 4}, {"count": 2, "tensor_parallel": 8}, {}, 3),
         ({"tensor": 8, "data": 2}, {"count": 3, "tensor_parallel": 4}, {"trainer_nodes": 2}, 4),
@@ -87,7 +91,8 @@ def test_the_judges_own_engines_have_gpus_that_are_left_or_further_nodes(ranks, 
 @pytest.mark.parametrize(
     ("verb", "engine", "cluster", "nodes"),
     [
-        ("train", {"count": 3}, {}, 2),
+        ("train", {"count": 3}, {}, 1),
+        ("train", {"count": 3}, {"trainer_nodes": 1}, 2),
         ("train", {"count": 3}, {"trainer_nodes": 2}, 3),
         ("train", {"count": 2, "tensor_parallel": 4, "nodes": 2}, {}, 3),
         ("train", {"colocated": True}, {}, 1),
@@ -302,6 +307,19 @@ def test_the_submission_of_every_recipe_is_the_one_in_the_file():
     assert text == SUBMISSIONS.read_text(encoding="utf-8")
 
 
+def test_a_recipe_takes_the_nodes_and_gpus_of_its_name():
+    named = [
+        line for line in SUBMISSIONS.read_text(encoding="utf-8").splitlines() if line.startswith("sbatch")
+    ]
+    checked = 0
+    for line in named:
+        nodes, gpus = re.findall(r"--(?:nodes|gpus-per-node)=(\d+)", line)
+        if name := re.search(r"-(\d+)n(\d+)g-", line):
+            assert (nodes, gpus) == name.groups(), line
+            checked += 1
+    assert checked > 20
+
+
 def test_a_wrong_recipe_and_wrong_options_are_refused_together():
     ended = call("quickstart", "run.stepz=3", "rollout.batch_size=0", "--time", "1h", "--array", "x")
     assert ended.exit_code == 2
@@ -414,6 +432,6 @@ def test_submit_prints_the_command_of_a_recipe(tmp_path):
     words = shlex.split(ended.stdout)
     assert {"SLIPSTREAM_CONTAINER=apptainer", "SLIPSTREAM_CONTAINER_IMAGE=/images/s.sif"} <= set(words)
     assert words[words.index("sbatch") :] == [
-        *["sbatch", "--nodes=2", "--gpus-per-node=8", "--time=2-00", "--partition=big", str(batch_script())],
+        *["sbatch", "--nodes=1", "--gpus-per-node=2", "--time=2-00", "--partition=big", str(batch_script())],
         *[str(path), "--resume", "run.steps=3", f"cluster.container={image}"],
     ]
