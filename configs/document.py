@@ -42,12 +42,19 @@ class Document:
         self.unsure.add(join(*path))
 
 
-def read_document(recipe: Path | Mapping[str, object], overrides: Sequence[str]) -> Document:
-    """Read ``recipe``, a file or the content of one, and apply ``overrides`` in order."""
+def read_document(
+    recipe: Path | Mapping[str, object], overrides: Sequence[str], site: Mapping[str, object] | None = None
+) -> Document:
+    """Read ``recipe``, a file or the content of one, and apply ``overrides`` in order.
+
+    ``site``: settings of ``cluster`` for which neither of them has a value.
+    """
     document = Document()
     document.data = _read_recipe(recipe, document) if isinstance(recipe, Path) else _copied(recipe)
     for override in overrides:
         _apply(override, document)
+    if site and document.data is not None and isinstance(given := document.data.get("cluster") or {}, dict):
+        document.data["cluster"] = {**site, **cast("dict[str, object]", given)}
     return document
 
 
@@ -64,16 +71,31 @@ def _copied(recipe: Mapping[str, object]) -> dict[str, object]:
     return {str(key): plain(value) for key, value in recipe.items()}
 
 
-def _read_recipe(recipe: Path, document: Document) -> dict[str, object] | None:
+def read_text(text: str, source: str, holds: str) -> Document:
+    """Read the content of the file ``source``, a mapping of the settings that ``holds`` names."""
+    document = Document()
+    document.data = _mapping(text, source, holds, document)
+    return document
+
+
+def _mapping(text: str, source: str, holds: str, document: Document) -> dict[str, object] | None:
     value: object = ABSENT
     try:
-        data = _parse(_find_recipe(recipe).read_text(encoding="utf-8"), (), document)
+        data = _parse(text, (), document)
         if isinstance(data, dict):
             return cast(dict[str, object], data)
         value = ABSENT if data is None else data
-        reason = "the file is empty" if data is None else "expected a mapping with run, model, data and so on"
+        reason = "the file is empty" if data is None else f"expected a mapping with {holds}"
     except _BadYaml as error:
         reason = f"this is not valid YAML: {error}"
+    document.refuse([source], reason, value)
+    return None
+
+
+def _read_recipe(recipe: Path, document: Document) -> dict[str, object] | None:
+    try:
+        text = _find_recipe(recipe).read_text(encoding="utf-8")
+        return _mapping(text, str(recipe), "run, model, data and so on", document)
     except FileNotFoundError:
         names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
         near = nearest(recipe.stem, names)
@@ -83,7 +105,7 @@ def _read_recipe(recipe: Path, document: Document) -> dict[str, object] | None:
         reason = f"the recipe is not UTF-8 text: {error.reason} at byte {error.start}"
     except (OSError, ValueError) as error:
         reason = f"the recipe cannot be read: {getattr(error, 'strerror', None) or error}"
-    document.refuse([str(recipe)], reason, value)
+    document.refuse([str(recipe)], reason)
     return None
 
 

@@ -16,13 +16,14 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from slipstream.configs.document import Document, read_document
+from slipstream.configs.document import Document, read_document, read_text
 from slipstream.configs.explain import expectation, is_item, locate, nearest_type, unknown_key
 from slipstream.configs.installed import check_passthrough
 from slipstream.configs.rules import check_rules
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.actor import ParallelConfig
 from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.cluster import SiteConfig
 from slipstream.configs.schema.paths import sections_of
 from slipstream.configs.schema.supervised import SupervisedConfig
 from slipstream.configs.supervised import AS_IN_SUPERVISED, Supervised, preferences_are_not_shared, run_of
@@ -30,18 +31,26 @@ from slipstream.configs.violations import ABSENT, RecipeError, Violation, join, 
 
 Root = TypeVar("Root", bound=Section)
 
+SITE = "SLIPSTREAM_SITE"
+"""Variable with the path of the site file."""
+
 IN_PYTHON = Path("the recipe in Python")
 """Stands for the file of a recipe that has none, in messages."""
 
 
-def load_recipe(recipe: Path | Mapping[str, object], overrides: Sequence[str] = ()) -> RunConfig:
+def load_recipe(
+    recipe: Path | Mapping[str, object],
+    overrides: Sequence[str] = (),
+    site: Mapping[str, object] | None = None,
+) -> RunConfig:
     """Read ``recipe`` (a file, the bare name of a recipe in configs/recipes, or what a file would hold), then
     apply ``overrides``.
 
-    An override is ``dotted.path=value`` with the value in YAML; later ones win. Raises ``RecipeError`` with
-    every violation, and nothing else.
+    An override is ``dotted.path=value`` with the value in YAML; later ones win. ``site``: from ``load_site``,
+    for what neither of them says of ``cluster``. Raises ``RecipeError`` with all mistakes, and nothing else.
     """
-    document, source = read_document(recipe, overrides), recipe if isinstance(recipe, Path) else IN_PYTHON
+    document = read_document(recipe, overrides, site)
+    source = recipe if isinstance(recipe, Path) else IN_PYTHON
     given = (document.data or {}).keys()
     own = sorted(given & SupervisedConfig.model_fields.keys() - RunConfig.model_fields.keys())
     if own and "rollout" not in given:
@@ -62,9 +71,11 @@ def check_recipe(config: RunConfig) -> None:
     _raise_any(list(_check_together(config, set())), IN_PYTHON)
 
 
-def load_supervised(recipe: Path, overrides: Sequence[str] = ()) -> Supervised:
+def load_supervised(
+    recipe: Path, overrides: Sequence[str] = (), site: Mapping[str, object] | None = None
+) -> Supervised:
     """Load a recipe of ``slipstream sft`` as ``load_recipe`` does, and make a run of the trainer from it."""
-    document = read_document(recipe, overrides)
+    document = read_document(recipe, overrides, site)
     rollout = (document.data or {}).get("rollout")
     if isinstance(rollout, dict) and "max_head_offpolicyness" in rollout:
         reason = "found, as in recipes of `slipstream train`; those of `slipstream sft` have none: leave "
@@ -76,6 +87,32 @@ def load_supervised(recipe: Path, overrides: Sequence[str] = ()) -> Supervised:
     violations = [violation.renamed(AS_IN_SUPERVISED) for violation in _check_together(config, unsure)]
     _raise_any([*document.violations, *violations, *preferences_are_not_shared(supervised)], recipe)
     return Supervised(config, supervised.learn, supervised.data.columns)
+
+
+def site_file(variables: Mapping[str, str]) -> Path | None:
+    """Return the file with the settings of this site; None if there is none.
+
+    ``variables``: the environment. An empty ``SLIPSTREAM_SITE`` means no site, and without the variable the
+    file of the user is read.
+    """
+    if (named := variables.get(SITE)) is not None:
+        return Path(named).expanduser() if named else None
+    home = variables.get("XDG_CONFIG_HOME") or str(Path(variables.get("HOME", "~")).expanduser() / ".config")
+    own = Path(home) / "slipstream" / "site.yaml"
+    return own if own.is_file() else None
+
+
+def load_site(file: Path) -> dict[str, object]:
+    """Return the settings of a site, by their names in ``cluster``. Raises ``RecipeError``."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = f"the site file cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise RecipeError([Violation(str(file), ABSENT, reason)], "the site file") from None
+    document = read_text(text, str(file), "partition, account and so on (docs/slurm.md)")
+    _validated(SiteConfig, document, file)
+    _raise_any(document.violations, file)
+    return document.data or {}
 
 
 def load_layout(model: Path, parallel: Mapping[str, object]) -> ParallelConfig:

@@ -14,7 +14,8 @@ from slipstream.backend.cli.options import (
     check_options,
     reported,
 )
-from slipstream.backend.commands.outcome import WrongInput
+from slipstream.backend.commands.outcome import CommandError, WrongInput
+from slipstream.configs.document import read_document
 from slipstream.configs.load import load_recipe, load_supervised
 from slipstream.configs.violations import RecipeError
 
@@ -59,21 +60,44 @@ def submit(
         from slipstream.backend.commands import submit as submitting
 
         settings = [*(overrides or []), "cluster.type=slurm"]
-        path = Path(recipe)
+        path, site, problems = Path(recipe), submitting.Site({}, None), list[str]()
         options = submitting.JobOptions(nodes, gpus_per_node, time, sbatch or [], array, after)
         try:
-            config = load_supervised(path, settings).run if supervised else load_recipe(path, settings)
+            site = submitting.this_site()
         except RecipeError as error:
-            raise WrongInput("\n".join([str(error), *submitting.option_problems(options)])) from None
+            problems.append(str(error))
+        try:
+            config = (
+                load_supervised(path, settings, site.settings).run
+                if supervised
+                else load_recipe(path, settings, site.settings)
+            )
+        except RecipeError as error:
+            raise WrongInput(
+                "\n".join([*problems, str(error), *submitting.option_problems(options)])
+            ) from None
+        if problems:
+            raise WrongInput("\n".join([*problems, *submitting.option_problems(options)]))
         flags = ["--resume"] * resume + ["--accept-changed-inputs"] * accept_changed_inputs
         flags += ["--overwrite"] * overwrite
-        command, variables = submitting.sbatch_command(
-            config,
-            "sft" if supervised else "train",
-            [recipe, *flags, *(overrides or [])],
-            options,
-        )
-        typer.echo((submitting.printed if only_print else submitting.submit)(command, variables))
+        sources = submitting.origins(path, overrides or [], site)
+        verb = "sft" if supervised else "train"
+        words = [recipe, *flags, *(overrides or []), *submitting.own_settings(site, sources)]
+        command, variables = submitting.sbatch_command(config, verb, words, options)
+        if only_print:
+            typer.echo(submitting.printed(command, variables, config, sources))
+            return
+        from slipstream.backend.commands.frozen import freeze, thaw
+
+        data = read_document(path, settings, site.settings).data or {}
+        facts = {"recipe": recipe, "overrides": overrides or [], "cluster": sources, "command": command}
+        frozen, places = freeze(config.run, array, data, facts)
+        command, variables = submitting.sbatch_command(config, verb, [str(frozen), *flags], options)
+        try:
+            typer.echo(submitting.submit(command, variables))
+        except CommandError:
+            thaw(places)
+            raise
 
 
 def status(run: Run) -> None:

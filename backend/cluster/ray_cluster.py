@@ -18,7 +18,7 @@ from slipstream.backend.cluster.object_store import (
 )
 from slipstream.backend.cluster.placement import Node, actor_count
 from slipstream.configs.schema import RunConfig
-from slipstream.configs.schema.run import Cluster
+from slipstream.configs.schema.cluster import Cluster
 from slipstream.rollout.system.temporary import OwnedFolder
 
 TEMPORARY = Path("/tmp")

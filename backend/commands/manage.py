@@ -15,7 +15,7 @@ from pathlib import Path
 from slipstream.backend.commands import slurm_jobs
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.commands.slurm_jobs import JobFacts
-from slipstream.backend.driver.start.job import job_in
+from slipstream.backend.driver.start.job import SUBMITTED, job_in
 from slipstream.backend.driver.start.run_folder import LOGS, OF_A_RUN
 from slipstream.backend.monitor.course import read_course
 from slipstream.backend.monitor.progress import DRIVER_LOG
@@ -70,7 +70,7 @@ def standing(run: str) -> Standing:
     folder = Path(run)
     if not folder.is_dir() and run.replace("_", "", 1).isdigit():
         return _standing_of_job(run)
-    if not folder.is_dir() or not any((folder / name).exists() for name in (DRIVER, *OF_A_RUN)):
+    if not folder.is_dir() or not any((folder / name).exists() for name in (DRIVER, SUBMITTED, *OF_A_RUN)):
         why = "it is not the folder of a run" if folder.is_dir() else "there is no such folder"
         raise WrongInput(
             f"{run}: {why}; expected the folder of a run, such as runs/quickstart, or the number of a job of "

@@ -1,5 +1,6 @@
 """``slipstream submit``: a recipe as a Slurm job with the nodes, the container and the time that it needs."""
 
+import json
 import os
 import re
 import shlex
@@ -12,8 +13,11 @@ from pathlib import Path
 import slipstream.slurm
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.driver.loops.job_end import SHORTEST_S
+from slipstream.configs.document import read_document
+from slipstream.configs.load import load_site, site_file
 from slipstream.configs.rules.models import JUDGE, MODELS, model_folder
-from slipstream.configs.schema import ContainerConfig, RunConfig, is_on_hub
+from slipstream.configs.schema import ContainerConfig, RunConfig, SlurmCluster, is_on_hub
+from slipstream.configs.schema.cluster import SiteConfig
 from slipstream.configs.schema.judge import OwnEngines, own_engines
 
 SBATCH_TIMEOUT_S = 120.0
@@ -22,7 +26,8 @@ SBATCH_TIMEOUT_S = 120.0
 CONTAINER, IMAGE, MOUNTS = "SLIPSTREAM_CONTAINER", "SLIPSTREAM_CONTAINER_IMAGE", "SLIPSTREAM_CONTAINER_MOUNTS"
 """Variables by which slurm/train.sbatch knows the container of a job."""
 
-GPUS_OF_A_NODE = 8
+MODULES, NODE_DISK, RESTARTS = "SLIPSTREAM_MODULES", "SLIPSTREAM_TMP", "SLIPSTREAM_RESTARTS"
+"""Variables by which slurm/train.sbatch knows the modules, the local disk and the restarts of a job."""
 
 TASK = "%a"
 """What slurm/train.sbatch replaces in the arguments of a job by the number of its task in an array."""
@@ -39,7 +44,7 @@ class JobOptions:
     nodes: int | None = None
     """None: as many as the recipe needs."""
     gpus_per_node: int | None = None
-    """None: ``GPUS_OF_A_NODE``, fewer for a recipe that needs fewer in all, none for one of CPUs."""
+    """None: ``cluster.gpus_per_node``, fewer for a recipe that needs fewer in all, none for one of CPUs."""
     time: str | None = None
     """Time limit, as sbatch takes it."""
     sbatch: Sequence[str] = ()
@@ -174,7 +179,13 @@ def _gpus_of_a_node(config: RunConfig, verb: str) -> int:
     """Return the number of GPUs to ask of each node: less than all of them where one node does."""
     if config.cluster.device == "cpu":
         return 0
-    return min(GPUS_OF_A_NODE, _gpus_on_one_node(config, verb) or GPUS_OF_A_NODE)
+    of_node = _slurm(config).gpus_per_node
+    return min(of_node, _gpus_on_one_node(config, verb) or of_node)
+
+
+def _slurm(config: RunConfig) -> SlurmCluster:
+    """Return the cluster of a recipe; its defaults for a recipe of one machine."""
+    return config.cluster if config.cluster.type == "slurm" else SlurmCluster()
 
 
 def _trainer_nodes(config: RunConfig) -> int | None:
@@ -230,6 +241,61 @@ def option_problems(options: JobOptions) -> list[str]:
     return problems
 
 
+def _site_options(cluster: SlurmCluster, gpus: int) -> list[str]:
+    """Return the options of sbatch for the GPUs of each node and for what the site wants."""
+    asked = f"--gpus-per-node={gpus}" if cluster.gres is None or not gpus else f"--gres={cluster.gres}:{gpus}"
+    named = {"account": cluster.account, "partition": cluster.partition, "qos": cluster.qos}
+    return [asked, *(f"--{option}={value}" for option, value in named.items() if value is not None)]
+
+
+def job_variables(config: RunConfig) -> dict[str, str]:
+    """Return the variables of a recipe's job: of its container, and of what the recipe or the site sets."""
+    cluster = _slurm(config)
+    given = container_variables(config)
+    if cluster.modules:
+        given[MODULES] = " ".join(cluster.modules)
+    if cluster.network_interface is not None:
+        # Without `=`, NCCL takes every interface whose name begins like that.
+        given |= {f"{of}_SOCKET_IFNAME": cluster.network_interface for of in ("NCCL", "GLOO")}
+        given["NCCL_SOCKET_IFNAME"] = f"={cluster.network_interface}"
+    if cluster.node_disk is not None:
+        given[NODE_DISK] = cluster.node_disk
+    if "restarts" in cluster.model_fields_set:
+        given[RESTARTS] = str(cluster.restarts)
+    return given
+
+
+@dataclass(frozen=True)
+class Site:
+    """The settings of this site, and the file that they come from; None: there is no such file."""
+
+    settings: Mapping[str, object]
+    file: Path | None
+
+
+def this_site() -> Site:
+    """Return the settings of this site. Raises RecipeError."""
+    file = site_file(os.environ)
+    return Site(load_site(file) if file is not None else {}, file)
+
+
+def origins(recipe: Path, overrides: Sequence[str], site: Site) -> dict[str, str]:
+    """Return where each setting of the site in effect comes from, by its path in the recipe."""
+    given = (read_document(recipe, ()).data or {}).get("cluster")
+    of_recipe = given if isinstance(given, dict) else {}
+    named = [override.partition("=")[0].strip() for override in overrides]
+    found: dict[str, str] = {}
+    for name in SiteConfig.model_fields:
+        path = f"cluster.{name}"
+        if any(key == path or key.startswith(f"{path}.") for key in named):
+            found[path] = "the command line"
+        elif name in of_recipe:
+            found[path] = str(recipe)
+        elif name in site.settings:
+            found[path] = str(site.file)
+    return found
+
+
 def sbatch_command(
     config: RunConfig, verb: str, arguments: Sequence[str], options: JobOptions
 ) -> tuple[list[str], dict[str, str]]:
@@ -253,19 +319,45 @@ def sbatch_command(
         )
     if problems:
         raise WrongInput("\n".join(problems))
-    command = ["sbatch", f"--nodes={options.nodes or needed}", f"--gpus-per-node={gpus}"]
+    command = ["sbatch", f"--nodes={options.nodes or needed}", *_site_options(_slurm(config), gpus)]
     command += [f"--time={options.time}"] if options.time else []
     command += [f"--dependency=afterany:{options.after}"] if options.after else []
     command += [f"--array={options.seeds}"] if options.seeds else []
     own = [f"run.name={config.run.name}-seed{TASK}", f"run.seed={TASK}"] if options.seeds else []
     words = [*([verb] if verb == "sft" else []), *arguments, *own]
-    return [*command, *options.sbatch, str(batch_script()), *words], container_variables(config)
+    return [*command, *options.sbatch, str(batch_script()), *words], job_variables(config)
 
 
-def printed(command: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Return a submission as a line for a shell."""
+def printed(
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    config: RunConfig | None = None,
+    sources: Mapping[str, str] | None = None,
+) -> str:
+    """Return a submission as a line for a shell, after comments that say where its settings come from.
+
+    ``sources``: from ``origins``, for settings of ``config``.
+    """
+    lines = [
+        f"# {path}: {_yaml(getattr(_slurm(config), path.partition('.')[2]))} ({source})"
+        for path, source in (sources or {}).items()
+        if config is not None
+    ]
     given = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-    return " ".join([*given, shlex.join(command)])
+    return "\n".join([*lines, " ".join([*given, shlex.join(command)])])
+
+
+def _yaml(value: object) -> str:
+    return json.dumps(value.model_dump(mode="json") if isinstance(value, ContainerConfig) else value)
+
+
+def own_settings(site: Site, sources: Mapping[str, str]) -> list[str]:
+    """Return the site's settings in effect as overrides: a job reads no site file."""
+    return [
+        f"{path}={json.dumps(site.settings[path.partition('.')[2]])}"
+        for path, source in sources.items()
+        if site.file is not None and source == str(site.file)
+    ]
 
 
 def submit(command: Sequence[str], variables: Mapping[str, str]) -> str:

@@ -3,6 +3,7 @@
 from slipstream.configs.schema.actor import ActorConfig, LoraConfig, ParallelConfig
 from slipstream.configs.schema.advantage import TeacherTerm
 from slipstream.configs.schema.checkpoint import CheckpointConfig
+from slipstream.configs.schema.cluster import ContainerConfig, LocalCluster, SlurmCluster
 from slipstream.configs.schema.data import (
     ColumnsConfig,
     DataConfig,
@@ -27,13 +28,7 @@ from slipstream.configs.schema.objective import CorrectionConfig, Objective, Tur
 from slipstream.configs.schema.optimizer import ConstantRate, CosineDecay, LinearDecay, OptimizerConfig
 from slipstream.configs.schema.plugin import PluginConfig
 from slipstream.configs.schema.rollout import EngineConfig, JudgingConfig, RolloutConfig
-from slipstream.configs.schema.run import (
-    ContainerConfig,
-    LocalCluster,
-    ModelConfig,
-    RunConfig,
-    SlurmCluster,
-)
+from slipstream.configs.schema.run import ModelConfig, RunConfig
 from slipstream.configs.schema.sampling import EvalSamplingConfig, SamplingConfig
 from slipstream.configs.schema.simulate import SimulateConfig
 from slipstream.configs.schema.weights import (

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field
 from slipstream.configs.schema.actor import ActorConfig
 from slipstream.configs.schema.base import PathSetting, Section
 from slipstream.configs.schema.checkpoint import CheckpointConfig
+from slipstream.configs.schema.cluster import Cluster, LocalCluster
 from slipstream.configs.schema.data import DataConfig, EvalConfig, PromptFile, data_files, eval_files
 from slipstream.configs.schema.gateway import GatewayConfig
 from slipstream.configs.schema.judge import CodeJudge, Judge
@@ -162,69 +163,6 @@ class ModelConfig(Section):
         description="Variables of the chat template, such as `enable_thinking: false`, for all prompts of "
         "the policy.",
     )
-
-
-class _Machines(Section):
-    device: Literal["auto", "cpu", "gpu"] = Field(
-        default="auto", description="Device of trainer and engines. `auto`: GPUs if the machine has any."
-    )
-    gpu_memory_gib: float | None = Field(
-        default=None,
-        gt=0,
-        description="Memory of each GPU in GiB, as `nvidia-smi` reports it: 79 for an H100 of 80 GB. "
-        "`slipstream plan` compares its estimate with this number, and `slipstream check` refuses a recipe "
-        "that cannot fit. null: neither.",
-    )
-    file_system_bytes_per_s: float = Field(
-        default=5e9,
-        gt=0,
-        description="Bytes per second that all nodes together write to the file system of `run.root`. The "
-        "default is an assumption: give the rate of yours. Only `slipstream plan`, `check` and `simulate` "
-        "read it, to estimate the time of checkpoints, and of versions with `weights.transport.type: disk`.",
-    )
-
-
-class LocalCluster(_Machines):
-    """A Ray cluster on this machine, which starts and ends with the run."""
-
-    type: Literal["local"] = "local"
-
-
-class ContainerConfig(Section):
-    """The container image in which every process of a Slurm job runs. `slipstream submit` starts it, and
-    docs/install.md says how such an image is made."""
-
-    runtime: Literal["apptainer", "pyxis"] = Field(
-        description="Program that runs the image: `apptainer`, or Slurm's plugin `pyxis` with enroot."
-    )
-    image: str = Field(
-        min_length=1,
-        description="Image as every node sees it: a .sif file for `apptainer`, a .sqsh file for `pyxis`.",
-    )
-    mounts: list[str] = Field(
-        default=[],
-        description="Further folders that the container shows: `SOURCE`, or `SOURCE:TARGET`. The folder of "
-        "submission and the folders that the recipe names are always shown.",
-    )
-
-
-class SlurmCluster(_Machines):
-    """The Ray cluster that slurm/train.sbatch has started in this job. RAY_ADDRESS holds its address."""
-
-    type: Literal["slurm"] = "slurm"
-    trainer_nodes: int | None = Field(
-        default=None,
-        ge=1,
-        description="Number of nodes for the trainer; the engines get the other nodes. null: both share the "
-        "node of a job of one node, and all nodes with `rollout.engine.colocated`; otherwise 1.",
-    )
-    container: ContainerConfig | None = Field(
-        default=None,
-        description="Without the section, the job uses an environment on the nodes' file system.",
-    )
-
-
-Cluster = Annotated[LocalCluster | SlurmCluster, Field(discriminator="type")]
 
 
 class RunConfig(Section):

@@ -7,9 +7,10 @@ from pydantic import Field
 from slipstream.configs.schema.actor import TrainedConfig
 from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.checkpoint import CheckpointConfig
+from slipstream.configs.schema.cluster import Cluster, LocalCluster
 from slipstream.configs.schema.data import PromptPath
 from slipstream.configs.schema.plugin import Plugin
-from slipstream.configs.schema.run import Cluster, LocalCluster, ModelConfig, RunSection
+from slipstream.configs.schema.run import ModelConfig, RunSection
 
 
 class ExampleColumnsConfig(Section):

@@ -283,7 +283,7 @@ def test_without_slurm_the_command_can_still_be_seen(tmp_path):
 
 
 def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["submit", *arguments])
+    return CliRunner(env={"SLIPSTREAM_SITE": ""}).invoke(app, ["submit", *arguments])
 
 
 RECIPES = sorted(file.stem for file in (ROOT / "configs/recipes").glob("*.yaml"))
@@ -299,7 +299,7 @@ def test_the_submission_of_every_recipe_is_the_one_in_the_file():
         for options in ([], further):
             ended = call(name, "--print", *kind, absent, *options)
             assert ended.exit_code == 0, ended.output
-            line = ended.stdout.strip().replace(str(batch_script()), "train.sbatch")
+            line = ended.stdout.strip().splitlines()[-1].replace(str(batch_script()), "train.sbatch")
             lines.append(line.replace(f" {absent}", ""))
     text = "\n".join(lines) + "\n"
     if os.environ.get("UPDATE_PLANS"):
@@ -422,7 +422,7 @@ def test_submit_prints_the_command_of_a_recipe(tmp_path):
                 "--sbatch=--partition=big",
             ],
         ],
-        env=environment(NO_COLOR="1"),
+        env=environment(NO_COLOR="1", SLIPSTREAM_SITE=""),
         capture_output=True,
         text=True,
         timeout=120,

@@ -14,6 +14,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from slipstream.rollout.system.durable import write_durably
 
 JOB = "job.json"
+
+SUBMITTED = "submitted"
+"""Folder with the recipe and the environment of each submission of the run: ``commands/frozen.py``."""
+
 JOB_ID, CLUSTER, RESTARTS = "SLURM_JOB_ID", "SLURM_CLUSTER_NAME", "SLURM_RESTART_COUNT"
 ARRAY, TASK = "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"
 """Variables of a job, and those of a task of an array."""

@@ -4,6 +4,7 @@ Only the user may enter it unless `run.mode` says otherwise.
 
 recipe.yaml       the recipe with every default filled in
 inputs.json       the data sets and the model, by their content: ``identity.py``
+submitted/        what its jobs were submitted with: ``commands/frozen.py``
 job.json          the Slurm job that drives the run, or drove it last, if there is one: ``job.py``
 driver.json       the driver that may write here, with driver.term.N: ``rollout/ledger/lease/folder_lease.py``
 ledger.sqlite     the state of every group, unless the run is one of ``slipstream sft``
@@ -29,7 +30,7 @@ from slipstream.backend.checkpoint.checkpoint_errors import describe
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from slipstream.backend.driver.start.identity import KnownInputs, current_inputs, inputs_to_go_on_with
 from slipstream.backend.driver.start.inputs import InputError
-from slipstream.backend.driver.start.job import is_restart, job_in, record_job
+from slipstream.backend.driver.start.job import SUBMITTED, is_restart, job_in, record_job
 from slipstream.backend.monitor.metrics import METRICS_FILE
 from slipstream.backend.monitor.progress import Progress
 from slipstream.configs.schema import RunConfig, is_on_hub
@@ -95,8 +96,11 @@ def treatment(*, resume: bool, overwrite: bool) -> EarlierRun:
 
 
 def _is_unused(folder: Path) -> bool:
-    """True if nothing but a lease is in the folder: a process that made it was killed at once, or begins."""
-    return all(is_lease_file(path.name) for path in folder.iterdir())
+    """True if nothing but a lease and submissions are in the folder.
+
+    A process that made it was killed at once, or begins, or its job was submitted.
+    """
+    return all(path.name == SUBMITTED or is_lease_file(path.name) for path in folder.iterdir())
 
 
 async def start_folder(config: RunConfig, progress: Progress, earlier: EarlierRun = "refuse") -> FolderLease:
@@ -145,6 +149,9 @@ async def _make_way(config: RunConfig, progress: Progress, earlier: EarlierRun) 
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
     moved = folder.rename(folder.with_name(f"{folder.name}.{stamp}"))
     lease.release(moved)
+    if (moved / SUBMITTED).is_dir():  # the job reads its recipe there, also when Slurm starts it again
+        folder.mkdir()
+        (moved / SUBMITTED).rename(folder / SUBMITTED)
     if earlier == "delete":
         shutil.rmtree(moved)
     else:
