@@ -74,6 +74,43 @@ class RunningBaseline(Section):
 Baseline = Annotated[RunningBaseline | NoBaseline, Field(discriminator="type")]
 
 
+class LastCredit(Section):
+    """The last main turn of a session gets the session's reward, and its other turns get none from it."""
+
+    type: Literal["last"] = "last"
+
+    @property
+    def share(self) -> float:
+        """Factor of a turn's share for each main turn that follows."""
+        return 0.0
+
+
+class SumCredit(Section):
+    """Each main turn of a session gets the sum of the rewards that follow, which is the session's reward."""
+
+    type: Literal["sum"] = "sum"
+
+    @property
+    def share(self) -> float:
+        """Factor of a turn's share for each main turn that follows."""
+        return 1.0
+
+
+class DiscountCredit(Section):
+    """Each main turn of a session gets the session's reward times `discount` for each main turn after it."""
+
+    type: Literal["discount"] = "discount"
+    discount: float = Field(default=0.9, gt=0, lt=1, description="Factor for each main turn that follows.")
+
+    @property
+    def share(self) -> float:
+        """Factor of a turn's share for each main turn that follows."""
+        return self.discount
+
+
+Credit = Annotated[SumCredit | LastCredit | DiscountCredit, Field(discriminator="type")]
+
+
 class LiveConfig(Section):
     """How the policy learns from the users whom a gateway serves (docs/live.md)."""
 
@@ -98,6 +135,11 @@ class LiveConfig(Section):
     baseline: Baseline = Field(
         default=RunningBaseline(),
         description="Number that is subtracted from the score of a turn for its advantage.",
+    )
+    credit: Credit = Field(
+        default=SumCredit(),
+        description="Share of each main turn in a reward that a client gives to a whole session without a "
+        "`discount` of its own.",
     )
 
 

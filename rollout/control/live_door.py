@@ -83,6 +83,8 @@ class TurnAtDoor:
     """Largest standing of its tokens (``core`` defines standings)."""
     state: TurnState | None = TurnState.WAITING
     """None: the turn has ended, and is only a link between others."""
+    end: TurnEnd | None = None
+    """How it has ended. None: it has not, or before a restart."""
     is_withheld: bool = False
     end_if_given_back: TurnEnd | None = None
     """End of a turn in training that must not be trained again if its batch is given back."""
@@ -137,7 +139,8 @@ class LiveDoor:
 
         ``end``: None if it was counted before a restart.
         """
-        self._add(id_, frozenset(), parent).state = None
+        turn = self._add(id_, frozenset(), parent)
+        turn.state, turn.end = None, end
         if end is not None:
             self.ends[end] += 1
 
@@ -158,6 +161,11 @@ class LiveDoor:
         """True if the turn is known and has not ended."""
         turn = self._turns.get(id_)
         return turn is not None and turn.state is not None
+
+    def end_of(self, id_: int) -> TurnEnd | None:
+        """Return how a turn has ended. None: it has not, or before a restart, or it is not known."""
+        turn = self._turns.get(id_)
+        return None if turn is None else turn.end
 
     def ended(self, id_: int, end: TurnEnd) -> bool:
         """Record that a turn is not trained. Return False if it has ended, or if it is in training.
@@ -368,4 +376,5 @@ class LiveDoor:
         turn.is_withheld = False
         self._withheld.discard(turn.id)
         self._move(turn, None)
+        turn.end = end
         self.ends[end] += 1

@@ -45,6 +45,7 @@ def build(surroundings: GatewaySurroundings) -> ServedSessions:
         override=gateway.sampling == "recipe",
         decode=surroundings.decode,
         mint=surroundings.mint,
+        credit=1.0 if config.live is None else config.live.credit.share,
     )
     if entries := sessions.restore(surroundings.retained):
         journal.append(entries)

@@ -126,6 +126,52 @@ class NamedAnswer:
     """Id of the request whose answer it continues by name; empty: it continues none."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """A reward as a client gives it. Exactly one of ``session``, ``request`` and ``call`` names the turn."""
+
+    value: float
+    session: str = ""
+    turn: int | None = None
+    """Place of the turn in the session, from 0; None: the newest turn, or with ``is_whole`` all of them."""
+    is_whole: bool = False
+    """The reward is that of the whole session, and its main turns share it by ``discount``."""
+    discount: float | None = None
+    """Factor of a main turn's reward for each main turn that follows it; None: as the recipe has it."""
+    request: str = ""
+    """Id of the request that the turn has answered."""
+    choice: int | None = None
+    """Which of several answers to that request; None: there is one."""
+    call: str = ""
+    """Id of a tool call in the answer."""
+    name: str = ""
+    once: str = ""
+    """Name of this giving, which counts once however often the client sends it; empty: none."""
+
+
+@dataclass(slots=True)
+class RewardedTurn:
+    """A turn that a reward was given to."""
+
+    turn: int
+    """Its place in the session, from 0."""
+    request: str
+    value: float
+    outcome: str = ""
+    """What the driver has made of the reward; empty: it has not said so yet."""
+
+
+@dataclass(slots=True)
+class Given:
+    """A reward that was taken, and the turns that it went to."""
+
+    session: str
+    turns: Sequence[RewardedTurn]
+    entries: Sequence[Entry]
+    """What is to be recorded, an entry for each turn. Empty: the same giving was recorded before."""
+    digest: bytes = b""
+
+
 class PromptTooLong(ValueError):
     """A prompt leaves no room for an answer."""
 
@@ -142,6 +188,14 @@ class UnknownTurn(LookupError):
     """A session, or a turn of it, does not exist."""
 
 
+class AmbiguousTurn(ValueError):
+    """What a client names a turn by belongs to several turns."""
+
+
+class GivenBefore(ValueError):
+    """A client has used the name of a giving for another reward."""
+
+
 class EntryLog(Protocol):
     """The journal, as far as the endpoints need it."""
 
@@ -155,6 +209,11 @@ class EntryLog(Protocol):
 
     async def turns(self, numbers: Sequence[int]) -> Sequence[Turn]:
         """Return the turns with these numbers. Raises UnknownTurn if one of them is not kept any more."""
+        ...
+
+    async def outcomes(self, numbers: Sequence[int]) -> Sequence[str]:
+        """Return what the driver has made of the rewards with these numbers. An outcome is empty where the
+        driver has not said so in time."""
         ...
 
 

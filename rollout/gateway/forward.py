@@ -50,7 +50,7 @@ HOP_HEADERS = frozenset(
 )
 """Headers of one connection, which are not passed on."""
 
-NAMED_IN_BODY = (b'"session_id"', b'"previous_response_id"', b'"rid"')
+NAMED_IN_BODY = (b'"session_id"', b'"previous_response_id"', b'"rid"', b'"response_id"', b'"session"')
 """A body without any of these names neither a session nor a request, and need not be read."""
 
 

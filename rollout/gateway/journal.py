@@ -33,6 +33,9 @@ from slipstream.rollout.tokens.turn_entries import KINDS, Entry, Turn
 TIDY_S = 1.0
 """Shortest time between two removals of what nobody needs."""
 
+OUTCOME_S = 5.0
+"""Longest time that a client waits for the outcome of its reward. The reward itself is recorded."""
+
 CLOSE_TIMEOUT_S = 60.0
 
 
@@ -71,6 +74,8 @@ class TurnJournal:
         self._waiters: list[tuple[int, int, asyncio.Future[None]]] = []
         """Heap of (number, a tie-breaker, who waits for it)."""
         self._count = 0
+        self._outcomes: dict[int, asyncio.Future[str]] = {}
+        """Of the rewards that clients wait for."""
         self._changes = Changes()
         self._failure: JournalError | None = None
         self._tidying: asyncio.TimerHandle | None = None
@@ -158,6 +163,26 @@ class TurnJournal:
                 raise UnknownTurn(f"turn {number} is not kept any more")
             turns.append(entry)
         return turns
+
+    async def outcomes(self, numbers: Sequence[int]) -> list[str]:
+        """Return what the driver has made of the rewards with these numbers.
+
+        An outcome is empty where the driver has not said so within ``OUTCOME_S``.
+        """
+        loop = asyncio.get_running_loop()
+        waiting = {number: self._outcomes.setdefault(number, loop.create_future()) for number in numbers}
+        if waiting:
+            await asyncio.wait(waiting.values(), timeout=OUTCOME_S)
+        for number in waiting:
+            self._outcomes.pop(number, None)
+        return [future.result() if future.done() else "" for future in waiting.values()]
+
+    def rewarded(self, outcomes: Sequence[tuple[int, str]]) -> None:
+        """Note what the driver has made of rewards. Those that nobody waits for are passed over."""
+        for number, outcome in outcomes:
+            future = self._outcomes.get(number)
+            if future is not None and not future.done():
+                future.set_result(outcome)
 
     def acknowledge(self, number: int) -> None:
         """Note that the driver has all entries up to ``number``.

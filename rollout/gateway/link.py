@@ -149,6 +149,7 @@ class DriverLink:
         if down.routing is not None:
             self._pool.follow(down.routing)
         self._journal.acknowledge(down.durable)
+        self._journal.rewarded(down.rewards)
         window.acknowledged(down.durable)
         return down.welcome
 

@@ -21,7 +21,7 @@ LONGEST_NAME = 256
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"", "0", "false", "no", "off"})
 
-_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
+_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 """Beginnings of the ids of answers, by endpoint. The id of the request follows."""
 
 
@@ -126,8 +126,14 @@ def retries(headers: Mapping[str, str]) -> int:
 
 
 def addressed_request(path: str, body: Mapping[str, object]) -> str | None:
-    """Return the id of the request whose answer is to be shown or to be aborted; None: none is."""
+    """Return the id of the request whose answer is to be shown, aborted or rewarded, or the session that is
+    to be rewarded; None: none is.
+    """
     rid = body.get("rid") if path == "/abort_request" else None
+    if path == "/rewards":
+        session, rid = body.get("session"), body.get("response_id")
+        if isinstance(session, str) and session.strip():
+            return session.strip()
     if path.split("/")[-3:-1] == ["v1", "responses"]:
         rid = path.rpartition("/")[2]
     return request_of(rid) if isinstance(rid, str) else None

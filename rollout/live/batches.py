@@ -11,8 +11,9 @@ from slipstream.rollout.control.live_door import StaleOf
 from slipstream.rollout.ledger.rows.stored_turns import KnownTurn, branch_of
 from slipstream.rollout.ledger.writing.transaction import Training
 from slipstream.rollout.live.baseline import Score
+from slipstream.rollout.tokens.named_numbers import means_by_name
 from slipstream.rollout.tokens.record import cut_chunks
-from slipstream.rollout.tokens.trajectory import UNSAMPLED, Run, TrajectoryHeader, count_tokens
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, RewardParts, Run, TrajectoryHeader, count_tokens
 
 
 @dataclass(slots=True)
@@ -98,7 +99,13 @@ def live_trajectory(stale: StaleOf, turns: Sequence[KnownTurn]) -> LiveTrajector
         ends.append((end, turn.score))
     scores = [score for _, score in ends if score is not None]
     mean = sum(scores) / len(scores) if scores else None
-    header = TrajectoryHeader(tuple(runs), turns[-1].head.finish, reward=mean, turn_rewards=tuple(ends))
+    header = TrajectoryHeader(
+        tuple(runs),
+        turns[-1].head.finish,
+        reward=mean,
+        reward_parts=_parts(turns),
+        turn_rewards=tuple(ends),
+    )
     return LiveTrajectory(
         tuple(turns),
         header,
@@ -107,6 +114,12 @@ def live_trajectory(stale: StaleOf, turns: Sequence[KnownTurn]) -> LiveTrajector
         any(tokens != turn.own_length for turn, tokens in parts),
         tuple(stale[turn.id] for turn in turns),
     )
+
+
+def _parts(turns: Sequence[KnownTurn]) -> RewardParts:
+    """Return the mean of each reward that clients have given by a name, over the turns that have it."""
+    means = means_by_name(turn.verdict.parts for turn in turns if turn.verdict is not None)
+    return tuple((name, mean) for name, mean in sorted(means.items()) if name)
 
 
 def _extend(runs: list[Run], run: Run) -> None:

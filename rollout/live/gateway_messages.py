@@ -85,6 +85,8 @@ class GatewayDown(msgspec.Struct, array_like=True, gc=False):
     durable: Natural = 0
     """Entries up to this number are acknowledged."""
     routing: Routing | None = None
+    rewards: list[tuple[Natural, str]] = []
+    """Numbers of rewards that were taken, and what has become of each (``live_turns``)."""
 
 
 GATEWAY_UP = msgspec.msgpack.Decoder(GatewayUp)

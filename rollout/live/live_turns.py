@@ -8,9 +8,8 @@ Single event loop. What gateways send is recorded at once, and what is trained i
 ledger goes back to an older version (``hold``), nothing is recorded: entries wait, unacknowledged.
 """
 
-import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
@@ -18,7 +17,7 @@ from itertools import chain
 from slipstream.rollout.control.control_errors import UnknownVersion
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.ends import Loss
-from slipstream.rollout.control.live_door import TurnEnd
+from slipstream.rollout.control.live_door import TurnEnd, TurnState
 from slipstream.rollout.ledger.rows.stored_turns import (
     CLIENT,
     KnownTurn,
@@ -40,6 +39,7 @@ from slipstream.rollout.live.table import TurnTable
 from slipstream.rollout.live.verdicts import Verdicts
 from slipstream.rollout.tokens.record import encode
 from slipstream.rollout.tokens.teacher import NOTHING_NEEDED, TeacherNeeds
+from slipstream.rollout.tokens.trajectory import LARGEST_REWARD
 from slipstream.rollout.tokens.turn_entries import (
     Entry,
     Forgotten,
@@ -51,6 +51,16 @@ from slipstream.rollout.tokens.turn_entries import (
 )
 
 NOTHING_FOLLOWED = b"[]"
+
+COUNTED, UNUSED, TOO_LARGE = "counted", "unused", "too large"
+"""What becomes of a client's reward, beside the ends of turns, ``ended`` and ``training``.
+
+``unused``: the recipe trains on a teacher's scores alone. ``too large``: the rewards of the turn add up to
+more than float32 holds.
+"""
+
+OUTCOMES_KEPT = 10_000
+"""Outcomes that wait for a connection with their gateway. Its clients stop waiting before."""
 
 
 class JournalGap(RuntimeError):
@@ -89,6 +99,8 @@ class LiveTurns:
         self._durable: dict[str, int] = {}
         self._side_reasons: Counter[str] = Counter()
         self._late_rewards = 0
+        self._outcomes: dict[int, deque[tuple[int, str]]] = {}
+        """By the number of a gateway: what has become of its rewards, by their numbers."""
         for gateway in recovered.gateways:
             self._taken[gateway.name] = self._durable[gateway.name] = gateway.durable
         self._restore(core, recovered)
@@ -121,6 +133,12 @@ class LiveTurns:
         self._ledger.when_durable(partial(self._is_durable, gateway, last))
         self.settle()
 
+    def outcomes(self, gateway: str) -> list[tuple[int, str]]:
+        """Return the numbers of a gateway's rewards that were taken since the last call, and what has become
+        of each: ``counted``, or why it does not count.
+        """
+        return list(self._outcomes.pop(self._ledger.turns.gateway(gateway), ()))
+
     def durable(self, gateway: str) -> int:
         """Return the number of the last entry of a gateway that the ledger holds; 0: none."""
         return self._durable.get(gateway, 0)
@@ -140,7 +158,8 @@ class LiveTurns:
             case NextState():
                 self._enter_next(turn_id(gateway, entry.turn), bytes(entry.messages))
             case UserReward():
-                self._enter_reward(turn_id(gateway, entry.turn), entry.reward)
+                outcome = self._enter_reward(turn_id(gateway, entry.turn), entry)
+                self._outcomes.setdefault(gateway, deque(maxlen=OUTCOMES_KEPT)).append((number, outcome))
             case SessionEnd():
                 self._enter_end(session_of(named(entry.key), named(entry.session)))
             case Forgotten():
@@ -206,12 +225,23 @@ class LiveTurns:
         self._ledger.turns.followed(turn, messages)
         self.verdicts.ask(id_)
 
-    def _enter_reward(self, id_: int, reward: float) -> None:
+    def _enter_reward(self, id_: int, entry: UserReward) -> str:
+        """Take a client's reward of a turn. Return what has become of it, for the client."""
         turn = self._table.turns.get(id_)
-        if turn is None or not self._table.core.live.is_alive(id_) or self._table.is_in_training(id_):
+        if turn is None or not self._table.core.live.is_alive(id_):
             self._late_rewards += 1
-        elif math.isfinite(reward) and not (self._needs.alone and turn.teacher is None):
-            self.verdicts.rule(turn, VerdictRow(reward, CLIENT, turn.teacher is not None))
+            return self._table.end_of(id_)
+        if self._table.is_in_training(id_):
+            self._late_rewards += 1
+            return TurnState.TRAINING
+        if self._needs.alone and turn.teacher is None:
+            return UNUSED
+        parts = _with_part(turn.verdict, entry)
+        score = sum(parts.values())
+        if not abs(score) <= LARGEST_REWARD:  # NaN is not
+            return TOO_LARGE
+        self.verdicts.rule(turn, VerdictRow(score, CLIENT, turn.teacher is not None, tuple(parts.items())))
+        return COUNTED
 
     def _enter_end(self, id_: int) -> None:
         self._ledger.turns.session_ended(id_)
@@ -366,6 +396,12 @@ class LiveTurns:
             baseline=self._baseline.mean,
             since=self._table.since,
         )
+
+
+def _with_part(verdict: VerdictRow | None, entry: UserReward) -> dict[str, float]:
+    """Return the rewards that clients have given a turn, by name, with another one."""
+    parts = {} if verdict is None or verdict.source != CLIENT else dict(verdict.parts)
+    return parts | {entry.name: entry.reward}
 
 
 def _stage_of(turn: KnownTurn) -> Stage:

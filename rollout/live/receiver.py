@@ -112,7 +112,8 @@ class GatewayReceiver(Listener[_GatewayConnection]):
             welcome, connection.welcome = connection.welcome, None
             has_routing, connection.has_routing = connection.has_routing, False
             routing = self._roster.routing_for(connection.name) if has_routing else None
-            yield pack(GatewayDown(welcome, self._intake.durable(name), routing), ())
+            rewards = self._intake.outcomes(name)
+            yield pack(GatewayDown(welcome, self._intake.durable(name), routing, rewards), ())
 
     async def _take(self, name: str, connection: _GatewayConnection, frame: bytes) -> None:
         """Take in one message. Raises MalformedFrame, and HandoverRefused."""

@@ -1,5 +1,6 @@
 """The turns of sessions that are not over, beside the core and the ledger that know them too."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -9,6 +10,12 @@ from slipstream.rollout.control.live_door import TurnEnd
 from slipstream.rollout.ledger.rows.stored_turns import KnownTurn
 from slipstream.rollout.ledger.writing.writer import Ledger
 from slipstream.rollout.live.status import SinceLastBatch
+
+ENDED = "ended"
+"""End of a turn whose end is not known any more."""
+
+PAST_KEPT = 20_000
+"""Turns of sessions that are over whose ends are told to clients with late rewards: some megabytes."""
 
 
 @dataclass(slots=True)
@@ -42,12 +49,15 @@ class TurnTable:
         self.sessions: dict[int, Session] = {}
         self.since = SinceLastBatch()
         self._ready_listeners: list[Callable[[], None]] = []
+        self._past: OrderedDict[int, str] = OrderedDict()
+        """How turns of sessions that are over have ended, the newest last."""
         self._late: list[Callable[[], None]] | None = None
 
     def begin_again(self, core: RolloutControl) -> None:
         """Forget all turns, and go on with another control core."""
         self.core = core
         self.turns, self.sessions = {}, {}
+        self._past.clear()
 
     # ---- while the ledger is held
 
@@ -89,6 +99,12 @@ class TurnTable:
         self.turns[turn.id] = turn
         self.sessions.setdefault(turn.session, Session()).turns[turn.id] = turn
 
+    def end_of(self, id_: int) -> str:
+        """Return how a turn has ended; ``ended`` if that was long ago."""
+        turn = self.turns.get(id_)
+        end = self.core.live.end_of(id_) or (None if turn is None else turn.end)
+        return end or self._past.get(id_, ENDED)
+
     def is_in_training(self, id_: int) -> bool:
         return any(id_ in path for path in self.core.live.training)
 
@@ -104,6 +120,10 @@ class TurnTable:
         if session is None or not session.has_ended:
             return
         if not any(map(self.core.live.is_alive, session.turns)):
+            for turn in session.turns.values():
+                self._past[turn.id] = self.end_of(turn.id)
+            while len(self._past) > PAST_KEPT:
+                self._past.popitem(last=False)
             self.core.live.unlink(session.turns)
             for turn in session.turns:
                 del self.turns[turn]

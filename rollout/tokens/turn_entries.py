@@ -66,11 +66,14 @@ class Turn(msgspec.Struct, array_like=True, frozen=True, gc=False):
     answer: msgspec.Raw
     """JSON: the message that was answered."""
     response: str = ""
-    """Id of the answer for requests that name it later; empty: they cannot."""
+    """Id of the request. Rewards name the answer by it, and later requests if there is an ``exchange``."""
     previous: str = ""
     """``response`` of the turn that the request continues by name; empty: it named none."""
     exchange: msgspec.Raw = msgspec.Raw(b"")
-    """JSON, where there is a ``response``: what the request has added, and the reply that the client got."""
+    """JSON: what the request has added, and the reply that the client got. Empty: no request can name the
+    answer as the one before."""
+    choice: int = 0
+    """Place among the answers to the same prompt."""
     chunk: bytes | memoryview = b""
     """The payload: it is no part of the encoded entry."""
 
@@ -94,6 +97,13 @@ class UserReward(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     turn: int
     reward: float
+    name: str = ""
+    """A turn's score is the sum of its rewards of different names. One of the same name replaces the one
+    before."""
+    once: str = ""
+    """Name that the client has given the request, so that sending it again changes nothing; empty: none."""
+    digest: bytes = b""
+    """Digest of the request, where it has such a name."""
 
 
 class SessionEnd(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -1,6 +1,7 @@
 """The endpoints over plain HTTP: what is refused, sessions, ends of connections, native ones."""
 
 import json
+import re
 import shutil
 import threading
 import time
@@ -391,14 +392,38 @@ class TestSessions:
     def test_a_client_rewards_a_turn(self, http, gateway):
         http.post("/sessions/rewarded" + CHAT, json=BODIES[CHAT])
         assert http.post("/sessions/rewarded/reward", json={"reward": 0.5, "turn": 0}).status_code == 200
-        assert gateway.control()["rewards"][-1] == ["anna", "rewarded", 0.5, 0]
+        assert gateway.control()["rewards"][-1] == ["anna", "rewarded", 0.5, [0]]
         assert http.post("/sessions/rewarded/reward", json={"reward": 0.5, "turn": 1}).status_code == 404
         assert http.post("/sessions/%20rewarded/reward", json={"reward": 0.25}).status_code == 200
-        assert gateway.control()["rewards"][-1] == ["anna", "rewarded", 0.25, None]
+        assert gateway.control()["rewards"][-1] == ["anna", "rewarded", 0.25, [0]]
         assert http.post("/sessions/nowhere/reward", json={"reward": 1}).status_code == 404
         assert http.post("/sessions/%C3%BC/reward", json={"reward": 1}).status_code == 400
         for reward in (None, "1", True, 1e39):
             assert http.post("/sessions/rewarded/reward", json={"reward": reward}).status_code == 400
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("path", [CHAT, COMPLETION, RESPONSES, ANTHROPIC])
+    def test_an_answer_is_rewarded_by_the_id_that_its_client_has_got(self, http, gateway, path, stream):
+        reply = http.post(path, json={**BODIES[path], "stream": stream})
+        id_ = re.findall(r'"id": ?"((?:chatcmpl-|cmpl-|resp_|msg_)[0-9a-f]+)"', reply.text)[0]
+        rewarded = http.post("/rewards", json={"response_id": id_, "value": 0.5}).json()
+        assert rewarded["status"] == "counted"
+        assert rewarded["turns"][0]["response_id"] == reply.headers["x-request-id"]
+        assert rewarded["session_id"] == reply.headers["x-session-id"]
+        berta = {"authorization": "Bearer key-berta"}
+        other = http.post("/rewards", json={"response_id": id_, "value": 0.5}, headers=berta)
+        unknown = http.post("/rewards", json={"response_id": "chatcmpl-0", "value": 0.5}, headers=berta)
+        assert other.status_code == unknown.status_code == 404
+
+    def test_a_wrong_reward_is_refused_and_a_key_counts_once(self, http):
+        http.post("/sessions/once" + CHAT, json=BODIES[CHAT])
+        wrong = http.post("/sessions/once/reward", json={"reward": 1, "response_id": "chatcmpl-x"})
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "response_id"
+        body, headers = {"session": "once", "value": 1}, {"idempotency-key": "k"}
+        first, again = (http.post("/rewards", json=body, headers=headers).json() for _ in range(2))
+        assert first == again | {"again": False} and again["again"] is True
+        other = http.post("/rewards", json={**body, "value": 0}, headers=headers)
+        assert other.status_code == 409 and "was used for another reward" in other.text
 
 
 class TestAborts:
@@ -552,7 +577,7 @@ def test_what_is_recorded_is_the_engines(http, gateway):
     assert not answer["cancelled"]
 
 
-FUZZED = [CHAT, COMPLETION, RESPONSES, ANTHROPIC, COUNT, GENERATE, "/sessions/{session}/reward"]
+FUZZED = [CHAT, COMPLETION, RESPONSES, ANTHROPIC, COUNT, GENERATE, "/sessions/{session}/reward", "/rewards"]
 
 
 @pytest.fixture(scope="module")
@@ -566,7 +591,7 @@ def test_no_body_makes_the_gateway_fail(gateway, document, path):
 
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(
-        bodies(document, path, BODIES.get(path, {"reward": 1})),
+        bodies(document, path, BODIES.get(path, {"reward": 1, "value": 1})),
         st.sampled_from([{}, {"x-session-id": "s"}, {"x-turn-type": "side"}]),
     )
     def fuzz(body, headers) -> None:

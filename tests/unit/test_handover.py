@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 
 from slipstream.rollout.engine.roster import EngineRoster
+from slipstream.rollout.gateway import journal as journal_module
 from slipstream.rollout.gateway import link as link_module
 from slipstream.rollout.gateway.journal import TurnJournal
 from slipstream.rollout.gateway.journal_file import JournalError
@@ -31,10 +32,16 @@ from slipstream.rollout.live.gateway_messages import (
 from slipstream.rollout.live.receiver import GatewayReceiver, HandoverRefused
 from slipstream.rollout.system.frames import pack, split
 from slipstream.rollout.system.key import Key, new_key
-from slipstream.rollout.tokens.turn_entries import SessionEnd, chunk_of, decode_entry, encode_entry
+from slipstream.rollout.tokens.turn_entries import (
+    SessionEnd,
+    UserReward,
+    chunk_of,
+    decode_entry,
+    encode_entry,
+)
 from tests.environment import environment
 from tests.selection import shortened
-from tests.unit.gateway_entries import end, next_state, plain, turn
+from tests.unit.gateway_entries import end, next_state, plain, reward, turn
 from tests.unit.handover_process import NoPool
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +55,7 @@ class Intake:
         self.durables: dict[str, int] = {}
         self.then: list = []
         self.by_itself = by_itself
+        self.told: list[tuple[int, str]] = []
 
     @property
     def numbers(self) -> list[int]:
@@ -56,6 +64,12 @@ class Intake:
     def take(self, gateway, first_number, entries) -> None:
         for number, entry in enumerate(entries, first_number):
             self.taken.append((gateway, number, plain(entry), bytes(chunk_of(entry))))
+            if isinstance(entry, UserReward):
+                self.told.append((number, f"outcome {number}"))
+
+    def outcomes(self, gateway: str) -> list[tuple[int, str]]:
+        outcomes, self.told = self.told, []
+        return outcomes
 
     def durable(self, gateway: str) -> int:
         return self.durables.get(gateway, 0)
@@ -139,6 +153,28 @@ def test_entries_arrive_in_order_and_are_acknowledged_when_they_are_durable(worl
             expected = [(n, plain(r), chunk_of(r)) for n, r in enumerate(records, 1)]
             assert [taken[1:] for taken in intake.taken] == expected
             assert {taken[0] for taken in intake.taken} == {journal.identity}
+
+    world(main)
+
+
+def test_a_client_hears_what_the_driver_has_made_of_its_rewards(world):
+    async def main(world: World):
+        async with world.driver(Intake()), world.gateway() as (journal, _):
+            numbers = journal.append([turn("a"), reward(1), reward(1)])
+            outcomes = await journal.outcomes(numbers[1:])
+            assert outcomes == ["outcome 2", "outcome 3"]
+            assert not journal._outcomes
+
+    world(main)
+
+
+def test_a_client_does_not_wait_for_a_driver_that_is_gone(world, monkeypatch):
+    monkeypatch.setattr(journal_module, "OUTCOME_S", 0.05)
+
+    async def main(world: World):
+        async with world.gateway() as (journal, _):
+            assert await journal.outcomes(journal.append([reward(1)])) == [""]
+            assert not journal._outcomes
 
     world(main)
 

@@ -465,6 +465,64 @@ def test_a_reward_of_the_client_takes_the_place_of_a_verdict(in_run):
     in_run(act)
 
 
+def test_rewards_of_several_names_add_up_and_each_says_what_has_become_of_it(in_run):
+    talk = Talk()
+    first = talk.say()
+    side = talk.say(session="other", turn_type=TurnType.SIDE)
+    given = [
+        UserReward(first, 0.5, "tests"),
+        UserReward(first, 0.25, "style"),
+        UserReward(first, 1.0, "tests"),
+        UserReward(side, 1.0),
+        UserReward(99, 1.0),
+        UserReward(first, 3.4e38, "large"),
+        UserReward(first, 3.4e38, "larger"),
+        UserReward(first, 0.0, "large"),
+    ]
+    numbers = [talk.add(reward) for reward in given]
+
+    async def act(run):
+        await run.hear(talk)
+        told = ["counted", "counted", "counted", "side", "ended", "counted", "too large", "counted"]
+        assert run.live.outcomes("gateway") == list(zip(numbers, told, strict=True))
+        assert not run.live.outcomes("gateway")
+        [trajectory] = (await run.batch()).trajectories
+        assert trajectory.reward == 1.25
+        assert trajectory.reward_parts == (("large", 0.0), ("style", 0.25), ("tests", 1.0))
+        late = talk.add(UserReward(first, 1.0))
+        await run.hear(talk, first=late)
+        assert run.live.outcomes("gateway") == [(late, "training")]
+        run.batches.published(run.batches.next_version)
+        await run.ledger.flushed()
+        later = talk.add(UserReward(first, 1.0))
+        talk.add(SessionEnd("session", "key"))
+        await run.hear(talk, first=later)
+        assert run.live.outcomes("gateway") == [(later, "trained")]
+        assert number(first) not in run.live._table.turns
+        last = talk.add(UserReward(first, 1.0))
+        await run.hear(talk, first=last)
+        assert run.live.outcomes("gateway") == [(last, "trained")]
+
+    in_run(act)
+
+
+def test_a_reward_after_a_restart_is_told_how_its_turn_has_ended(in_run):
+    talk = Talk()
+    first = talk.say(score=1.0)
+
+    async def act(run):
+        await run.hear(talk)
+        await run.step()
+
+    async def again(run):
+        late = talk.add(UserReward(first, 1.0))
+        await run.hear(talk, first=late)
+        assert run.live.outcomes("gateway") == [(late, "trained")]
+
+    in_run(act)
+    in_run(again, restored=1)
+
+
 def scores(*logps: float, top: int | None = None) -> TeacherScores:
     logp_T = np.array(logps, np.float32)
     if top is None:

@@ -17,7 +17,9 @@ from itertools import count
 from slipstream.rollout.gateway.conversations import (
     Answer,
     Arrival,
+    Given,
     NamedAnswer,
+    Reward,
     UnknownTurn,
     User,
 )
@@ -97,7 +99,7 @@ class Attempts:
         attempt = self._by_name.get(running.key)
         return () if attempt is None else attempt.recorded(running, choice, numbers)
 
-    def reward(self, user: User, session: str, reward: float, turn: int | None) -> Sequence[Entry]:
+    def reward(self, user: User, reward: Reward) -> Given:
         """Refuse the reward of a turn. Raises UnknownTurn."""
         raise UnknownTurn("an episode takes no reward of a turn: its agent returns that of the episode")
 
@@ -136,6 +138,10 @@ class Attempts:
                 raise UnknownTurn("its episode has ended")
             turns.append(turn)
         return turns
+
+    async def outcomes(self, numbers: Sequence[int]) -> Sequence[str]:
+        """Return nothing: no reward of a turn is taken."""
+        return [""] * len(numbers)
 
     # ---- TokenSource
 

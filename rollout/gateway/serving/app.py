@@ -47,6 +47,7 @@ def create_app(
     for endpoint in endpoints:
         _add(app, "POST", endpoint.path, partial(handler.take, endpoint))
     for method, path, take in (
+        ("POST", "/rewards", handler.any_reward),
         ("POST", "/sessions/{session}/reward", handler.reward),
         ("POST", "/abort_request", handler.abort),
         ("GET", "/v1/responses/{response}", handler.response),

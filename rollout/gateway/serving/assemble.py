@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fastapi import FastAPI
 
 from slipstream.configs.schema import DialectConfig, LimitsConfig, ModelConfig, SamplingConfig
-from slipstream.rollout.gateway.conversations import EntryLog, KeyRing, User
+from slipstream.rollout.gateway.conversations import EntryLog, KeyRing
 from slipstream.rollout.gateway.serving.app import ModelCard, create_admin_app, create_app
 from slipstream.rollout.gateway.serving.call import SharedParts
 from slipstream.rollout.gateway.serving.contents import AnswerContents
@@ -80,9 +80,6 @@ def assemble(
         mint=mint,
     )
 
-    def record_reward(user: User, session: str, reward: float, turn: int | None) -> None:
-        entries.append(conversations.reward(user, session, reward, turn))
-
     metrics = ServingMetrics()
     handler = RequestHandler(
         shared=shared,
@@ -90,7 +87,6 @@ def assemble(
         keys=keys,
         limits=limits,
         metrics=metrics,
-        record_reward=record_reward,
         log_content=log_content,
         aborts_all=aborts_all,
     )

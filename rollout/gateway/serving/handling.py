@@ -6,10 +6,12 @@
 Every refusal comes before the first byte of a reply, and none waits for an engine.
 """
 
+import asyncio
 import hashlib
 import logging
+import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from functools import partial
 
 import orjson
@@ -18,13 +20,29 @@ from starlette.responses import Response
 
 from slipstream.configs.schema import LimitsConfig
 from slipstream.rollout.gateway import naming
-from slipstream.rollout.gateway.conversations import Arrival, KeyRing, NamedAnswer, UnknownTurn, User
+from slipstream.rollout.gateway.conversations import (
+    AmbiguousTurn,
+    Arrival,
+    GivenBefore,
+    KeyRing,
+    NamedAnswer,
+    Reward,
+    UnknownTurn,
+    User,
+)
 from slipstream.rollout.gateway.naming import checked_name, key_of, request_of
 from slipstream.rollout.gateway.serving import replies
 from slipstream.rollout.gateway.serving.call import FULL_AGAIN_S, LiveCall, SharedParts
 from slipstream.rollout.gateway.serving.limits import Rates, Refusal
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
-from slipstream.rollout.gateway.serving.replies import ClientGone, EventStream, Result, unless_disconnected
+from slipstream.rollout.gateway.serving.replies import (
+    ClientGone,
+    EventStream,
+    Protocols,
+    Result,
+    unless_disconnected,
+)
+from slipstream.rollout.gateway.serving.rewarding import read_reward, read_session_reward, reply_of
 from slipstream.rollout.gateway.serving.schema import Endpoint
 from slipstream.rollout.gateway.source import TokenSource
 from slipstream.rollout.system.steady_clock import steady_s
@@ -81,7 +99,6 @@ class RequestHandler:
         keys: KeyRing,
         limits: LimitsConfig,
         metrics: ServingMetrics,
-        record_reward: Callable[[User, str, float, int | None], None],
         clock: Callable[[], float] = steady_s,
         log_content: bool = False,
         aborts_all: bool = False,
@@ -92,7 +109,6 @@ class RequestHandler:
         self._keys = keys
         self._limits = limits
         self._metrics = metrics
-        self._record_reward = record_reward
         self._clock = clock
         self._log_content = log_content
         self._aborts_all = aborts_all
@@ -183,13 +199,15 @@ class RequestHandler:
         headers = {"x-request-id": call.id, **replies.session_headers(call.session)}
         if isinstance(result, AsyncIterator):
             return EventStream(
-                result,
+                result if endpoint.protocol is not Protocols.ANTHROPIC else _with_id(result, call.answer_id),
                 session=call.session,
                 headers=headers,
                 protocol=endpoint.protocol,
                 close=partial(self._left, endpoint, call),
             )
         if call.session is not None:
+            if endpoint.protocol is Protocols.ANTHROPIC and isinstance(result, dict):
+                result["id"] = MESSAGE + call.answer_id
             parts = result if isinstance(result, list) else [result]
             for part in parts:
                 part["session_id"] = call.session
@@ -268,28 +286,68 @@ class RequestHandler:
     # ---- rewards
 
     async def reward(self, request: Request) -> Response:
-        """Take a client's reward of a turn of its session."""
+        """Take a client's reward of one turn of the session in the path."""
         user = self.user(request)
         self._rates.take(user.name)
-        body = _json(await read_body(request, self._limits.body_bytes))
-        reward, turn = body.get("reward"), body.get("turn")
-        if not isinstance(reward, int | float) or isinstance(reward, bool) or abs(reward) > MOST_REWARD:
-            raise Refusal(400, f"reward: expected a finite number, found {reward!r}", param="reward")
-        if turn is not None and (not isinstance(turn, int) or isinstance(turn, bool) or turn < 0):
-            raise Refusal(400, f"turn: expected a whole number, found {turn!r}", param="turn")
+        raw = await read_body(request, self._limits.body_bytes)
         session = _path_session(request) or ""
+        return await self._give(user, read_session_reward(raw, session, request.headers.get(ONCE_HEADER)))
+
+    async def any_reward(self, request: Request) -> Response:
+        """Take a client's reward of a turn, or of a whole session."""
+        user = self.user(request)
+        self._rates.take(user.name)
+        raw = await read_body(request, self._limits.body_bytes)
+        return await self._give(user, read_reward(raw, request.headers.get(ONCE_HEADER)))
+
+    async def _give(self, user: User, reward: Reward) -> Response:
+        """Record a reward, and tell the client what has become of it."""
         try:
-            self._record_reward(user, session, float(reward), turn)
+            given = self._shared.conversations.reward(user, reward)
         except UnknownTurn as error:
             raise Refusal(404, str(error)) from error
-        return replies.json_reply({"session_id": session}, headers=replies.session_headers(session))
+        except GivenBefore as error:
+            raise Refusal(409, str(error), param="key") from error
+        except (AmbiguousTurn, ValueError) as error:
+            raise Refusal(400, str(error)) from error
+        if given.entries:
+            numbers = self._shared.entries.append(given.entries)
+            _, outcomes = await asyncio.gather(
+                self._shared.entries.durable(numbers[-1]), self._shared.entries.outcomes(numbers)
+            )
+            for turn, outcome in zip(given.turns, outcomes, strict=True):
+                turn.outcome = outcome
+        status, content = reply_of(given)
+        headers = replies.session_headers(given.session)
+        return replies.json_reply(content, status=status, headers=headers)
+
+
+MESSAGE = "msg_"
+"""Beginning of the id of a message. SGLang makes up what follows; here it is the id of the request, by which
+rewards name the answer."""
+
+MESSAGE_ID = re.compile(r'"id":\s*"msg_[0-9a-f]+"')
+
+
+async def _with_id(events: AsyncIterator[str | bytes], request: str) -> AsyncGenerator[str]:
+    """Yield the events of a message, whose id is that of its request."""
+    is_named = False
+    try:
+        async for event in events:
+            text = event.decode() if isinstance(event, bytes) else event
+            if not is_named and text.startswith("event: message_start\n"):
+                text, is_named = MESSAGE_ID.sub(f'"id":"{MESSAGE}{request}"', text, count=1), True
+            yield text
+    finally:
+        if isinstance(events, AsyncGenerator):
+            await events.aclose()
 
 
 RESPONSE = "resp_"
 """Beginning of the id of a response. The id of its request follows."""
 
-MOST_REWARD = 3.4e38
-"""Largest reward: the trainer computes in float32."""
+ONCE_HEADER = "idempotency-key"
+"""Header that may name the giving of a reward, in place of ``key`` of its body."""
 
 
 def _path_session(request: Request) -> str | None:

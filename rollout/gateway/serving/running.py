@@ -19,7 +19,9 @@ from slipstream.rollout.gateway.conversations import (
     Arrival,
     ChatMessage,
     EntryLog,
+    Given,
     NamedAnswer,
+    Reward,
     User,
 )
 from slipstream.rollout.gateway.serving.text import GrowingText
@@ -236,8 +238,11 @@ class Conversations(Protocol):
         """
         ...
 
-    def reward(self, user: User, session: str, reward: float, turn: int | None) -> Sequence[Entry]:
-        """Record a client's reward of a turn; None: of the newest one. Raises UnknownTurn."""
+    def reward(self, user: User, reward: Reward) -> Given:
+        """Return the turns that a client's reward goes to, with what is to be recorded.
+
+        Raises UnknownTurn, AmbiguousTurn and GivenBefore, and ValueError for a reward that is not finite.
+        """
         ...
 
     def end_session(self, user: User, session: str) -> Sequence[Entry]:

@@ -11,6 +11,7 @@ from slipstream.rollout.gateway.serving import fields
 from slipstream.rollout.gateway.serving.call import LiveCall
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.replies import Protocols, Result
+from slipstream.rollout.gateway.serving.rewarding import REWARD, SESSION_REWARD, schema_of
 
 _REFERENCE = "#/components/schemas/{model}"
 _OWN: dict[str, object] = {
@@ -22,11 +23,6 @@ _ABORT: dict[str, object] = {
     "type": "object",
     "required": ["rid"],
     "properties": {"rid": {"type": "string"}, "abort_all": {"const": False}},
-}
-_REWARD: dict[str, object] = {
-    "type": "object",
-    "required": ["reward"],
-    "properties": {"reward": {"type": "number"}, "turn": {"type": "integer", "minimum": 0}},
 }
 
 
@@ -87,7 +83,11 @@ def describe(document: dict[str, Any], endpoints: Sequence[Endpoint]) -> dict[st
         for path in (endpoint.path, f"/sessions/{{session}}{endpoint.path}"):
             if path in document["paths"]:
                 _set_body(document["paths"][path]["post"], reference)
-    _set_body(document["paths"]["/sessions/{session}/reward"]["post"], _REWARD)
+    for path, own, required in (
+        ("/rewards", REWARD, "value"),
+        ("/sessions/{session}/reward", SESSION_REWARD, "reward"),
+    ):
+        _set_body(document["paths"][path]["post"], schema_of(own, [required]))
     _set_body(document["paths"]["/abort_request"]["post"], _ABORT)
     return document
 

@@ -14,9 +14,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.rollout.gateway.conversations import NamedAnswer, TooManySessions
+from slipstream.rollout.gateway.conversations import Given, NamedAnswer, TooManySessions, UnknownTurn
 from slipstream.rollout.gateway.sessions.counters import SessionCounters
-from slipstream.rollout.gateway.sessions.stored import SessionState
+from slipstream.rollout.gateway.sessions.stored import EndedTurn, SessionState
 from slipstream.rollout.tokens.conversation.sameness import Mark
 
 Id = tuple[str, str]
@@ -51,6 +51,10 @@ class SessionTable:
         state are first."""
         self._named: dict[tuple[str, str], SessionState] = {}
         """Sessions by key and by the ids of requests whose answers can be named."""
+        self._with_id: dict[tuple[str, str], list[SessionState]] = {}
+        """By key and by the id of a request or of a tool call: sessions with a turn that has it."""
+        self._given: dict[tuple[str, str], Given] = {}
+        """Rewards by key and by the names of their givings."""
         self.size = 0
 
     def __len__(self) -> int:
@@ -59,6 +63,13 @@ class SessionTable:
     def get(self, key: str, name: str) -> SessionState | None:
         """Return a session; None: there is none of this name."""
         return self._sessions.get((key, name))
+
+    def known(self, key: str, name: str) -> SessionState:
+        """Return a session. Raises UnknownTurn."""
+        session = self.get(key, name)
+        if session is None:
+            raise UnknownTurn(f"there is no session {name}, or it has ended long ago")
+        return session
 
     def add(self, session: SessionState) -> None:
         """Add a session."""
@@ -165,6 +176,7 @@ class SessionTable:
         session.size = 0
         self._unlist(session, frozenset())
         self._forget_names(session)
+        self._forget_rewards(session)
         for table in (self._sessions, self._removable, self._filled):
             table.pop((session.key, session.name), None)
 
@@ -188,6 +200,26 @@ class SessionTable:
         self.account(session, before)
         self._named[session.key, request] = session
 
+    def add_ended(self, session: SessionState, turn: EndedTurn) -> None:
+        """Note a turn whose entry has its number, for rewards."""
+        session.ended_turns.append(turn)
+        for id_ in turn.ids:
+            sessions = self._with_id.setdefault((session.key, id_), [])
+            if session not in sessions:
+                sessions.append(session)
+
+    def with_id(self, key: str, id_: str) -> Sequence[SessionState]:
+        """Return the sessions with a turn that has the id of a request or of a tool call."""
+        return self._with_id.get((key, id_), ())
+
+    def note_given(self, session: SessionState, once: str, given: Given) -> None:
+        """Note that a reward was given whose giving has a name."""
+        session.given[once] = self._given[session.key, once] = given
+
+    def given(self, key: str, once: str) -> Given | None:
+        """Return the reward that was given under a name; None: none."""
+        return self._given.get((key, once))
+
     def answer_of(self, key: str, request: str) -> NamedAnswer | None:
         """Return the answer to a request; None: none that can be named, or not any more."""
         session = self._named.get((key, request))
@@ -197,6 +229,17 @@ class SessionTable:
         for request in session.named:
             del self._named[session.key, request]
         session.named.clear()
+
+    def _forget_rewards(self, session: SessionState) -> None:
+        for turn in session.ended_turns:
+            for id_ in turn.ids:
+                sessions = self._with_id.get((session.key, id_), [])
+                if session in sessions:
+                    sessions.remove(session)
+                if not sessions:
+                    self._with_id.pop((session.key, id_), None)
+        for once in session.given:
+            self._given.pop((session.key, once), None)
 
     def find(self, key: str, marks: Sequence[Mark]) -> SessionState | None:
         """Return the session with the longest stored history with which a conversation begins.

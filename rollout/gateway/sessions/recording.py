@@ -47,9 +47,10 @@ def entry_of(running: RunningRequest, prompt: PromptPlan, answer: Answer) -> Tur
         kept=prompt.kept,
         messages=as_json(prompt.messages[prompt.kept :]),
         answer=as_json(answer.message),
-        response=running.request if answer.exchange else "",
+        response=running.request,
         previous=running.previous if answer.exchange else "",
         exchange=msgspec.Raw(answer.exchange),
+        choice=answer.choice,
         chunk=chunk,
     )
 

@@ -7,13 +7,19 @@ Their texts are decoded again when they are needed.
 import json
 from typing import cast
 
-from slipstream.rollout.gateway.conversations import ChatMessage
+from slipstream.rollout.gateway.conversations import ChatMessage, Given, RewardedTurn
 from slipstream.rollout.gateway.sessions.placing import SessionTable
-from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState, ancestor, append_answer
+from slipstream.rollout.gateway.sessions.stored import (
+    ChainTurn,
+    EndedTurn,
+    SessionState,
+    ancestor,
+    append_answer,
+)
 from slipstream.rollout.tokens.conversation.chains import length_of, resume
 from slipstream.rollout.tokens.conversation.sameness import marks_of
 from slipstream.rollout.tokens.record import decode_chunks
-from slipstream.rollout.tokens.turn_entries import Entry, Forgotten, NextState, SessionEnd, Turn
+from slipstream.rollout.tokens.turn_entries import Entry, Forgotten, NextState, SessionEnd, Turn, UserReward
 
 
 class Restoring:
@@ -35,6 +41,8 @@ class Restoring:
                     for history in session.pair_number(state.turn):
                         self._table.settled(session, history)
                     self._table.used(session, session.used_s)
+            case UserReward() as reward if reward.once:
+                self._given(reward)
             case SessionEnd() as end:
                 session = self._table.get(end.key, end.session)
                 if session is not None:
@@ -45,37 +53,50 @@ class Restoring:
             case _:
                 pass
 
+    def _given(self, reward: UserReward) -> None:
+        """Remember a reward whose giving has a name, for clients that send it again."""
+        session = self._sessions.get(reward.turn)
+        if session is None:
+            return
+        place, turn = next(
+            (place, turn) for place, turn in enumerate(session.ended_turns) if turn.number == reward.turn
+        )
+        rewarded = RewardedTurn(place, turn.request, reward.reward)
+        before = self._table.given(session.key, reward.once)
+        turns = [rewarded] if before is None else [*before.turns, rewarded]
+        self._table.note_given(session, reward.once, Given(session.name, turns, (), reward.digest))
+
     def _turn(self, number: int, entry: Turn) -> None:
         session = self._table.get(entry.key, entry.session)
         if session is None:
             session = SessionState(entry.key, entry.session, entry.ended_s)
             self._table.add(session)
         session.ended = False
-        session.numbers.append(number)
+        answer = cast(ChatMessage, json.loads(bytes(entry.answer)))
+        self._table.add_ended(session, EndedTurn.of(number, entry, answer))
         self._sessions[number] = session
         parent = None if entry.parent is None else session.turn(entry.parent)
         if parent is not None or entry.parent is None:  # otherwise its parent is evicted, and it with it
             size = session.size
-            turn = _stored(session, entry, parent)
+            turn = _stored(session, entry, answer, parent)
             turn.number = number
             turn.continue_anchor()
             session.add_turn(turn)
             for node in session.endings(turn.node):
                 self._table.list_history(session, node.mark.history)
             self._table.account(session, size)
-        if entry.response:
+        if bytes(entry.exchange):
             self._table.name_answer(session, entry.response, number, entry.previous)
         self._table.used(session, entry.ended_s)
 
 
-def _stored(session: SessionState, entry: Turn, parent: ChainTurn | None) -> ChainTurn:
+def _stored(session: SessionState, entry: Turn, answer: ChatMessage, parent: ChainTurn | None) -> ChainTurn:
     context: list[int] = []
     tokens: list[int] = []
     for part in decode_chunks(entry.chunk):
         context += part.context.tolist()
         tokens += part.tokens.tolist()
     messages = cast("list[ChatMessage]", json.loads(bytes(entry.messages)))
-    answer = cast(ChatMessage, json.loads(bytes(entry.answer)))
     kept = None if parent is None or not entry.kept else ancestor(parent.node, entry.kept)
     marks = marks_of(messages, b"" if kept is None else kept.mark.history)
     last = session.add_messages(kept, messages, marks)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from slipstream.rollout.gateway.conversations import ChatMessage
 from slipstream.rollout.gateway.sessions.continuing import PromptPlan
 from slipstream.rollout.gateway.sessions.pairing import Expected
-from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState
+from slipstream.rollout.gateway.sessions.stored import ChainTurn, EndedTurn, SessionState
 from slipstream.rollout.tokens.conversation.sameness import Mark
 from slipstream.rollout.tokens.turn_entries import Entry, TurnType
 
@@ -47,5 +47,7 @@ class RunningRequest:
     expected: list[Expected] = field(default_factory=list[Expected])
     stored: dict[int, tuple[ChainTurn, int]] = field(default_factory=dict[int, tuple[ChainTurn, int]])
     """Answers without a number by their places, each with the position of its entry in those of ``end``."""
+    ended: dict[int, EndedTurn] = field(default_factory=dict[int, EndedTurn])
+    """What rewards need of such answers, by their places. The numbers in it do not count."""
     reactions: dict[int, Sequence[ChatMessage]] = field(default_factory=dict[int, "Sequence[ChatMessage]"])
     """Next states of such answers by their places, where they have come already."""

@@ -17,9 +17,10 @@ import msgspec
 from slipstream.rollout.gateway.conversations import (
     Answer,
     Arrival,
+    Given,
     NamedAnswer,
     PromptTooLong,
-    UnknownTurn,
+    Reward,
     User,
 )
 from slipstream.rollout.gateway.sessions.continuing import (
@@ -35,12 +36,12 @@ from slipstream.rollout.gateway.sessions.pairing import expected_of, fulfilled, 
 from slipstream.rollout.gateway.sessions.placing import Id, SessionLimits, SessionTable
 from slipstream.rollout.gateway.sessions.recording import entry_of
 from slipstream.rollout.gateway.sessions.restoring import Restoring
+from slipstream.rollout.gateway.sessions.rewarding import give
 from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.gateway.sessions.sampling import SamplingVerdict, judge_sampling
-from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState, append_answer
+from slipstream.rollout.gateway.sessions.stored import ChainTurn, EndedTurn, SessionState, append_answer
 from slipstream.rollout.tokens.conversation.chains import Decode, ids_of, length_of
 from slipstream.rollout.tokens.conversation.sameness import Mark, marks_of
-from slipstream.rollout.tokens.trajectory import LARGEST_REWARD
 from slipstream.rollout.tokens.turn_entries import (
     Entry,
     Forgotten,
@@ -48,7 +49,6 @@ from slipstream.rollout.tokens.turn_entries import (
     SessionEnd,
     Turn,
     TurnType,
-    UserReward,
     as_json,
 )
 
@@ -66,12 +66,14 @@ class Sessions:
         override: bool,
         decode: Decode,
         mint: Callable[[], str],
+        credit: float = 1.0,
     ) -> None:
         """Start without sessions.
 
         ``temperature`` is the recipe's, and ``override`` says that main turns are sampled as the recipe says
         whatever the client asks for. ``decode`` returns the text of ids, special tokens included. ``mint``
-        returns a name that nobody can guess.
+        returns a name that nobody can guess. ``credit``: factor of a main turn's share in the reward of its
+        session for each main turn that follows it.
         """
         self.counters = SessionCounters()
         self._table = SessionTable(limits, self.counters)
@@ -79,6 +81,7 @@ class Sessions:
         self._override = override
         self._decode = decode
         self._mint = mint
+        self._credit = credit
         self._running: dict[Id, list[RunningRequest]] = {}
         self._requests: dict[tuple[str, bytes], list[RunningRequest]] = {}
         """Requests that a retry may join, by key and digest."""
@@ -159,7 +162,8 @@ class Sessions:
         turn, position = running.stored.pop(choice)
         turn.number = numbers[position]
         session = running.home
-        session.numbers.append(turn.number)
+        if not session.forgotten:
+            self._table.add_ended(session, replace(running.ended.pop(choice), number=turn.number))
         if running.named and not (session.forgotten or session.ended):
             self._table.name_answer(session, running.request, turn.number, running.previous)
         reaction = running.reactions.pop(choice, ())
@@ -178,25 +182,16 @@ class Sessions:
             self._table.remove(session)
         return self._leave()
 
-    def reward(self, user: User, session: str, reward: float, turn: int | None) -> Sequence[Entry]:
-        """Record a client's reward of the turn with this place in the session, from 0; None: of the newest.
+    def reward(self, user: User, reward: Reward) -> Given:
+        """Return the turns that a client's reward goes to, with what is to be recorded.
 
-        Raises UnknownTurn, and ValueError for a reward that is not finite.
+        Raises UnknownTurn, AmbiguousTurn and GivenBefore, and ValueError for a reward that is not finite.
         """
-        if not abs(reward) <= LARGEST_REWARD:  # NaN is not
-            raise ValueError(f"the reward is {reward}, expected a finite number of float32")
-        numbers = self._known(user, session).numbers
-        place = len(numbers) - 1 if turn is None else turn
-        if not 0 <= place < len(numbers):
-            raise UnknownTurn(
-                f"session {session} has {len(numbers)} turns that have ended, but no turn {turn}"
-            )
-        self._due.append(UserReward(numbers[place], float(reward)))
-        return self._leave()
+        return give(self._table, user, reward, self._credit)
 
     def end_session(self, user: User, session: str) -> Sequence[Entry]:
         """End a session without a request. Raises UnknownTurn."""
-        known = self._known(user, session)
+        known = self._table.known(user.name, session)
         known.ending = True
         self._close_if_over(known)
         return self._leave()
@@ -336,6 +331,7 @@ class Sessions:
         self._table.account(session, size)
         self._take_reaction(running, turn, answer.choice)
         running.named = bool(answer.exchange)
+        running.ended[answer.choice] = EndedTurn.of(0, entry, answer.message)
         return msgspec.structs.replace(entry, reason=reason)
 
     def _count(self, turn: ChainTurn, entry: Turn, prompt: PromptPlan) -> str:
@@ -392,12 +388,6 @@ class Sessions:
         evicted = self._table.make_room()
         if evicted is not None and not evicted.ended:
             self._ended(evicted, "evicted")
-
-    def _known(self, user: User, name: str) -> SessionState:
-        session = self._table.get(user.name, name)
-        if session is None:
-            raise UnknownTurn(f"there is no session {name}, or it has ended long ago")
-        return session
 
     def _leave(self) -> list[Entry]:
         due, self._due = self._due, []

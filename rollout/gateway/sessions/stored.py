@@ -7,13 +7,12 @@
 A history is looked up by the digest of all its messages, so that it costs the same wherever it ends.
 """
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.rollout.gateway.conversations import ChatMessage, NamedAnswer
+from slipstream.rollout.gateway.conversations import ChatMessage, Given, NamedAnswer
 from slipstream.rollout.tokens.conversation.chains import Segment, append, length_of, size_of
-from slipstream.rollout.tokens.conversation.sameness import Mark, marks_of, role_of
+from slipstream.rollout.tokens.conversation.sameness import Mark, ids_of_calls, marks_of, role_of
 from slipstream.rollout.tokens.turn_entries import Turn
 
 _TURN_BYTES = 600
@@ -90,6 +89,32 @@ class ChainTurn:
 
 
 @dataclass(slots=True, eq=False)
+class EndedTurn:
+    """What rewards need of a turn. It stays when the turn itself is evicted."""
+
+    number: int
+    """Number of its entry."""
+    request: str
+    """Id of the request that it has answered."""
+    choice: int
+    is_main: bool
+    """A main turn that was not cancelled."""
+    calls: tuple[str, ...]
+    """Ids of the tool calls in its answer."""
+
+    @classmethod
+    def of(cls, number: int, entry: Turn, answer: Mapping[str, object]) -> "EndedTurn":
+        """Return what is kept of the turn of an entry."""
+        calls = tuple(id_ for id_ in ids_of_calls(answer) if isinstance(id_, str) and id_)
+        return cls(number, entry.response, entry.choice, entry.may_be_trained, calls)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """All ids by which a client may name it."""
+        return (self.request, *self.calls) if self.request else self.calls
+
+
+@dataclass(slots=True, eq=False)
 class SessionState:
     """The stored part of a session. ``clear`` leaves what rewards and next states need."""
 
@@ -105,8 +130,10 @@ class SessionState:
         default_factory=dict[bytes, "Mapping[str, object] | None"]
     )
     """Answers with the reasoning that clients leave out, by their digests; None: several differ in it."""
-    numbers: "array[int]" = field(default_factory=lambda: array("q"))
-    """Numbers of the entries of all its turns, in order."""
+    ended_turns: list[EndedTurn] = field(default_factory=list[EndedTurn])
+    """All its turns, in the order of their entries."""
+    given: dict[str, Given] = field(default_factory=dict[str, Given])
+    """Rewards whose givings have a name, by that name."""
     cleared: dict[bytes, list[int]] = field(default_factory=dict[bytes, list[int]])
     """Numbers of turns that waited for a next state when it was cleared, by the digest of their history."""
     histories: list[bytes] = field(default_factory=list[bytes])

@@ -138,6 +138,7 @@ class _Reader:
             teacher,
             verdict,
             is_lost=is_lost or chunk is None or head is None or not head.is_whole,
+            end=None if row.state in set(Stage) else row.state,
         )
         return turn
 

@@ -117,6 +117,8 @@ class VerdictRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     source: int
     has_teacher: bool = False
     """A teacher's scores belong to it: without them the turn cannot be trained."""
+    parts: tuple[tuple[str, float], ...] = ()
+    """Name and value of each reward of a client that is in the score."""
 
 
 _HEAD = msgspec.msgpack.Decoder(TurnHead)
@@ -191,6 +193,8 @@ class KnownTurn:
     """Its tokens are damaged or were given up: neither the turn nor one that continues it can be trained."""
     followed_s: float = 0.0
     """When something followed, or the run was started since: seconds since the epoch."""
+    end: str | None = None
+    """How it had ended when the run was started; None: it had not."""
     put_off: int = 0
     """Number of times that a judge was asked about the turn and gave no verdict."""
 

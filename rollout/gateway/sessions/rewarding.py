@@ -1,0 +1,132 @@
+"""Rewards that clients give: which turns they go to, and how the turns of a session share one.
+
+    response id, call id, session and place  ──► one turn
+    session                                  ──► its main turns, the last one first:
+                                                 value, value * discount, value * discount^2, ...
+
+A giving with a name counts once: sent again, it changes nothing. The entries of a session that has ended are
+still rewarded, until the session is removed.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+from slipstream.rollout.gateway.conversations import (
+    AmbiguousTurn,
+    Given,
+    GivenBefore,
+    Reward,
+    RewardedTurn,
+    UnknownTurn,
+    User,
+)
+from slipstream.rollout.gateway.sessions.placing import SessionTable
+from slipstream.rollout.gateway.sessions.stored import EndedTurn, SessionState
+from slipstream.rollout.tokens.trajectory import LARGEST_REWARD
+from slipstream.rollout.tokens.turn_entries import UserReward
+
+MOST_GIVEN = 10_000
+"""Givings with a name in one session. Each is remembered, so that a client may not make up more of them."""
+
+
+def give(table: SessionTable, user: User, reward: Reward, credit: float) -> Given:
+    """Return the turns that a reward goes to, and what is to be recorded.
+
+    ``credit``: the recipe's discount. Raises UnknownTurn, AmbiguousTurn and GivenBefore, and ValueError for a
+    reward that is not finite.
+    """
+    if not abs(reward.value) <= LARGEST_REWARD:  # NaN is not
+        raise ValueError(f"the reward is {reward.value}, expected a finite number of float32")
+    digest = _digest(reward) if reward.once else b""
+    before = table.given(user.name, reward.once) if reward.once else None
+    if before is not None:
+        if before.digest != digest:
+            raise GivenBefore(f"the key {reward.once!r} was used for another reward: give this one its own")
+        return Given(before.session, before.turns, ())
+    session, turns = _rewarded(table, user, reward, credit)
+    if reward.once and len(session.given) >= MOST_GIVEN:
+        raise ValueError(f"session {session.name} has {MOST_GIVEN} rewards with keys: give others without")
+    entries = [
+        UserReward(session.ended_turns[turn.turn].number, turn.value, reward.name, reward.once, digest)
+        for turn in turns
+    ]
+    given = Given(session.name, turns, entries, digest)
+    if reward.once:
+        table.note_given(session, reward.once, given)
+    return given
+
+
+def _digest(reward: Reward) -> bytes:
+    return hashlib.blake2b(repr(reward).encode(errors="surrogatepass"), digest_size=8).digest()
+
+
+def _rewarded(
+    table: SessionTable, user: User, reward: Reward, credit: float
+) -> tuple[SessionState, list[RewardedTurn]]:
+    if reward.is_whole:
+        session = table.known(user.name, reward.session)
+        return session, shared(session, reward.value, credit if reward.discount is None else reward.discount)
+    if reward.request or reward.call:
+        session, place = _named(table, user, reward)
+    else:
+        session = table.known(user.name, reward.session)
+        place = _placed(session, reward.turn)
+    return session, [RewardedTurn(place, session.ended_turns[place].request, float(reward.value))]
+
+
+def shared(session: SessionState, value: float, discount: float) -> list[RewardedTurn]:
+    """Return the main turns of a session with the share of each in its reward. A turn without a share is left
+    out: 0 would be a reward. Raises UnknownTurn if no turn has one.
+    """
+    main = [place for place, turn in enumerate(session.ended_turns) if turn.is_main]
+    if not main:
+        raise UnknownTurn(f"session {session.name} has no main turn that has ended")
+    turns: list[RewardedTurn] = []
+    factor = 1.0
+    for place in reversed(main):
+        turns.append(RewardedTurn(place, session.ended_turns[place].request, value * factor))
+        factor *= discount
+        if not factor:
+            break
+    return turns[::-1]
+
+
+def _placed(session: SessionState, turn: int | None) -> int:
+    """Return the place of a turn that a client has numbered. Raises UnknownTurn."""
+    count = len(session.ended_turns)
+    place = count - 1 if turn is None else turn
+    if not 0 <= place < count:
+        which = "no newest turn" if turn is None else f"no turn {turn}"
+        raise UnknownTurn(f"session {session.name} has {count} turns that have ended, but {which}")
+    return place
+
+
+def _named(table: SessionTable, user: User, reward: Reward) -> tuple[SessionState, int]:
+    """Return the turn with an id. Raises UnknownTurn and AmbiguousTurn."""
+    id_, what = (reward.request, "response") if reward.request else (reward.call, "tool call")
+    found = [
+        (session, place)
+        for session in table.with_id(user.name, id_)
+        for place, turn in enumerate(session.ended_turns)
+        if _has(turn, reward)
+    ]
+    if not found:
+        choice = "" if reward.choice is None else f" with the choice {reward.choice}"
+        raise UnknownTurn(f"there is no {what} {id_}{choice}, or it has not ended, or its session is gone")
+    if len(found) > 1:
+        raise AmbiguousTurn(_several(what, id_, found))
+    return found[0]
+
+
+def _several(what: str, id_: str, found: Sequence[tuple[SessionState, int]]) -> str:
+    turns = [session.ended_turns[place] for session, place in found]
+    if what == "response":
+        return f"{len(found)} answers have the id {id_}: give `choice`, one of {[t.choice for t in turns]}"
+    places = ", ".join(f"turn {place} of session {session.name}" for session, place in found[:3])
+    return f"{len(found)} turns have made a tool call {id_} ({places}): give `session` and `turn`"
+
+
+def _has(turn: EndedTurn, reward: Reward) -> bool:
+    if reward.request:
+        return turn.request == reward.request and reward.choice in (None, turn.choice)
+    return reward.call in turn.calls
