@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from slipstream.rollout.gateway.conversations import (
     Answer,
     Arrival,
-    Given,
-    Reward,
+    ClientReward,
+    TakenReward,
     UnknownTurn,
     User,
 )
@@ -44,7 +44,7 @@ class WatchedSessions(Sessions):
         self.answers.append((running.session, answer))
         return super().end(running, answer)
 
-    def reward(self, user: User, reward: Reward) -> Given:
+    def reward(self, user: User, reward: ClientReward) -> TakenReward:
         given = super().reward(user, reward)
         self.rewards.append((user.name, given.session, reward.value, [turn.turn for turn in given.turns]))
         return given

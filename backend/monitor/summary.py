@@ -63,6 +63,7 @@ class TurnTotals(_Strict):
     failed: NonNegativeInt
     cancelled: NonNegativeInt
     forgotten: NonNegativeInt
+    unpaired: NonNegativeInt = 0
     waiting: NonNegativeInt
     unjudged: NonNegativeInt
     ready: NonNegativeInt

@@ -312,6 +312,10 @@ TAGS: dict[str, Tag] = {
         "trainer.",
     ),
     "live/cancelled": Tag("turns, whole run", "Number of turns whose client has gone before the end."),
+    "live/unpaired": Tag(
+        "turns, whole run",
+        "Number of turns whose next state was lost, because their clients rewrote what would tell.",
+    ),
     "live/forgotten": Tag("turns, whole run", "Number of turns that were removed by request."),
     "live/verdicts": Tag("turns, this process", "Number of turns that judges have given a score."),
     "live/put_off": Tag(

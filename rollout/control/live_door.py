@@ -41,6 +41,8 @@ class TurnEnd(StrEnum):
     """The turn cannot be trained: its tokens are incomplete or damaged, or it kills the trainer."""
     CANCELLED = "cancelled"
     """The client has gone before the end of the answer."""
+    UNPAIRED = "unpaired"
+    """Its next state was lost: no judge can say what it was worth."""
     FORGOTTEN = "forgotten"
     """The user has asked for its removal."""
 

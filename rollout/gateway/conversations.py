@@ -59,7 +59,7 @@ class Arrival:
 
     user: User
     session: str | None
-    """The session that the client names; None: none."""
+    """The session that the client names by the gateway's own means; None: none."""
     turn_type: TurnType | None
     """Type that the client gives the turn; None: it gives none, so that ``user.turn_type`` holds."""
     ends_session: bool
@@ -70,6 +70,8 @@ class Arrival:
     """How often the client says that it has sent this request before (``x-stainless-retry-count``)."""
     arrived_s: float
     """When the request arrived, by the clock by which sessions rest (``steady_s``)."""
+    client_session: str | None = None
+    """The session that an agent names by a header of its own; None: none."""
     request: str = ""
     """Id of the request, which its answer is named after."""
     previous: str = ""
@@ -127,7 +129,7 @@ class NamedAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reward:
+class ClientReward:
     """A reward as a client gives it. Exactly one of ``session``, ``request`` and ``call`` names the turn."""
 
     value: float
@@ -162,7 +164,7 @@ class RewardedTurn:
 
 
 @dataclass(slots=True)
-class Given:
+class TakenReward:
     """A reward that was taken, and the turns that it went to."""
 
     session: str

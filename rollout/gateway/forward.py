@@ -25,7 +25,13 @@ import orjson
 from yarl import URL
 
 from slipstream.rollout.gateway.conversations import KeyRing
-from slipstream.rollout.gateway.naming import addressed_request, key_of, request_of, session_name
+from slipstream.rollout.gateway.naming import (
+    addressed_request,
+    client_session,
+    key_of,
+    request_of,
+    session_name,
+)
 from slipstream.rollout.gateway.peers import GatewayAddress
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.replies import error_body, protocol_of
@@ -127,11 +133,12 @@ class Forwarding:
         try:
             name = addressed_request(scope["path"], values)
             name = name or session_name(_path_session(scope["path"]), headers, values)
+            client = client_session(headers)
         except ValueError:
             return here
         if name is None and isinstance(response := values.get("previous_response_id"), str):
             name = request_of(response)
-        name = name or user.session
+        name = name or user.session or client
         return self._owners.of(f"key {user.name}" if name is None else name)
 
     async def _forward(self, owner: int, scope: Scope, body: "_Body", receive: Receive, send: Send) -> None:

@@ -12,8 +12,19 @@ from slipstream.rollout.tokens.turn_entries import TurnType
 SESSION_HEADER = "x-session-id"
 """Header that names the session of an answer."""
 
-SESSION_HEADERS = (SESSION_HEADER, "session_id", "x-session-affinity")
-"""Headers that name the session of a request; the first one that is given counts."""
+CLIENT_HEADERS = (
+    "x-claude-code-session-id",
+    "session_id",
+    "session-id",
+    "thread-id",
+    "x-session-affinity",
+    "x-opencode-session",
+    "x-qwen-code-session-id",
+    "x-kilocode-taskid",
+    "x-client-session-id",
+    "x-openwebui-chat-id",
+)
+"""Headers in which agents name their sessions by themselves; the first one that is given counts."""
 
 LONGEST_NAME = 256
 """Characters of the longest name of a session. Names are returned in a header and kept in memory."""
@@ -50,16 +61,28 @@ def credentials_of(headers: Mapping[str, str]) -> str:
 
 
 def session_name(path: str | None, headers: Mapping[str, str], body: Mapping[str, object]) -> str | None:
-    """Return the session that a request names; None: it names none.
+    """Return the session that a request names by the gateway's own means; None: it names none.
 
-    The order is: the path (``/sessions/{id}/v1/...``), the headers, ``session_id`` of the body. Raises
+    The order is: the path (``/sessions/{id}/v1/...``), the header, ``session_id`` of the body. Raises
     ValueError if the first name that is given cannot be one.
     """
-    for where, name in (
+    return _first_name(
         ("the path", path),
-        *((f"the header {header}", headers.get(header)) for header in SESSION_HEADERS),
+        (f"the header {SESSION_HEADER}", headers.get(SESSION_HEADER)),
         ("session_id", body.get("session_id")),
-    ):
+    )
+
+
+def client_session(headers: Mapping[str, str]) -> str | None:
+    """Return the session that an agent names by a header of its own; None: none.
+
+    Raises ValueError if the first name that is given cannot be one.
+    """
+    return _first_name(*((f"the header {header}", headers.get(header)) for header in CLIENT_HEADERS))
+
+
+def _first_name(*places: tuple[str, object]) -> str | None:
+    for where, name in places:
         checked = checked_name(where, name)
         if checked is not None:
             return checked

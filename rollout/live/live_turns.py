@@ -10,7 +10,7 @@ ledger goes back to an older version (``hold``), nothing is recorded: entries wa
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import chain
 
@@ -161,7 +161,8 @@ class LiveTurns:
                 outcome = self._enter_reward(turn_id(gateway, entry.turn), entry)
                 self._outcomes.setdefault(gateway, deque(maxlen=OUTCOMES_KEPT)).append((number, outcome))
             case SessionEnd():
-                self._enter_end(session_of(named(entry.key), named(entry.session)))
+                unpaired = {turn_id(gateway, turn) for turn in entry.unpaired}
+                self._enter_end(session_of(named(entry.key), named(entry.session)), unpaired)
             case Forgotten():
                 self._enter_forgotten(turn_id(gateway, number), entry)
 
@@ -243,13 +244,16 @@ class LiveTurns:
         self.verdicts.rule(turn, VerdictRow(score, CLIENT, turn.teacher is not None, tuple(parts.items())))
         return COUNTED
 
-    def _enter_end(self, id_: int) -> None:
+    def _enter_end(self, id_: int, unpaired: Collection[int]) -> None:
         self._ledger.turns.session_ended(id_)
         session = self._table.sessions.get(id_)
         if session is None:
             return
         for turn in list(session.turns.values()):
-            self._enter_next(turn.id, NOTHING_FOLLOWED)
+            if turn.id not in unpaired:
+                self._enter_next(turn.id, NOTHING_FOLLOWED)
+            elif turn.verdict is None and not turn.has_followed:
+                self.verdicts.unpaired(turn.id)
         session.has_ended = True
         self._table.drop_if_over(id_)
 

@@ -97,6 +97,10 @@ class Verdicts:
         """End a turn that the judge has decided about without a score and without a hint."""
         self._end_unjudged(id_, TurnEnd.FILTERED, Loss.FILTERED, "the judge has neither a score nor a hint")
 
+    def unpaired(self, id_: int) -> None:
+        """End a turn whose next state was lost."""
+        self._end_unjudged(id_, TurnEnd.UNPAIRED, None, "its client rewrote the history that would tell")
+
     def give_up(self, after_s: float) -> float:
         """Fail the turns that have waited for their verdicts for so long. Return when to look again: the
         number of seconds until the next turn may have.
@@ -116,7 +120,7 @@ class Verdicts:
                 oldest_s = max(oldest_s, waited_s)
         return max(SOONEST_S, after_s - oldest_s)
 
-    def _end_unjudged(self, id_: int, end: TurnEnd, loss: Loss, note: str) -> None:
+    def _end_unjudged(self, id_: int, end: TurnEnd, loss: Loss | None, note: str) -> None:
         if self._table.defer(partial(self._end_unjudged, id_, end, loss, note)):
             return
         if self._table.core.live.ended(id_, end):

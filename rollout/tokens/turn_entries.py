@@ -116,6 +116,8 @@ class SessionEnd(msgspec.Struct, array_like=True, frozen=True, gc=False):
     session: str
     key: str
     """Name of the API key. Sessions of two keys are never the same, whatever their names."""
+    unpaired: tuple[int, ...] = ()
+    """Numbers of turns whose next states were lost. They are not judged: their conversations went on."""
 
 
 class Forgotten(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -13,7 +13,7 @@ from pathlib import Path
 from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.engine_pool import EnginePool
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.gateway.conversations import Arrival, Reward, UnknownTurn, User
+from slipstream.rollout.gateway.conversations import Arrival, ClientReward, UnknownTurn, User
 from slipstream.rollout.gateway.engines import EngineTokens
 from slipstream.rollout.gateway.journal import TIDY_S, TurnJournal
 from slipstream.rollout.gateway.link import DriverLink
@@ -123,7 +123,9 @@ class Gateway:
                 messages[0] = {"role": "user", "content": f"rewritten {number} {turn}"}
             if dice.random() < 0.2 and name is not None:
                 with suppress(UnknownTurn):
-                    self.journal.append(self.sessions.reward(USER, Reward(value=0.5, session=name)).entries)
+                    self.journal.append(
+                        self.sessions.reward(USER, ClientReward(value=0.5, session=name)).entries
+                    )
         if number % 50 == 0:
             self.journal.append(self.sessions.forget(f"session {number - 1}", USER.name))
         self.journal.append(self.sessions.sweep(self.now))

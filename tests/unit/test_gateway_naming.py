@@ -14,16 +14,23 @@ def name(path=None, headers=None, body=None):
 
 
 def test_the_first_name_in_the_order_of_places_counts():
-    headers = {"x-session-id": "a", "session_id": "b", "x-session-affinity": "c"}
+    headers = {"x-session-id": "a", "session_id": "b"}
     body = {"session_id": "d"}
     assert name("p", headers, body) == "p"
     assert name(None, headers, body) == "a"
     del headers["x-session-id"]
-    assert name(None, headers, body) == "b"
-    del headers["session_id"]
-    assert name(None, headers, body) == "c"
-    assert name(None, {}, body) == "d"
+    assert name(None, headers, body) == "d"
+    assert name(None, headers) is None, "this header is an agent's own"
     assert name() is None
+
+
+@pytest.mark.parametrize("header", naming.CLIENT_HEADERS)
+def test_an_agent_names_its_session_by_a_header_of_its_own(header):
+    assert naming.client_session({header: " c "}) == "c"
+    later = naming.CLIENT_HEADERS[naming.CLIENT_HEADERS.index(header) + 1 :]
+    assert naming.client_session(dict.fromkeys(later, "d") | {header: "c"}) == "c"
+    with pytest.raises(ValueError, match=f"the header {header} names"):
+        naming.client_session({header: "x" * 257})
 
 
 def test_a_blank_name_is_none_and_a_number_is_a_name():

@@ -4,7 +4,13 @@ import json
 
 import pytest
 
-from slipstream.rollout.gateway.conversations import AmbiguousTurn, GivenBefore, Reward, UnknownTurn, User
+from slipstream.rollout.gateway.conversations import (
+    AmbiguousTurn,
+    ClientReward,
+    GivenBefore,
+    UnknownTurn,
+    User,
+)
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.rewarding import read_reward, read_session_reward, reply_of
 from slipstream.rollout.tokens.turn_entries import UserReward
@@ -115,7 +121,7 @@ def test_the_reward_of_a_session_in_the_path_never_goes_to_another_turn_than_is_
 @pytest.mark.parametrize("prefix", ["", "chatcmpl-", "cmpl-", "resp_", "msg_"])
 def test_an_answer_is_named_by_its_id_in_the_words_of_every_protocol(prefix):
     body = {"value": 0.5, "response_id": f"{prefix}abc", "name": "tests", "choice": 1}
-    expected = Reward(value=0.5, request="abc", choice=1, name="tests", once="k")
+    expected = ClientReward(value=0.5, request="abc", choice=1, name="tests", once="k")
     assert read_reward(json.dumps(body).encode(), "k") == expected
     assert read_reward(json.dumps(body | {"key": "k"}).encode(), "other") == expected
 
@@ -126,7 +132,7 @@ def gateway():
 
 
 def give(gateway, key="key", **reward):
-    given = gateway.sessions.reward(User(key), Reward(**{"value": 1.0} | reward))
+    given = gateway.sessions.reward(User(key), ClientReward(**{"value": 1.0} | reward))
     gateway.append(given.entries)
     return given
 

@@ -523,6 +523,26 @@ def test_a_reward_after_a_restart_is_told_how_its_turn_has_ended(in_run):
     in_run(again, restored=1)
 
 
+def test_a_turn_whose_next_state_was_lost_is_not_judged_as_the_end_of_a_conversation(in_run):
+    talk = Talk()
+    lost = talk.turn()
+    rewarded = talk.turn()
+    last = talk.turn()
+    talk.add(UserReward(rewarded, 1.0))
+    talk.add(SessionEnd("session", "key", (lost, rewarded)))
+
+    async def act(run):
+        await run.hear(talk)
+        assert run.core.live.ends == {TurnEnd.UNPAIRED: 1}
+        assert await run.judge() == [number(last)]
+        late = talk.add(UserReward(lost, 1.0))
+        await run.hear(talk, first=late)
+        assert run.live.outcomes("gateway")[-1] == (late, "unpaired")
+        assert len((await run.step()).trajectories) == 2
+
+    in_run(act)
+
+
 def scores(*logps: float, top: int | None = None) -> TeacherScores:
     logp_T = np.array(logps, np.float32)
     if top is None:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from slipstream.rollout.gateway.conversations import (
+    ClientReward,
     NamedAnswer,
     PromptTooLong,
-    Reward,
     TooManySessions,
     UnknownTurn,
     User,
@@ -272,6 +272,7 @@ def test_a_rewritten_system_message_still_pairs_the_answer_that_is_repeated(gate
 
 def test_an_equal_answer_in_another_conversation_is_not_the_turn_before(gateway):
     gateway.talk([user("hi")], "ok<|end|>", session="s")
+    gateway.talk([user("something else")], "well<|end|>", session="s")
     second = gateway.talk([user("other"), assistant("ok"), user("x")], "b<|end|>", session="s")
     assert (gateway.turn(second).parent, gateway.turn(second).reason) == (None, "new conversation")
     assert gateway.next_states() == {}
@@ -584,7 +585,7 @@ def test_the_last_request_of_a_session_ends_it_after_its_answer(gateway):
     assert not ends(gateway)
     number = gateway.end(last, "b<|end|>")
     assert ends(gateway) == [SessionEnd("s", "key")]
-    gateway.append(gateway.sessions.reward(User("key"), Reward(value=0.5, session="s")).entries)
+    gateway.append(gateway.sessions.reward(User("key"), ClientReward(value=0.5, session="s")).entries)
     assert gateway.journal[-1] == UserReward(number, 0.5)
     again = gateway.begin([user("hi"), assistant("Hello"), user("z")], session="s")
     assert gateway.turn(gateway.end(again, ODD)).parent is None
@@ -631,16 +632,16 @@ def test_a_restart_begins_the_rest_of_sessions_anew_whatever_the_clock_of_the_jo
 
 def test_rewards_name_turns_by_their_place_in_the_session(gateway):
     numbers = [gateway.talk([user(text)], ODD, session="s") for text in "ab"]
-    gateway.append(gateway.sessions.reward(User("key"), Reward(value=1.0, session="s", turn=0)).entries)
+    gateway.append(gateway.sessions.reward(User("key"), ClientReward(value=1.0, session="s", turn=0)).entries)
     assert gateway.journal[-1] == UserReward(numbers[0], 1.0)
     for session, turn in (("s", 2), ("s", -1), ("other", None)):
         with pytest.raises(UnknownTurn):
-            gateway.sessions.reward(User("key"), Reward(value=1.0, session=session, turn=turn))
+            gateway.sessions.reward(User("key"), ClientReward(value=1.0, session=session, turn=turn))
     with pytest.raises(UnknownTurn):
-        gateway.sessions.reward(User("other"), Reward(value=1.0, session="s", turn=0))
+        gateway.sessions.reward(User("other"), ClientReward(value=1.0, session="s", turn=0))
     for reward in (float("nan"), -1e39):
         with pytest.raises(ValueError, match="expected a finite number of float32"):
-            gateway.sessions.reward(User("key"), Reward(value=reward, session="s", turn=0))
+            gateway.sessions.reward(User("key"), ClientReward(value=reward, session="s", turn=0))
 
 
 def test_what_is_forgotten_leaves_no_trace_and_running_answers_are_not_recorded(gateway):

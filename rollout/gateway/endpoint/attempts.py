@@ -17,9 +17,9 @@ from itertools import count
 from slipstream.rollout.gateway.conversations import (
     Answer,
     Arrival,
-    Given,
+    ClientReward,
     NamedAnswer,
-    Reward,
+    TakenReward,
     UnknownTurn,
     User,
 )
@@ -99,7 +99,7 @@ class Attempts:
         attempt = self._by_name.get(running.key)
         return () if attempt is None else attempt.recorded(running, choice, numbers)
 
-    def reward(self, user: User, reward: Reward) -> Given:
+    def reward(self, user: User, reward: ClientReward) -> TakenReward:
         """Refuse the reward of a turn. Raises UnknownTurn."""
         raise UnknownTurn("an episode takes no reward of a turn: its agent returns that of the episode")
 

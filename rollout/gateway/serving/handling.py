@@ -23,10 +23,10 @@ from slipstream.rollout.gateway import naming
 from slipstream.rollout.gateway.conversations import (
     AmbiguousTurn,
     Arrival,
+    ClientReward,
     GivenBefore,
     KeyRing,
     NamedAnswer,
-    Reward,
     UnknownTurn,
     User,
 )
@@ -68,6 +68,7 @@ def arrival_of(
     """
     try:
         session = naming.session_name(path_session, headers, body) or response_session or user.session
+        client_session = naming.client_session(headers)
         turn_type = naming.turn_type(headers, body)
         ends_session = naming.session_done(headers, body)
     except ValueError as error:
@@ -75,9 +76,12 @@ def arrival_of(
     return Arrival(
         user=user,
         session=session,
+        client_session=client_session,
         turn_type=turn_type,
         ends_session=ends_session,
-        digest=hashlib.blake2b(f"{endpoint}\n{session}\n".encode() + raw, digest_size=16).digest(),
+        digest=hashlib.blake2b(
+            f"{endpoint}\n{session or client_session}\n".encode() + raw, digest_size=16
+        ).digest(),
         retries=naming.retries(headers),
         arrived_s=now_s,
         request=request,
@@ -300,7 +304,7 @@ class RequestHandler:
         raw = await read_body(request, self._limits.body_bytes)
         return await self._give(user, read_reward(raw, request.headers.get(ONCE_HEADER)))
 
-    async def _give(self, user: User, reward: Reward) -> Response:
+    async def _give(self, user: User, reward: ClientReward) -> Response:
         """Record a reward, and tell the client what has become of it."""
         try:
             given = self._shared.conversations.reward(user, reward)

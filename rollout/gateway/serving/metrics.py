@@ -87,6 +87,7 @@ SESSION_FIGURES = {
     "branches": SessionFigure("branches", "Turns that began a branch.", "reason"),
     "next_states": SessionFigure("next_states", "Next states that were recorded."),
     "unpaired": SessionFigure("next_states_unpaired", "Next states that no turn waited for."),
+    "lost": SessionFigure("turns_unpaired", "Turns whose next states were lost."),
     "ended": SessionFigure("sessions_ended", "Sessions that have ended: client, idle and evicted.", "reason"),
     "evicted_histories": SessionFigure(
         "sessions_cleared", "Sessions without their histories, to save memory."

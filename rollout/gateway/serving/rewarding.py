@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, cast
 
-from slipstream.rollout.gateway.conversations import Given, Reward
+from slipstream.rollout.gateway.conversations import ClientReward, TakenReward
 from slipstream.rollout.gateway.naming import LONGEST_NAME, checked_name, request_of
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.tokens.trajectory import LARGEST_REWARD
@@ -108,7 +108,7 @@ PLACES = ("response_id", "call_id", "session")
 """Fields of which exactly one says what is rewarded."""
 
 
-def read_reward(raw: bytes, header: str | None) -> Reward:
+def read_reward(raw: bytes, header: str | None) -> ClientReward:
     """Return the reward in the body of ``POST /rewards``. ``header``: ``Idempotency-Key``.
 
     Raises Refusal with 400 that names everything that is wrong.
@@ -126,7 +126,7 @@ def read_reward(raw: bytes, header: str | None) -> Reward:
         problems.append(("discount", "`discount` shares the reward of a whole session: leave `turn` out"))
     _raise(problems)
     given = cast("dict[str, str]", body)
-    return Reward(
+    return ClientReward(
         value=float(given["value"]),
         session=given.get("session", "").strip(),
         turn=cast("int | None", body.get("turn")),
@@ -140,12 +140,12 @@ def read_reward(raw: bytes, header: str | None) -> Reward:
     )
 
 
-def read_session_reward(raw: bytes, session: str, header: str | None) -> Reward:
+def read_session_reward(raw: bytes, session: str, header: str | None) -> ClientReward:
     """Return the reward in the body of ``POST /sessions/ID/reward``, as ``read_reward`` does."""
     body = _with_key(_object(raw), header)
     _raise(_problems(body, SESSION_REWARD, ("reward",)))
     given = cast("dict[str, str]", body)
-    return Reward(
+    return ClientReward(
         value=float(given["reward"]),
         session=session,
         turn=cast("int | None", body.get("turn")),
@@ -165,7 +165,7 @@ def schema_of(fields: Mapping[str, OwnField], required: Sequence[str]) -> dict[s
     }
 
 
-def reply_of(given: Given) -> tuple[int, dict[str, object]]:
+def reply_of(given: TakenReward) -> tuple[int, dict[str, object]]:
     """Return status and content of the reply to a reward.
 
     200: it counts for all turns, or for those of a session that still wait. 202: it is recorded, and the

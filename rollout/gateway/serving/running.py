@@ -18,10 +18,10 @@ from slipstream.rollout.gateway.conversations import (
     Answer,
     Arrival,
     ChatMessage,
+    ClientReward,
     EntryLog,
-    Given,
     NamedAnswer,
-    Reward,
+    TakenReward,
     User,
 )
 from slipstream.rollout.gateway.serving.text import GrowingText
@@ -238,7 +238,7 @@ class Conversations(Protocol):
         """
         ...
 
-    def reward(self, user: User, reward: Reward) -> Given:
+    def reward(self, user: User, reward: ClientReward) -> TakenReward:
         """Return the turns that a client's reward goes to, with what is to be recorded.
 
         Raises UnknownTurn, AmbiguousTurn and GivenBefore, and ValueError for a reward that is not finite.

@@ -4,9 +4,14 @@ The predecessor of a request is, in this order,
 
 1. the turn at the end of the longest stored history with which its messages begin, if they add no unknown
    answer;
-2. the turn with the answer that the request repeats last, although something before it has been rewritten;
-3. the newest turn after the last known message: its answer has been rewritten;
-4. none: the conversation is new.
+2. the turn that has made a tool call whose id the request repeats last;
+3. the turn with the answer that the request repeats last, although something before it has been rewritten;
+4. the newest turn after the last known message: its answer has been rewritten;
+5. none: the conversation is new.
+
+A turn that is found by 1, 2 or 3 is answered by what follows. Otherwise, and where several turns have the
+answer, the last answer of the session is, as long as nothing else runs in it: whatever a client rewrites
+before, its next message is a reaction to the last answer. An answer that is rewritten itself is nobody's.
 
 The prompt is as much of the predecessor's chain as its text repeats, and then what is new. It begins a branch
 where something is not repeated, or where another trained turn continues the predecessor already.
@@ -18,7 +23,13 @@ from enum import StrEnum
 from functools import partial
 
 from slipstream.rollout.gateway.conversations import Arrival, ChatMessage
-from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState, common_depth, messages_of
+from slipstream.rollout.gateway.sessions.stored import (
+    ChainTurn,
+    MessageNode,
+    SessionState,
+    common_depth,
+    messages_of,
+)
 from slipstream.rollout.tokens.conversation.chains import (
     Decode,
     Extended,
@@ -29,7 +40,13 @@ from slipstream.rollout.tokens.conversation.chains import (
     repeats,
     segments_of,
 )
-from slipstream.rollout.tokens.conversation.sameness import Mark, ids_of_calls, role_of
+from slipstream.rollout.tokens.conversation.sameness import (
+    Mark,
+    ids_of_calls,
+    is_rewritten,
+    results_of,
+    role_of,
+)
 
 
 class BranchReason(StrEnum):
@@ -59,7 +76,9 @@ class Predecessor:
 
     turn: ChainTurn | None
     reaction: Sequence[ChatMessage] = ()
-    """Messages that have come after its answer: its next state."""
+    """Messages that have come after the answer of ``answered``: its next state."""
+    answered: ChainTurn | None = None
+    """The turn that they are a reaction to; None: they are nobody's."""
     exact: bool = False
     """The request repeats all messages of the turn."""
     evicted: bytes | None = None
@@ -86,28 +105,91 @@ class PromptPlan:
         return self.parent is not None and self.shared == self.parent.length
 
 
+def last_answer(messages: Sequence[ChatMessage]) -> int:
+    """Return the place of the last answer in a conversation; -1: it has none."""
+    answers = (place for place, message in enumerate(messages) if role_of(message) == "assistant")
+    return max(answers, default=-1)
+
+
 def predecessor_of_chat(
     session: SessionState, messages: Sequence[ChatMessage], marks: Sequence[Mark]
 ) -> Predecessor:
     """Return the turn that a conversation continues."""
-    last_answer = max(
-        (index for index, message in enumerate(messages) if role_of(message) == "assistant"), default=-1
-    )
-    for depth in range(len(marks), max(last_answer, 0), -1):
+    last = last_answer(messages)
+    for depth in range(len(marks), max(last, 0), -1):
         history = marks[depth - 1].history
         node = session.nodes.get(history)
         if node is not None and node.turns:
             meant = _meant(node.turns, messages[depth - 1])
             turns = [turn for turn in meant if turn.waits]
-            return Predecessor(turns[0] if turns else meant[-1], messages[depth:], exact=True)
+            before = turns[0] if turns else meant[-1]
+            return Predecessor(before, messages[depth:], before, exact=True)
         if history in session.cleared:
             return Predecessor(None, messages[depth:], evicted=history)
-    if last_answer < 0:
-        return Predecessor(None)
-    turn, certain = _with_answer(session, marks, last_answer)
-    if turn is not None:
-        return Predecessor(turn, messages[last_answer + 1 :] if certain else ())
-    return Predecessor(_behind_known(session, marks))
+    return _rewritten(session, messages, marks, last)
+
+
+def _rewritten(
+    session: SessionState, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int
+) -> Predecessor:
+    """Return the turn that a conversation continues in which something was rewritten.
+
+    ``last``: place of its last answer; below 0: it has none.
+    """
+    reaction = messages[last + 1 :]
+    if (turn := _with_call(session, messages, last)) is not None:
+        return Predecessor(turn, reaction if last >= 0 else _from_results(messages), turn)
+    if last < 0:
+        turn = _last_answered(session)
+        is_reaction = turn is not None and _is_same_agent(turn, messages)
+        return Predecessor(None, messages[-1:], turn) if is_reaction else Predecessor(None)
+    turn, equals = _with_answer(session, messages, marks, last)
+    if equals != 1:
+        answered = _last_answered(session)
+        is_meant = answered is not None and answered.node.mark.alone == marks[last].alone
+        before = turn or _behind_known(session, marks)
+        return Predecessor(before, reaction, answered if is_meant else None)
+    return Predecessor(turn, reaction, turn)
+
+
+def _from_results(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+    """Return a conversation from its first result of a tool call on."""
+    place = next(place for place, message in enumerate(messages) if results_of(message) is not None)
+    return messages[place:]
+
+
+def _with_call(session: SessionState, messages: Sequence[ChatMessage], last: int) -> ChainTurn | None:
+    """Return the turn with the tool calls that are repeated last, or whose results follow, by their ids."""
+    ids = {id_ for message in messages[max(last, 0) :] if (id_ := results_of(message)) is not None}
+    if last >= 0:
+        ids |= {id_ for id_ in ids_of_calls(messages[last]) if isinstance(id_, str) and id_}
+    if not ids:
+        return None
+    found = [turn for turn in session.newest() if not ids.isdisjoint(ids_of_calls(turn.message))]
+    return found[0] if len(found) == 1 else None
+
+
+def _last_answered(session: SessionState) -> ChainTurn | None:
+    """Return the last turn that may be trained, if its next state can come now; None: others run, or the turn
+    has its next state."""
+    last = next((turn for turn in session.newest() if turn.trained), None)
+    return last if last is not None and last.waits and not session.running else None
+
+
+def _is_same_agent(turn: ChainTurn, messages: Sequence[ChatMessage]) -> bool:
+    """True if a conversation without any answer goes on after a turn, rather than beginning beside it.
+
+    It then has a message that stands for what was left out, before the one that is new. An answer with calls
+    goes on with their results, and another agent has another system message.
+    """
+    users = [message for message in messages if role_of(message) == "user"]
+    if ids_of_calls(turn.message) or len(users) < 2 or messages[-1] is not users[-1]:
+        return False
+    before = messages_of(turn.node)
+    systems = [[m for m in each if role_of(m) == "system"][:1] for each in (before, messages)]
+    return systems[0] == systems[1] or bool(
+        systems[0] and systems[1] and is_rewritten(systems[0][0], systems[1][0])
+    )
 
 
 def _meant(turns: Sequence[ChainTurn], answer: ChatMessage) -> Sequence[ChainTurn]:
@@ -124,25 +206,41 @@ def _reasoning_of(message: Mapping[str, object]) -> str:
     return reasoning.strip() if isinstance(reasoning, str) else ""
 
 
-def _with_answer(session: SessionState, marks: Sequence[Mark], last: int) -> tuple[ChainTurn | None, bool]:
-    """Return the turn with the answer that is repeated last; and whether it cannot be another one.
+def _with_answer(
+    session: SessionState, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int
+) -> tuple[ChainTurn | None, int]:
+    """Return the turn with the answer that is repeated last, and how many turns have it.
 
-    The message before the answer must be repeated, too: short answers are often the same.
+    The message before the answer must be repeated, too, if only rewritten: short answers are often the same.
     """
     best: ChainTurn | None = None
     longest, equals = 0, 0
     for turn in session.newest():
-        length, node = 0, turn.node
-        while length <= last and node.mark.alone == marks[last - length].alone:
-            length += 1
-            if node.before is None:
-                break
-            node = node.before
+        length = _repeated(turn, messages, marks, last)
         if length > max(longest, 1):
             best, longest, equals = turn, length, 1
-        elif length == longest:
+        elif length == longest > 1:
             equals += 1
-    return best, equals == 1
+    return best, equals
+
+
+def _repeated(turn: ChainTurn, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int) -> int:
+    """Return how many messages up to its answer a turn has in common with a conversation, the last one first.
+    Each but the answer may be rewritten."""
+    length = 0
+    node: MessageNode | None = turn.node
+    while node is not None and length <= last:
+        place = last - length
+        is_same = node.mark.alone == marks[place].alone
+        if not is_same and not (length and is_rewritten(node.message, messages[place])):
+            break
+        length, node = length + 1, node.before
+    return length
+
+
+def repeats_last(turn: ChainTurn, messages: Sequence[ChatMessage], marks: Sequence[Mark]) -> bool:
+    """True if a conversation repeats the answer of a turn last, after the same message, if only rewritten."""
+    return _repeated(turn, messages, marks, last_answer(messages)) > 1
 
 
 def _behind_known(session: SessionState, marks: Sequence[Mark]) -> ChainTurn | None:
@@ -255,7 +353,7 @@ def prompt_of_ids(session: SessionState, arrival: Arrival, decode: Decode) -> tu
         return prompt, Predecessor(turn)
     messages = messages_of(turn.node)
     prompt = PromptPlan(extended.tail, turn, extended.shared, [*messages, message], len(messages), None)
-    return prompt, Predecessor(turn, [message] if added else ())
+    return prompt, Predecessor(turn, [message] if added else (), turn)
 
 
 def _behind(extended: Extended, turn: ChainTurn) -> Sequence[int]:

@@ -27,6 +27,8 @@ class SessionCounters:
     next_states: int = 0
     unpaired: int = 0
     """Next states of turns that have one already, or that several turns could claim: not recorded."""
+    lost: int = 0
+    """Turns of sessions that have ended whose next states were lost."""
     ended: Counter[str] = field(default_factory=Counter[str])
     """Sessions that have ended, by ``client``, ``idle`` and ``evicted``."""
     evicted_histories: int = 0

@@ -33,13 +33,16 @@ class Expected:
 def pair(session: SessionState, before: Predecessor, counters: SessionCounters) -> tuple[list[Entry], bytes]:
     """Return the next state that a request brings, if any, and the history at whose end it was awaited."""
     reaction = reaction_of(before.reaction)
-    if not reaction:
+    if not reaction or not (session.turns or session.cleared):
         return [], b""
     if before.evicted is not None:
         number = session.pair_cleared(before.evicted)
         return _next_state(number, reaction, counters), before.evicted
-    turn = before.turn
-    if turn is None or not turn.trained:
+    turn = before.answered
+    if turn is None:
+        session.doubt()
+        return _next_state(None, reaction, counters), b""
+    if not turn.trained:
         return [], b""
     if not turn.waits or turn.number is None:
         return _next_state(None, reaction, counters), b""

@@ -14,10 +14,17 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.rollout.gateway.conversations import Given, NamedAnswer, TooManySessions, UnknownTurn
+from slipstream.rollout.gateway.conversations import (
+    ChatMessage,
+    NamedAnswer,
+    TakenReward,
+    TooManySessions,
+    UnknownTurn,
+)
+from slipstream.rollout.gateway.sessions.continuing import last_answer, repeats_last
 from slipstream.rollout.gateway.sessions.counters import SessionCounters
 from slipstream.rollout.gateway.sessions.stored import EndedTurn, SessionState
-from slipstream.rollout.tokens.conversation.sameness import Mark
+from slipstream.rollout.tokens.conversation.sameness import Mark, ids_of_calls, results_of
 
 Id = tuple[str, str]
 """Name of the API key, and name of the session. Two keys never share a session."""
@@ -49,11 +56,13 @@ class SessionTable:
         self._histories: dict[tuple[str, bytes], OrderedDict[Id, SessionState]] = {}
         """By key and history: the sessions in which a turn ends there. Those in which it waits for its next
         state are first."""
+        self._answers: dict[tuple[str, bytes], list[SessionState]] = {}
+        """By key and by the digest of an answer alone: sessions with a turn that has it."""
         self._named: dict[tuple[str, str], SessionState] = {}
         """Sessions by key and by the ids of requests whose answers can be named."""
         self._with_id: dict[tuple[str, str], list[SessionState]] = {}
         """By key and by the id of a request or of a tool call: sessions with a turn that has it."""
-        self._given: dict[tuple[str, str], Given] = {}
+        self._given: dict[tuple[str, str], TakenReward] = {}
         """Rewards by key and by the names of their givings."""
         self.size = 0
 
@@ -159,6 +168,7 @@ class SessionTable:
         self._unlist(session, frozenset())
         self._forget_names(session)
         session.waiting = 0
+        session.doubtful.clear()
         session.ending, session.ended = False, True
         self.used(session, session.used_s)
 
@@ -180,12 +190,16 @@ class SessionTable:
         for table in (self._sessions, self._removable, self._filled):
             table.pop((session.key, session.name), None)
 
-    def list_history(self, session: SessionState, history: bytes) -> None:
-        """Note that a turn of a session ends at a history, and waits for its next state."""
-        sessions = self._histories.setdefault((session.key, history), OrderedDict())
+    def list_answer(self, session: SessionState, mark: Mark) -> None:
+        """Note that a turn of a session ends with an answer, and waits for its next state."""
+        sessions = self._histories.setdefault((session.key, mark.history), OrderedDict())
         if (session.key, session.name) not in sessions:
             sessions[session.key, session.name] = session
-            session.histories.append(history)
+            session.histories.append(mark.history)
+        same = self._answers.setdefault((session.key, mark.alone), [])
+        if session not in same:
+            same.append(session)
+            session.answered.append(mark.alone)
 
     def settled(self, session: SessionState, history: bytes) -> None:
         """Note that no turn of a session waits for its next state at a history any longer."""
@@ -212,11 +226,11 @@ class SessionTable:
         """Return the sessions with a turn that has the id of a request or of a tool call."""
         return self._with_id.get((key, id_), ())
 
-    def note_given(self, session: SessionState, once: str, given: Given) -> None:
+    def note_given(self, session: SessionState, once: str, given: TakenReward) -> None:
         """Note that a reward was given whose giving has a name."""
         session.given[once] = self._given[session.key, once] = given
 
-    def given(self, key: str, once: str) -> Given | None:
+    def given(self, key: str, once: str) -> TakenReward | None:
         """Return the reward that was given under a name; None: none."""
         return self._given.get((key, once))
 
@@ -260,15 +274,59 @@ class SessionTable:
         self._counters.ambiguous += 1
         return None
 
+    def find_called(self, key: str, messages: Sequence[ChatMessage]) -> SessionState | None:
+        """Return the session that has made the tool calls whose ids a conversation repeats last.
+
+        None: it repeats none, or several sessions have made one of this id: not all dialects make up ids that
+        differ.
+        """
+        called = {
+            session.name: session
+            for message in messages[max(last_answer(messages), 0) :]
+            for id_ in (*ids_of_calls(message), results_of(message))
+            if isinstance(id_, str) and id_
+            for session in self.with_id(key, id_)
+        }
+        return next(iter(called.values())) if len(called) == 1 else None
+
+    def find_rewritten(
+        self, key: str, messages: Sequence[ChatMessage], marks: Sequence[Mark]
+    ) -> SessionState | None:
+        """Return the session of a conversation whose history was rewritten; None: none, or several may be.
+
+        A conversation that begins as a stored one is not rewritten: None. The session has the answer that the
+        conversation repeats last, after the same message, if only rewritten.
+        """
+        if any((key, mark.history) in self._histories for mark in marks):
+            return None
+        last = last_answer(messages)
+        same = () if last < 0 else self._answers.get((key, marks[last].alone), ())
+        found = [
+            session
+            for session in same
+            if any(repeats_last(turn, messages, marks) for turn in session.newest())
+        ]
+        if len(found) > 1:
+            self._counters.ambiguous += 1
+            for session in found:
+                session.doubt()
+        return found[0] if len(found) == 1 else None
+
     def _unlist(self, session: SessionState, keep: frozenset[bytes]) -> None:
         for history in session.histories:
             if history in keep:
                 continue
-            sessions = self._histories[session.key, history]
-            del sessions[session.key, session.name]
-            if not sessions:
+            histories = self._histories[session.key, history]
+            del histories[session.key, session.name]
+            if not histories:
                 del self._histories[session.key, history]
         session.histories = [history for history in session.histories if history in keep]
+        for alone in session.answered:
+            sessions = self._answers[session.key, alone]
+            sessions.remove(session)
+            if not sessions:
+                del self._answers[session.key, alone]
+        session.answered.clear()
 
     def _count_evicted(self, session: SessionState) -> None:
         self._counters.evicted_tokens += sum(turn.length - turn.shared for turn in session.turns)

@@ -7,8 +7,9 @@ Their texts are decoded again when they are needed.
 import json
 from typing import cast
 
-from slipstream.rollout.gateway.conversations import ChatMessage, Given, RewardedTurn
-from slipstream.rollout.gateway.sessions.placing import SessionTable
+from slipstream.rollout.gateway.conversations import ChatMessage, RewardedTurn, TakenReward
+from slipstream.rollout.gateway.sessions.continuing import BranchReason
+from slipstream.rollout.gateway.sessions.placing import Id, SessionTable
 from slipstream.rollout.gateway.sessions.stored import (
     ChainTurn,
     EndedTurn,
@@ -29,6 +30,8 @@ class Restoring:
         self._table = table
         self._sessions: dict[int, SessionState] = {}
         """Sessions by the number of a turn."""
+        self._heard: set[Id] = set()
+        """Sessions in which a next state came after the last turn."""
 
     def take(self, number: int, entry: Entry) -> None:
         """Take an entry. Raises CorruptRecord, ValueError."""
@@ -38,6 +41,7 @@ class Restoring:
             case NextState() as state:
                 session = self._sessions.get(state.turn)
                 if session is not None:
+                    self._heard.add((session.key, session.name))
                     for history in session.pair_number(state.turn):
                         self._table.settled(session, history)
                     self._table.used(session, session.used_s)
@@ -64,7 +68,7 @@ class Restoring:
         rewarded = RewardedTurn(place, turn.request, reward.reward)
         before = self._table.given(session.key, reward.once)
         turns = [rewarded] if before is None else [*before.turns, rewarded]
-        self._table.note_given(session, reward.once, Given(session.name, turns, (), reward.digest))
+        self._table.note_given(session, reward.once, TakenReward(session.name, turns, (), reward.digest))
 
     def _turn(self, number: int, entry: Turn) -> None:
         session = self._table.get(entry.key, entry.session)
@@ -72,6 +76,10 @@ class Restoring:
             session = SessionState(entry.key, entry.session, entry.ended_s)
             self._table.add(session)
         session.ended = False
+        has_heard = (entry.key, entry.session) in self._heard
+        self._heard.discard((entry.key, entry.session))
+        if entry.reason == BranchReason.CLIENT and not has_heard:
+            session.doubt()
         answer = cast(ChatMessage, json.loads(bytes(entry.answer)))
         self._table.add_ended(session, EndedTurn.of(number, entry, answer))
         self._sessions[number] = session
@@ -83,7 +91,7 @@ class Restoring:
             turn.continue_anchor()
             session.add_turn(turn)
             for node in session.endings(turn.node):
-                self._table.list_history(session, node.mark.history)
+                self._table.list_answer(session, node.mark)
             self._table.account(session, size)
         if bytes(entry.exchange):
             self._table.name_answer(session, entry.response, number, entry.previous)

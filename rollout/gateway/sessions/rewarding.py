@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 from slipstream.rollout.gateway.conversations import (
     AmbiguousTurn,
-    Given,
+    ClientReward,
     GivenBefore,
-    Reward,
     RewardedTurn,
+    TakenReward,
     UnknownTurn,
     User,
 )
@@ -29,7 +29,7 @@ MOST_GIVEN = 10_000
 """Givings with a name in one session. Each is remembered, so that a client may not make up more of them."""
 
 
-def give(table: SessionTable, user: User, reward: Reward, credit: float) -> Given:
+def give(table: SessionTable, user: User, reward: ClientReward, credit: float) -> TakenReward:
     """Return the turns that a reward goes to, and what is to be recorded.
 
     ``credit``: the recipe's discount. Raises UnknownTurn, AmbiguousTurn and GivenBefore, and ValueError for a
@@ -42,7 +42,7 @@ def give(table: SessionTable, user: User, reward: Reward, credit: float) -> Give
     if before is not None:
         if before.digest != digest:
             raise GivenBefore(f"the key {reward.once!r} was used for another reward: give this one its own")
-        return Given(before.session, before.turns, ())
+        return TakenReward(before.session, before.turns, ())
     session, turns = _rewarded(table, user, reward, credit)
     if reward.once and len(session.given) >= MOST_GIVEN:
         raise ValueError(f"session {session.name} has {MOST_GIVEN} rewards with keys: give others without")
@@ -50,18 +50,18 @@ def give(table: SessionTable, user: User, reward: Reward, credit: float) -> Give
         UserReward(session.ended_turns[turn.turn].number, turn.value, reward.name, reward.once, digest)
         for turn in turns
     ]
-    given = Given(session.name, turns, entries, digest)
+    given = TakenReward(session.name, turns, entries, digest)
     if reward.once:
         table.note_given(session, reward.once, given)
     return given
 
 
-def _digest(reward: Reward) -> bytes:
+def _digest(reward: ClientReward) -> bytes:
     return hashlib.blake2b(repr(reward).encode(errors="surrogatepass"), digest_size=8).digest()
 
 
 def _rewarded(
-    table: SessionTable, user: User, reward: Reward, credit: float
+    table: SessionTable, user: User, reward: ClientReward, credit: float
 ) -> tuple[SessionState, list[RewardedTurn]]:
     if reward.is_whole:
         session = table.known(user.name, reward.session)
@@ -101,7 +101,7 @@ def _placed(session: SessionState, turn: int | None) -> int:
     return place
 
 
-def _named(table: SessionTable, user: User, reward: Reward) -> tuple[SessionState, int]:
+def _named(table: SessionTable, user: User, reward: ClientReward) -> tuple[SessionState, int]:
     """Return the turn with an id. Raises UnknownTurn and AmbiguousTurn."""
     id_, what = (reward.request, "response") if reward.request else (reward.call, "tool call")
     found = [
@@ -126,7 +126,7 @@ def _several(what: str, id_: str, found: Sequence[tuple[SessionState, int]]) -> 
     return f"{len(found)} turns have made a tool call {id_} ({places}): give `session` and `turn`"
 
 
-def _has(turn: EndedTurn, reward: Reward) -> bool:
+def _has(turn: EndedTurn, reward: ClientReward) -> bool:
     if reward.request:
         return turn.request == reward.request and reward.choice in (None, turn.choice)
     return reward.call in turn.calls

@@ -17,10 +17,10 @@ import msgspec
 from slipstream.rollout.gateway.conversations import (
     Answer,
     Arrival,
-    Given,
+    ClientReward,
     NamedAnswer,
     PromptTooLong,
-    Reward,
+    TakenReward,
     User,
 )
 from slipstream.rollout.gateway.sessions.continuing import (
@@ -135,9 +135,10 @@ class Sessions:
             self._make_room()
             self._table.add(session)
         if declared is TurnType.MAIN:
-            if not before.reaction and self._expect(session, arrival, marks):
+            if before.answered is None and before.evicted is None and self._expect(session, arrival, marks):
                 prompt = replace(prompt, reason=BranchReason.UNFINISHED)
-            self._pair(session, before)
+            else:
+                self._pair(session, before)
         running = self._run(session, arrival, prompt, verdict, declared)
         running.marks = marks if arrival.messages else marks_of(prompt.messages)
         running.entries = self._leave()
@@ -182,7 +183,7 @@ class Sessions:
             self._table.remove(session)
         return self._leave()
 
-    def reward(self, user: User, reward: Reward) -> Given:
+    def reward(self, user: User, reward: ClientReward) -> TakenReward:
         """Return the turns that a client's reward goes to, with what is to be recorded.
 
         Raises UnknownTurn, AmbiguousTurn and GivenBefore, and ValueError for a reward that is not finite.
@@ -230,15 +231,27 @@ class Sessions:
         key = arrival.user.name
         name = arrival.session or arrival.user.session
         if name is None:
-            session = self._table.find(key, marks)
-            if session is not None:
-                self.counters.by_history += 1
+            if (session := self._placed(arrival, marks)) is not None:
                 return session
+            name = arrival.client_session
+        if name is None:
             name = self._mint()
             while self._table.get(key, name) is not None:
                 name = self._mint()
             self.counters.minted += 1
         return self._table.get(key, name) or SessionState(key, name, arrival.arrived_s)
+
+    def _placed(self, arrival: Arrival, marks: Sequence[Mark]) -> SessionState | None:
+        """Return the session of a request that does not name it by the gateway's own means, by the ids of
+        tool calls that were made there; and by its text, if the client has no name for it either.
+        """
+        key, table = arrival.user.name, self._table
+        session = table.find_called(key, arrival.messages)
+        if session is None and arrival.client_session is None:
+            session = table.find(key, marks) or table.find_rewritten(key, arrival.messages, marks)
+        if session is not None:
+            self.counters.by_history += 1
+        return session
 
     def _prompt(
         self, session: SessionState, arrival: Arrival, marks: Sequence[Mark]
@@ -327,7 +340,7 @@ class Sessions:
         reason = self._count(turn, entry, prompt)
         session.add_turn(turn)
         for node in session.endings(turn.node):
-            self._table.list_history(session, node.mark.history)
+            self._table.list_answer(session, node.mark)
         self._table.account(session, size)
         self._take_reaction(running, turn, answer.choice)
         running.named = bool(answer.exchange)
@@ -378,7 +391,8 @@ class Sessions:
 
     def _ended(self, session: SessionState, why: str) -> None:
         self.counters.ended[why] += 1
-        self._due.append(SessionEnd(session.name, session.key))
+        self.counters.lost += len(session.doubtful)
+        self._due.append(SessionEnd(session.name, session.key, tuple(sorted(session.doubtful))))
 
     def _shrink(self) -> None:
         for evicted in self._table.shrink():

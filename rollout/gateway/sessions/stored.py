@@ -10,7 +10,7 @@ A history is looked up by the digest of all its messages, so that it costs the s
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.rollout.gateway.conversations import ChatMessage, Given, NamedAnswer
+from slipstream.rollout.gateway.conversations import ChatMessage, NamedAnswer, TakenReward
 from slipstream.rollout.tokens.conversation.chains import Segment, append, length_of, size_of
 from slipstream.rollout.tokens.conversation.sameness import Mark, ids_of_calls, marks_of, role_of
 from slipstream.rollout.tokens.turn_entries import Turn
@@ -132,12 +132,14 @@ class SessionState:
     """Answers with the reasoning that clients leave out, by their digests; None: several differ in it."""
     ended_turns: list[EndedTurn] = field(default_factory=list[EndedTurn])
     """All its turns, in the order of their entries."""
-    given: dict[str, Given] = field(default_factory=dict[str, Given])
+    given: dict[str, TakenReward] = field(default_factory=dict[str, TakenReward])
     """Rewards whose givings have a name, by that name."""
     cleared: dict[bytes, list[int]] = field(default_factory=dict[bytes, list[int]])
     """Numbers of turns that waited for a next state when it was cleared, by the digest of their history."""
     histories: list[bytes] = field(default_factory=list[bytes])
     """Digests under which the histories of all sessions have this one."""
+    answered: list[bytes] = field(default_factory=list[bytes])
+    """Digests of answers alone under which all sessions have this one."""
     named: dict[str, NamedAnswer] = field(default_factory=dict[str, NamedAnswer])
     """Answers that later requests can name, by the ids of their requests."""
     running: int = 0
@@ -151,6 +153,8 @@ class SessionState:
     """About how much memory its turns and messages take."""
     waiting: int = 0
     """Turns that wait for a next state."""
+    doubtful: set[int] = field(default_factory=set[int])
+    """Numbers of those that may have lost theirs: a request has come since whose next state is nobody's."""
 
     def deepest(self, marks: Sequence[Mark]) -> MessageNode | None:
         """Return the last message up to which a conversation is known."""
@@ -226,6 +230,11 @@ class SessionState:
         """Note that the next state of a turn is recorded."""
         self.waiting -= turn.waits
         turn.paired = True
+        self.doubtful.discard(turn.number or 0)
+
+    def doubt(self) -> None:
+        """Note that a next state is nobody's, so that each turn which waits now may have lost its own."""
+        self.doubtful.update(turn.number for turn in self.turns if turn.waits and turn.number is not None)
 
     def pair_cleared(self, history: bytes) -> int | None:
         """Return a turn that waited at the end of a history when the session was cleared, and pair it."""
@@ -256,6 +265,7 @@ class SessionState:
             if not self.cleared[history]:
                 del self.cleared[history]
         self.waiting -= bool(histories)
+        self.doubtful.discard(number)
         return histories
 
     def clear(self) -> None:

@@ -22,7 +22,7 @@ from slipstream.rollout.ledger.storage.database import TURN_STATES, BrokenSeal, 
 from slipstream.rollout.ledger.storage.segments import FOLDER, Segments
 from slipstream.rollout.tokens.record import REF, CorruptRecord, decode_chunks, decode_scores
 
-NEVER_TRAINED = "state IN ('side', 'cancelled', 'filtered')"
+NEVER_TRAINED = "state IN ('side', 'cancelled', 'filtered', 'unpaired')"
 
 
 def entries_count_once(records: Records) -> Iterator[str]:

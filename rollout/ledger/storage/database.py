@@ -23,7 +23,7 @@ from slipstream.rollout.system.durable import sync_folder
 LEDGER = "ledger.sqlite"
 """Name of the ledger's file in the run folder."""
 
-FORMAT = 6
+FORMAT = 7
 
 PAGE_BYTES = 1024
 """Size of a page. A commit writes a few pages, however little has changed on each."""
@@ -33,7 +33,7 @@ STATES = ("admitted", "ready", "trained", "filtered", "expired", "failed")
 
 TURN_STATES = (
     *("waiting", "unjudged", "ready"),
-    *("trained", "side", "filtered", "expired", "failed", "cancelled", "forgotten"),
+    *("trained", "side", "filtered", "expired", "failed", "cancelled", "forgotten", "unpaired"),
 )
 """States of a turn of a live user. The first three go on, the others are ends."""
 

@@ -7,6 +7,7 @@ change or drop them when they send a message again. ``developer`` is another wor
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import NamedTuple, cast
@@ -82,6 +83,39 @@ def text_of(message: Mapping[str, object]) -> str | list[object]:
     if not parts:
         return ""
     return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts
+
+
+def is_rewritten(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
+    """True if one message is the other one, but for what agents add to a message and take out of it again:
+    blocks in tags such as ``<system-reminder>``, text before or after, and blanks.
+    """
+    texts = text_of(one), text_of(other)
+    if role_of(one) != role_of(other) or not all(isinstance(text, str) for text in texts):
+        return digest_alone(one) == digest_alone(other)
+    short, long = sorted((_bare(cast(str, text)) for text in texts), key=len)
+    if short == long:
+        return True
+    if not short:
+        return False
+    begins_or_ends = long.startswith(f"{short} ") or long.endswith(f" {short}")
+    return begins_or_ends or (len(short) >= _TELLING and short in long)
+
+
+_TELLING = 16
+"""Characters of a text that hardly stands in another one by chance."""
+
+_BLOCK = re.compile(r"<([A-Za-z][\w-]{0,40})>.*?</\1>", re.DOTALL)
+
+
+def _bare(text: str) -> str:
+    """Return a text without blocks in tags, its words separated by one blank each."""
+    return " ".join(_BLOCK.sub(" ", text).split())
+
+
+def results_of(message: Mapping[str, object]) -> str | None:
+    """Return the id of the tool call whose result a message is; None: it is none, or names none."""
+    id_ = message.get("tool_call_id")
+    return id_ if role_of(message) == "tool" and isinstance(id_, str) and id_ else None
 
 
 def ids_of_calls(message: Mapping[str, object]) -> list[object]:

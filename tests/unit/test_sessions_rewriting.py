@@ -1,0 +1,215 @@
+"""Agents that rewrite their histories: each conversation stays one session, and turns get next states."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from slipstream.rollout.gateway.conversations import User
+from slipstream.rollout.tokens.turn_entries import SessionEnd
+from tests.unit.talking import Gateway, assistant, user, written_call
+
+Messages = list[dict[str, Any]]
+REMINDER = "<system-reminder>The file has changed.</system-reminder>"
+
+
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def plain(history: Messages, step: int) -> Messages:
+    return [system("be brief"), *history]
+
+
+def changing_system(history: Messages, step: int) -> Messages:
+    return [system(f"it is {step} o'clock"), *history]
+
+
+def sliding(history: Messages, step: int) -> Messages:
+    return [system("be brief"), *history[-3:]]
+
+
+def compacted(history: Messages, step: int) -> Messages:
+    summary = [user(f"Summary {step} of what came before")] if len(history) > 3 else []
+    return [system("be brief"), *summary, *history[-3:]]
+
+
+def reminded_first(history: Messages, step: int) -> Messages:
+    first = user(f"{REMINDER * bool(step)}{history[0]['content']}")
+    return [first, *history[1:]]
+
+
+def moving_reminder(history: Messages, step: int) -> Messages:
+    return [*history[:-1], {**history[-1], "content": f"{history[-1]['content']}\n{REMINDER}"}]
+
+
+def trimmed(history: Messages, step: int) -> Messages:
+    return [
+        *({**message, "content": message["content"].strip()} for message in history[:-1]),
+        {**history[-1], "content": f"  {history[-1]['content']}\n"},
+    ]
+
+
+def parts(history: Messages, step: int) -> Messages:
+    return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in history[:-1]] + history[-1:]
+
+
+def counting(history: Messages, step: int) -> Messages:
+    """No text tells whose it is: the session must have a name."""
+    return [user(f"{history[0]['content']} (step {step})"), *history[1:]]
+
+
+def all_at_once(history: Messages, step: int) -> Messages:
+    return [system(f"step {step}"), *moving_reminder(trimmed(history[-3:], step), step)]
+
+
+REWRITINGS: list[Callable[[Messages, int], Messages]] = [
+    plain,
+    changing_system,
+    sliding,
+    compacted,
+    reminded_first,
+    moving_reminder,
+    trimmed,
+    parts,
+    all_at_once,
+]
+NAMINGS: list[dict[str, Any]] = [{}, {"session": "s"}, {"client_session": "c"}]
+
+
+CHANGED = [*REWRITINGS, counting]
+
+
+def hold(
+    gateway: Gateway, rewrite, naming, *, key="key", turns=5, restarts=False, tag=""
+) -> dict[int, list[str]]:
+    """Hold a conversation, and return the next state that each of its turns must get."""
+    history: Messages = []
+    expected: dict[int, list[str]] = {}
+    sessions = set()
+    before = None
+    for step in range(turns):
+        question = user(f"question {tag} number {step}")
+        history.append(question)
+        sent = rewrite(history, step)
+        begun = gateway.begin(sent, **naming, user=User(key))
+        sessions.add(begun.session)
+        if before is not None:
+            expected[before] = [sent[-1]["content"]]
+        before = gateway.end(begun, f"answer {tag} {step}<|end|>")
+        history.append(assistant(f"answer {tag} {step}"))
+        if restarts:
+            gateway.restart()
+    assert len(sessions) == 1
+    return expected
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("naming", NAMINGS, ids=["without a name", "named", "by an agent's header"])
+@pytest.mark.parametrize("rewrite", CHANGED)
+def test_each_turn_of_a_rewritten_conversation_gets_its_next_state(rewrite, naming, restarts):
+    if rewrite is counting and not naming:
+        pytest.skip("nothing tells whose it is")
+    gateway = Gateway()
+    expected = hold(gateway, rewrite, naming, restarts=restarts)
+    assert gateway.next_states() == expected
+    gateway.append(gateway.sessions.sweep(gateway.now + 1e6))
+    [end] = [entry for entry in gateway.journal if isinstance(entry, SessionEnd)]
+    assert end.unpaired == (), "the last turn has ended with its conversation"
+
+
+@pytest.mark.parametrize("naming", NAMINGS)
+def test_users_who_say_the_same_are_never_mixed(naming):
+    for one, two in itertools.product(REWRITINGS, repeat=2):
+        gateway = Gateway()
+        first = hold(gateway, one, naming, key="anna")
+        second = hold(gateway, two, naming, key="berta")
+        assert gateway.next_states() == first | second
+        owners = (
+            {gateway.turn(number).key for number in first},
+            {gateway.turn(number).key for number in second},
+        )
+        assert owners == ({"anna"}, {"berta"})
+
+
+@pytest.mark.parametrize("other", REWRITINGS)
+def test_conversations_of_one_key_that_greet_alike_are_kept_apart_once_they_differ(other):
+    gateway = Gateway()
+    first = hold(gateway, changing_system, {}, tag="a")
+    second = hold(gateway, other, {}, tag="b")
+    assert gateway.next_states() == first | second
+
+
+@pytest.mark.parametrize("naming", NAMINGS)
+@pytest.mark.parametrize("keeps_answer", [True, False])
+def test_a_result_that_repeats_the_id_of_a_call_names_its_turn(naming, keeps_answer):
+    gateway = Gateway()
+    call = {"name": "f", "arguments": {"a": 1}}
+    first = gateway.talk([user("find it, please")], f"Well{written_call(call)}<|end|>", **naming)
+    calls = [{"id": "call_0", "type": "function", "function": call}]
+    rewritten = assistant("(left out)", tool_calls=calls)
+    result = {"role": "tool", "content": "found", "tool_call_id": "call_0"}
+    history = [user("something else"), *([rewritten] if keeps_answer else []), result]
+    begun = gateway.begin(history, **naming)
+    assert begun.session == gateway.turn(first).session
+    assert gateway.next_states() == {first: ["found"]}
+
+
+def test_an_id_that_two_conversations_have_made_names_neither():
+    gateway = Gateway()
+    call = {"name": "f", "arguments": {}}
+    turns = [gateway.talk([user(text)], f"{written_call(call)}<|end|>") for text in "ab"]
+    result = {"role": "tool", "content": "found", "tool_call_id": "call_0"}
+    begun = gateway.begin(
+        [user("c"), assistant("x", tool_calls=[{"id": "call_0", "function": call}]), result]
+    )
+    assert begun.session not in {gateway.turn(turn).session for turn in turns}
+    assert gateway.next_states() == {}
+
+
+def test_the_name_that_a_request_gives_goes_before_ids_and_these_go_before_headers_of_agents():
+    gateway = Gateway()
+    call = {"name": "f", "arguments": {}}
+    first = gateway.talk([user("a")], f"{written_call(call)}<|end|>", client_session="old")
+    calls = [{"id": "call_0", "type": "function", "function": call}]
+    history = [
+        user("b"),
+        assistant("", tool_calls=calls),
+        {"role": "tool", "content": "r", "tool_call_id": "call_0"},
+    ]
+    assert gateway.begin(history, session="new").session == "new"
+    assert gateway.begin(history, client_session="new").session == gateway.turn(first).session == "old"
+
+
+def test_another_agent_in_the_session_is_nobodys_next_state():
+    gateway = Gateway()
+    call = {"name": "task", "arguments": {}}
+    first = gateway.talk([system("main"), user("go")], f"{written_call(call)}<|end|>", session="s")
+    gateway.talk([system("helper"), user("part one"), user("part two")], "done<|end|>", session="s")
+    assert gateway.next_states() == {}
+    calls = [{"id": "call_0", "type": "function", "function": call}]
+    result = {"role": "tool", "content": "done", "tool_call_id": "call_0"}
+    gateway.begin([system("main, later"), user("go"), assistant("", tool_calls=calls), result], session="s")
+    assert gateway.next_states() == {first: ["done"]}
+
+
+def test_a_conversation_of_which_a_summary_alone_is_left_goes_on():
+    gateway = Gateway()
+    first = gateway.talk([system("s"), user("go")], "well<|end|>", session="s")
+    gateway.begin([system("s"), user("Summary: they said go."), user("on")], session="s")
+    assert gateway.next_states() == {first: ["on"]}
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_turn_that_has_lost_its_next_state_has_not_ended_its_conversation(restarts):
+    gateway = Gateway()
+    first = gateway.talk([user("hi")], "Hello<|end|>", session="s")
+    second = gateway.talk([user("hi"), assistant("Good evening"), user("thanks")], "bye<|end|>", session="s")
+    if restarts:
+        gateway.restart()
+    gateway.append(gateway.sessions.sweep(gateway.now + 1e6))
+    assert gateway.next_states() == {}
+    assert gateway.journal[-1] == SessionEnd("s", "key", (first,))
+    assert gateway.sessions.counters.lost == 1
+    assert gateway.turn(second).reason == "history rewritten"
