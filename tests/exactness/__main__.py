@@ -1,6 +1,7 @@
 """Random conversations through the whole endpoint: is what is trained what the engines have sampled?
 
     python -m tests.exactness --conversations 1000 --seed 1       scripted engines, all chat templates
+    python -m tests.exactness --conversations 100 --rewriting     agents that rewrite their histories
     python -m tests.exactness --conversations 20 --engine real    an SGLang server; the trainer's log-probs
 
 Prints one JSON object. Exit code 1 if anything in it is wrong.
@@ -32,6 +33,8 @@ WRONG = (
     "lost_turns",
     "discrepancies",
 )
+WRONG_PAIRS = ("wrong_pairs", "mixed_users", "wrong_ends")
+"""Of agents that rewrite their histories."""
 
 
 def merged(reports: list[dict[str, Any]]) -> dict[str, Any]:
@@ -61,7 +64,9 @@ async def converse_with_server(folder: Path, conversations: int, seed: int) -> d
         return report | {"worst_logprob_gap": worst_gap(folder, run.oracle.trajectories)}
 
 
-async def converse(folder: Path, conversations: int, seed: int, only: str | None) -> dict[str, Any]:
+async def converse(
+    folder: Path, conversations: int, seed: int, only: str | None, *, rewriting: bool
+) -> dict[str, Any]:
     """Hold the conversations, in turns by all dialects."""
     from tests.exactness.dialects import DIALECTS
     from tests.exactness.run import Run, scripted_scene
@@ -74,7 +79,7 @@ async def converse(folder: Path, conversations: int, seed: int, only: str | None
             home = folder / dialect.name
             home.mkdir()
             scene = scripted_scene(home, dialect, seed)
-            reports.append(await Run(home, scene, seed).converse(numbers))
+            reports.append(await Run(home, scene, seed, rewriting=rewriting).converse(numbers))
     return merged(reports)
 
 
@@ -86,6 +91,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--engine", choices=["scripted", "real"], default="scripted")
     parser.add_argument("--dialect", help="only this chat template")
+    parser.add_argument("--rewriting", action="store_true", help="agents that rewrite their histories")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     let_import_sglang()
@@ -95,10 +101,12 @@ def main() -> None:
         if arguments.engine == "real":
             report = asyncio.run(converse_with_server(home, conversations, seed))
         else:
-            report = asyncio.run(converse(home, conversations, seed, arguments.dialect))
+            rewriting = arguments.rewriting
+            report = asyncio.run(converse(home, conversations, seed, arguments.dialect, rewriting=rewriting))
     report["seconds"] = round(time.monotonic() - began, 1)
     print(json.dumps(report, ensure_ascii=False))
-    sys.exit(any(report[name] for name in WRONG) or report.get("worst_logprob_gap", 0) >= ALLOWED_GAP)
+    wrong = any(report.get(name) for name in (*WRONG, *WRONG_PAIRS))
+    sys.exit(wrong or report.get("worst_logprob_gap", 0) >= ALLOWED_GAP)
 
 
 if __name__ == "__main__":

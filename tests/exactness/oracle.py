@@ -92,7 +92,10 @@ class Oracle:
         self.trajectories: list[Trajectory] = []
         """All of them, where they are kept."""
         self.keeps = False
-        self._questions: list[tuple[JudgedTurn, Messages]] = []
+        self.questions: list[tuple[JudgedTurn, Messages]] = []
+        """What judges were asked."""
+        self.answered_questions: set[tuple[int, int]] = set()
+        """Conversation and number of what agents that rewrite histories have got answers to."""
 
     # ---- training
 
@@ -203,11 +206,11 @@ class Oracle:
 
     def judged(self, turn: JudgedTurn, next_state: Messages) -> None:
         """Remember what a judge is asked. The clients may not have read the answer yet."""
-        self._questions.append((turn, next_state))
+        self.questions.append((turn, next_state))
 
     def check_questions(self) -> None:
         """Look at all that judges were asked."""
-        for turn, next_state in self._questions:
+        for turn, next_state in self.questions:
             self._check_question(turn, next_state)
 
     def _check_question(self, turn: JudgedTurn, next_state: Messages) -> None:

@@ -23,6 +23,7 @@ from tests.exactness.engines import Fleet, Records, ScriptedEngines
 from tests.exactness.gateway import Gateway, recipe
 from tests.exactness.oracle import Oracle
 from tests.exactness.policy import Policy
+from tests.exactness.rewriting import RewritingAgent, check_pairs
 
 TEMPERATURE = 0.9
 SETTLE_S = 120.0
@@ -59,7 +60,9 @@ def scripted_scene(folder: Path, dialect: Dialect, seed: int) -> Scene:
 class Run:
     """A gateway, a driver and engines, and the conversations of one dialect."""
 
-    def __init__(self, folder: Path, scene: Scene, seed: int) -> None:
+    def __init__(self, folder: Path, scene: Scene, seed: int, *, rewriting: bool = False) -> None:
+        """``rewriting``: all clients are agents that rewrite their histories."""
+        self.rewriting = rewriting
         dialect = scene.dialect
         self.folder = folder
         self.scene = scene
@@ -117,7 +120,8 @@ class Run:
         self.driver = self._driver()
         await self.driver.start()
         await self.gateway.start()
-        talking = [asyncio.create_task(Conversation(self.world, n, self.seed).run()) for n in numbers]
+        client = RewritingAgent if self.rewriting else Conversation
+        talking = [asyncio.create_task(client(self.world, n, self.seed).run()) for n in numbers]
         troubling = None
         if self.scene.scripted is not None:
             troubling = asyncio.create_task(self._trouble(self.scene.scripted))
@@ -172,7 +176,8 @@ class Run:
         await self.driver.start()
 
     def _report(self, conversations: int) -> dict[str, Any]:
-        self.oracle.check_questions()
+        if not self.rewriting:  # whose messages are not those of their histories
+            self.oracle.check_questions()
         audit = audit_ledger(self.folder / "run")[0]
         states: dict[str, int] = Counter()
         with sqlite3.connect(self.folder / "run" / "ledger.sqlite") as ledger:
@@ -196,5 +201,6 @@ class Run:
             **asdict(self.oracle.findings),
             "lost_turns": max(0, certain - ended) + max(0, ended - possible),
             "discrepancies": audit.discrepancies,
+            **(check_pairs(self.oracle) if self.rewriting else {}),
         }
         return report

@@ -1,0 +1,121 @@
+"""Agents that rewrite their histories, and what their turns must get as next states.
+
+Each question has a text of its own, ``[conversation.number]``. So a judge's question says by itself whether
+a turn was paired with what came after it, in its own conversation.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+from slipstream.rollout.tokens.trajectory import Messages
+from tests.exactness.client import Branch
+from tests.exactness.conversations import Conversation
+from tests.exactness.oracle import Oracle, text_of
+from tests.exactness.protocols import CHAT, Message, Request
+
+QUESTION = re.compile(r"\[(\d+)\.(\d+)")
+REMINDER = "<system-reminder>The todo list is empty.</system-reminder>"
+HEADERS = ("x-claude-code-session-id", "session-id", "thread-id")
+
+
+class RewritingAgent(Conversation):
+    """One conversation in one line, each request of which rewrites what came before."""
+
+    async def _talk(self, steps: int) -> None:
+        draw = self.draw
+        self.protocol = CHAT
+        self.naming = "history"  # the gateway's own means are those of other conversations
+        named = {draw.choice(HEADERS): f"agent {self.number}"} if draw.random() < 0.5 else {}
+        kinds = draw.sample(list(REWRITINGS), draw.randint(1, 2))
+        history: list[Message] = []
+        for step in range(max(2, steps)):
+            new = self._next(Branch(history)) if history else self._question()
+            said = self._rewritten([*history, *new], kinds, step)
+            request = Request(said, tools=self.tools, stream=draw.random() < 0.5)
+            self._limit(request, 1.0, [20, 60])
+            answered = await self.send(CHAT, request, Branch([], odd=True), said, headers=named)
+            if answered is not None:
+                [answer] = answered.messages
+                history += [*new, answer]
+                self.world.oracle.answered_questions |= questions_of(new)
+
+    def _rewritten(self, history: Sequence[Message], kinds: Sequence[str], step: int) -> list[Message]:
+        messages = deepcopy(list(history))
+        for kind in kinds:
+            messages = REWRITINGS[kind](messages, step)
+        text = f"at {step} o'clock" if "clock" in kinds else "be brief"
+        return [{"role": "system", "content": text}, *messages]
+
+
+def _window(messages: list[Message], step: int) -> list[Message]:
+    """Keep the last exchange, from a message of the user on."""
+    places = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    return messages[places[-2] :] if len(places) > 1 and messages[-1]["role"] == "user" else messages
+
+
+def _summary(messages: list[Message], step: int) -> list[Message]:
+    kept = _window(messages, step)
+    summary: Message = {"role": "user", "content": f"Summary {step}: much was said."}
+    return messages if len(kept) == len(messages) else [summary, *kept]
+
+
+def _reminder_first(messages: list[Message], step: int) -> list[Message]:
+    return [_with(messages[0], f"{REMINDER * (step > 0)}{text_of(messages[0])}"), *messages[1:]]
+
+
+def _reminder_last(messages: list[Message], step: int) -> list[Message]:
+    if messages[-1]["role"] != "user":
+        return messages
+    return [*messages[:-1], _with(messages[-1], f"{text_of(messages[-1])}\n{REMINDER}")]
+
+
+def _trimmed(messages: list[Message], step: int) -> list[Message]:
+    kept = [_with(m, text_of(m).strip()) if m["role"] == "user" else m for m in messages[:-1]]
+    last = messages[-1]
+    return [*kept, _with(last, f"  {text_of(last)}\n") if last["role"] == "user" else last]
+
+
+def _with(message: Message, text: str) -> Message:
+    return {**message, "content": text}
+
+
+REWRITINGS: Mapping[str, Callable[[list[Message], int], list[Message]]] = {
+    "clock": lambda messages, step: messages,
+    "window": _window,
+    "summary": _summary,
+    "reminder first": _reminder_first,
+    "reminder last": _reminder_last,
+    "trimmed": _trimmed,
+}
+
+
+def questions_of(messages: Sequence[Mapping[str, Any]]) -> set[tuple[int, int]]:
+    """Return conversation and number of all questions and results in messages."""
+    texts = (text_of(message) for message in messages if message["role"] in ("user", "tool"))
+    return {(int(n), int(k)) for text in texts for n, k in QUESTION.findall(text)}
+
+
+def check_pairs(oracle: Oracle) -> dict[str, int]:
+    """Compare the next state of each turn that was judged with what was said after it."""
+    found = Counter(paired=0, wrong_pairs=0, mixed_users=0, wrong_ends=0)
+    pairs: dict[tuple[tuple[int, int], str], Messages] = {}
+    for turn, next_state in oracle.questions:
+        asked = max(questions_of(turn.conversation), default=None)
+        if asked is not None:
+            pairs[asked, turn.text] = next_state
+    answered = sorted(oracle.answered_questions)
+    for ((conversation, number), _), next_state in pairs.items():
+        following = [k for n, k in answered if n == conversation and k > number]
+        said = questions_of(next_state)
+        if {n for n, _ in said} - {conversation}:
+            found["mixed_users"] += 1
+        elif said and any(k <= number or any(number < other < k for other in following) for _, k in said):
+            found["wrong_pairs"] += 1
+        elif not said and following:
+            found["wrong_ends"] += 1
+        else:
+            found["paired"] += bool(said)
+    return dict(found)
