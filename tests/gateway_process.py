@@ -28,7 +28,7 @@ from tests.environment import environment
 
 CONTEXT = 2048
 TEMPERATURE = 0.9
-START_TIMEOUT_S = 120
+START_TIMEOUT_S = 600
 
 
 class Recorded:
@@ -135,6 +135,7 @@ async def _serve(folder: Path, settings: dict[str, Any]) -> None:
     from transformers import AutoTokenizer
 
     from slipstream.configs.schema import GatewayConfig, ModelConfig, SamplingConfig
+    from slipstream.rollout.gateway.helpers import TurnTypes
     from slipstream.rollout.gateway.serving.assemble import assemble, served_model
     from tests.scripted_source import ScriptedSource
     from tests.watched_sessions import FixedKeys, MemoryLog, WatchedSessions
@@ -155,6 +156,7 @@ async def _serve(folder: Path, settings: dict[str, Any]) -> None:
             sampling=SamplingConfig(temperature=TEMPERATURE),
         ),
         limits=gateway.limits,
+        types=TurnTypes(gateway.turns, known_helpers=gateway.helpers == "side"),
         source=source,
         conversations=conversations,
         entries=entries,

@@ -109,6 +109,10 @@ def _queues(record: Record) -> Text:
     live = record.get("live/turns_ready")
     if live is not None:
         text += f"   live turns ready: {live}"
+    sides = {"by helpers": "live/side_helpers", "by sampling": "live/side_sampling"}
+    if any(record.get(tag) for tag in sides.values()):
+        counts = ", ".join(f"{record[tag]} {name}" for name, tag in sides.items() if record.get(tag))
+        text += f"\nside turns: {counts}"
     return Text(text, style="dim")
 
 

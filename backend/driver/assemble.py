@@ -148,7 +148,7 @@ def assemble(
     publication.
     """
     key, ledger, note = new_key(), state.ledger, listener.note
-    turns = live_turns(config, inputs, state) if config.gateway is not None else None
+    turns = live_turns(config, inputs, state, note) if config.gateway is not None else None
     gate = AdmissionGate(state.control, state.intake, ledger, listener, state.groups.ready, turns)
     batches = _batches(config, gate, state, note, turns)
     roster = _roster(config, gate, ledger.epoch)
@@ -410,7 +410,7 @@ def _drawing(
     return drawing
 
 
-def live_turns(config: RunConfig, inputs: Inputs, state: RunState) -> LiveTurns:
+def live_turns(config: RunConfig, inputs: Inputs, state: RunState, note: Callable[[str], None]) -> LiveTurns:
     """Make the turns of live users, as the ledger has them. Without a section ``live`` none is trained."""
     live = config.live or LiveConfig(train=False)
     return LiveTurns(
@@ -421,6 +421,7 @@ def live_turns(config: RunConfig, inputs: Inputs, state: RunState) -> LiveTurns:
         train=live.train,
         vocab=inputs.spec.geometry.vocab,
         needs=TeacherNeeds.of(config.actor),
+        note=note,
     )
 
 

@@ -1,10 +1,14 @@
 """Metrics of live users: how many turns wait for what, how old they are, and how they end."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from slipstream.backend.monitor.metrics import Value
 from slipstream.rollout.control.live_door import TurnEnd
+from slipstream.rollout.live.live_turns import SAMPLING
 from slipstream.rollout.live.status import LiveStatus
+from slipstream.rollout.tokens.turn_entries import HELPER
 
 
 def live_metrics(status: LiveStatus, requests_running: int) -> dict[str, Value]:
@@ -21,6 +25,8 @@ def live_metrics(status: LiveStatus, requests_running: int) -> dict[str, Value]:
         "live/oldest_waiting_s": status.oldest_waiting_s,
         "live/oldest_unjudged_s": status.oldest_unjudged_s,
         "live/oldest_ready_s": status.oldest_ready_s,
+        "live/side_helpers": _sum(status.side_reasons, is_helper=True),
+        "live/side_sampling": _sum(status.side_reasons, is_helper=False),
         **{f"live/{end.value}": status.ends.get(end, 0) for end in TurnEnd},
         "live/verdicts": status.verdicts,
         "live/put_off": status.put_off,
@@ -41,3 +47,10 @@ def live_metrics(status: LiveStatus, requests_running: int) -> dict[str, Value]:
     if status.baseline is not None:
         metrics["live/baseline"] = status.baseline
     return metrics
+
+
+def _sum(reasons: Mapping[str, int], *, is_helper: bool) -> int:
+    """Return the number of side turns that helpers of agents are, or that their sampling has made."""
+    if is_helper:
+        return sum(number for reason, number in reasons.items() if reason.startswith(HELPER))
+    return sum(number for reason, number in reasons.items() if SAMPLING.issuperset(reason.split(", ")))

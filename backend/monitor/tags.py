@@ -297,6 +297,14 @@ TAGS: dict[str, Tag] = {
         "turns, whole run",
         "Number of turns that are not part of the task, or whose sampling the trainer cannot reproduce.",
     ),
+    "live/side_helpers": Tag(
+        "turns, this process",
+        "Number of side turns by which agents help themselves: titles, summaries, suggestions.",
+    ),
+    "live/side_sampling": Tag(
+        "turns, this process",
+        "Number of turns that are side turns only because of their sampling (`gateway.sampling`).",
+    ),
     "live/filtered": Tag(
         "turns, whole run",
         "Number of turns with nothing to train: they have no sampled token, `live.train` is false, the last "

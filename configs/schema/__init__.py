@@ -13,7 +13,7 @@ from slipstream.configs.schema.data import (
     path_text,
 )
 from slipstream.configs.schema.dialect import DialectConfig, EndpointConfig
-from slipstream.configs.schema.gateway import GatewayConfig, LimitsConfig
+from slipstream.configs.schema.gateway import GatewayConfig, LimitsConfig, TurnRule
 from slipstream.configs.schema.hooks import HooksConfig
 from slipstream.configs.schema.judge import CodeJudge, Judge, ModelJudge
 from slipstream.configs.schema.live import LiveConfig, LiveJudgingConfig
@@ -92,6 +92,7 @@ __all__ = [
     "TeacherTerm",
     "TensorTransportConfig",
     "TransportConfig",
+    "TurnRule",
     "TurnsConfig",
     "Verify",
     "VerifyDigests",

@@ -29,6 +29,16 @@ class DialectConfig(Section):
         "are used, and the turn is not trained. `recipe`: turns of the type `main` are sampled with "
         "`rollout.sampling` instead.",
     )
+    hosted_tools: Literal["drop", "refuse"] = Field(
+        default="drop",
+        description="Treatment of tools that a provider would run, such as a web search. `drop`: they are "
+        "left out of the prompt, and named in the header `X-Slipstream-Dropped-Tools`. `refuse`: HTTP 400.",
+    )
+    contents: Literal["mark", "refuse"] = Field(
+        default="mark",
+        description="Treatment of images, documents and other contents that are no text. `mark`: a text "
+        "like `[image]` stands for them in the prompt. `refuse`: HTTP 400.",
+    )
 
 
 class EndpointConfig(DialectConfig):

@@ -1,6 +1,8 @@
 """``gateway``: the endpoint for live users."""
 
-from pydantic import Field
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
 
 from slipstream.configs.schema.base import PathSetting, Section
 from slipstream.configs.schema.dialect import DialectConfig
@@ -38,19 +40,62 @@ class LimitsConfig(Section):
         description="Number of requests that one API key may send in a minute, spread out or at once; "
         "beyond it, HTTP 429. null: no limit.",
     )
+    tokens_per_minute: float | None = Field(
+        default=None,
+        gt=0,
+        description="Number of tokens, of prompts and answers, that one API key may use in a minute, spread "
+        "out or at once. They count when a request has ended; beyond them, HTTP 429. null: no limit.",
+    )
+    sessions_per_key: int | None = Field(
+        default=None,
+        ge=1,
+        description="Largest number of sessions that a process keeps for one API key. Beyond it the key's "
+        "own sessions are evicted as by `sessions`. null: no limit.",
+    )
     sessions: int = Field(
         default=100_000,
         ge=1,
-        description="Largest number of sessions that a process keeps. The session that has rested longest "
-        "is evicted, but never one with a turn that waits to be judged. If no session can be evicted: HTTP "
-        "429.",
+        description="Largest number of sessions that a process keeps. Beyond it the API key with the most "
+        "sessions loses the one that has rested longest. A session with a turn that waits to be judged is "
+        "lost only to a key with fewer sessions. If no session can be evicted: HTTP 429.",
     )
     session_bytes: int = Field(
         default=4_294_967_296,
         ge=1_048_576,
-        description="Memory for the stored histories of all sessions of a process, in bytes. Beyond it, "
-        "sessions are evicted as by `sessions`.",
+        description="Memory for the stored histories of all sessions of a process, in bytes. Beyond it, the "
+        "API key with the most bytes loses the histories that have rested longest.",
     )
+
+
+class TurnRule(Section):
+    """A rule for requests that do not say whether their turn is trained. All conditions must hold."""
+
+    type: Literal["main", "side"] = Field(
+        description="Type of the turn. A turn of the type `side` is not trained, and is nobody's next state."
+    )
+    key: str = Field(default="*", min_length=1, description="Name of the API key; `*` stands for anything.")
+    model: str | None = Field(
+        default=None, min_length=1, description="Model that the request names; `*` stands for anything."
+    )
+    header: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9_-]+(:.*)?$",
+        description="Header of the request, as `NAME` or `NAME: VALUE`; `*` stands for anything.",
+    )
+    text: str | None = Field(
+        default=None,
+        min_length=4,
+        description="Phrase in the first 4,096 characters of the instructions or of the last user message.",
+    )
+
+    @model_validator(mode="after")
+    def _has_a_condition(self) -> Self:
+        if self.key == "*" and self.model is self.header is self.text is None:
+            raise ValueError(
+                "the rule has no condition and would hold for every request: give it key, model, header or "
+                "text"
+            )
+        return self
 
 
 class GatewayConfig(DialectConfig):
@@ -98,6 +143,16 @@ class GatewayConfig(DialectConfig):
         gt=0,
         description="Seconds without a request after which a session ends. Its last turn is then judged "
         "without a next state.",
+    )
+    helpers: Literal["side", "main"] = Field(
+        default="side",
+        description="Type of turns by which agents help themselves: titles, summaries, suggestions and "
+        "others that are known by their shape (docs/agents.md). `main`: they are turns as all others.",
+    )
+    turns: list[TurnRule] = Field(
+        default=[],
+        description="Rules for the types of turns whose requests do not say. The first rule that holds "
+        "counts, and goes before `helpers`.",
     )
     log_content: bool = Field(
         default=False, description="Write the content of requests and answers into the log."

@@ -5,6 +5,7 @@ journal ──entries──► Sessions ◄──► endpoints ◄──► user
 
 from collections.abc import Sequence
 
+from slipstream.rollout.gateway.helpers import TurnTypes
 from slipstream.rollout.gateway.serving.assemble import Serving, assemble, served_model
 from slipstream.rollout.gateway.serving.metrics import SessionCollector
 from slipstream.rollout.gateway.sessions.placing import SessionLimits
@@ -40,7 +41,12 @@ def build(surroundings: GatewaySurroundings) -> ServedSessions:
     config, gateway = spec.config, spec.gateway
     sampling = config.rollout.sampling
     sessions = Sessions(
-        SessionLimits(gateway.limits.sessions, gateway.limits.session_bytes, gateway.idle_timeout_s),
+        SessionLimits(
+            gateway.limits.sessions,
+            gateway.limits.session_bytes,
+            gateway.idle_timeout_s,
+            gateway.limits.sessions_per_key,
+        ),
         temperature=sampling.temperature,
         override=gateway.sampling == "recipe",
         decode=surroundings.decode,
@@ -60,6 +66,7 @@ def build(surroundings: GatewaySurroundings) -> ServedSessions:
     serving = assemble(
         model,
         limits=gateway.limits,
+        types=TurnTypes(gateway.turns, known_helpers=gateway.helpers == "side"),
         log_content=gateway.log_content,
         source=surroundings.source,
         conversations=sessions,

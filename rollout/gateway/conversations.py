@@ -61,7 +61,9 @@ class Arrival:
     session: str | None
     """The session that the client names by the gateway's own means; None: none."""
     turn_type: TurnType | None
-    """Type that the client gives the turn; None: it gives none, so that ``user.turn_type`` holds."""
+    """Type that the client or a rule gives the turn; None: neither does, so that ``user.turn_type`` holds."""
+    side_reason: str = ""
+    """Why a rule takes the turn for a side turn; empty: none does."""
     ends_session: bool
     """No request of the session follows this one."""
     digest: bytes
@@ -183,7 +185,12 @@ class PromptTooLong(ValueError):
 
 
 class TooManySessions(RuntimeError):
-    """A cap on sessions or their bytes is reached, and nothing may be evicted."""
+    """A cap on sessions is reached, and nothing may be evicted."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        """``retry_after_s``: seconds until the first session ends that may make room."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class UnknownTurn(LookupError):

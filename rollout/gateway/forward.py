@@ -34,7 +34,7 @@ from slipstream.rollout.gateway.naming import (
 )
 from slipstream.rollout.gateway.peers import GatewayAddress
 from slipstream.rollout.gateway.serving.limits import Refusal
-from slipstream.rollout.gateway.serving.replies import error_body, protocol_of
+from slipstream.rollout.gateway.serving.words import error_body, protocol_of, words_of
 from slipstream.rollout.system.key import Application, Key, Message, Receive, Scope, Send
 
 log = logging.getLogger(__name__)
@@ -296,7 +296,9 @@ async def _disconnected(receive: Receive) -> None:
 async def _refuse(path: str, send: Send) -> None:
     refused = Refusal(503, "the process of this conversation starts again", retry_after_s=RETRY_S)
     headers = [(name.encode(), value.encode()) for name, value in refused.headers.items()]
-    await _answer(send, 503, orjson.dumps(error_body(refused, protocol_of(path))), headers)
+    protocol = protocol_of(path)
+    body = orjson.dumps(error_body(refused, protocol))
+    await _answer(send, words_of(refused, protocol).status, body, headers)
 
 
 async def _answer(

@@ -8,12 +8,14 @@ Single event loop. What gateways send is recorded at once, and what is trained i
 ledger goes back to an older version (``hold``), nothing is recorded: entries wait, unacknowledged.
 """
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import chain
 
+from slipstream.configs.schema.sampling import NEUTRAL
 from slipstream.rollout.control.control_errors import UnknownVersion
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.ends import Loss
@@ -67,6 +69,13 @@ class JournalGap(RuntimeError):
     """A gateway has left out entries of its journal: a bug, or a journal that was replaced."""
 
 
+SAMPLING = frozenset({"temperature", *NEUTRAL})
+"""Parameters of sampling that make a side turn of a turn that was to be trained."""
+
+NOTICED = 16
+"""Number of such turns, without any that can be trained, after which the operator is told."""
+
+
 class LiveTurns:
     """The live users of a run."""
 
@@ -80,11 +89,12 @@ class LiveTurns:
         train: bool,
         vocab: int,
         needs: TeacherNeeds = NOTHING_NEEDED,
+        note: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """``baseline``: makes one of the scores that were trained. ``train``: whether turns are judged and
-        trained. ``vocab``: number of token ids. ``needs``: what the recipe needs of a teacher. ``clock``:
-        seconds since the epoch.
+        trained. ``vocab``: number of token ids. ``needs``: what the recipe needs of a teacher. ``note``:
+        tells the operator what only a setting can change. ``clock``: seconds since the epoch.
         """
         self._ledger = ledger
         self._make_baseline = baseline
@@ -97,7 +107,10 @@ class LiveTurns:
         """Messages of gateways, as calls to make once the ledger is no longer held."""
         self._taken: dict[str, int] = {}
         self._durable: dict[str, int] = {}
+        self._note = note
         self._side_reasons: Counter[str] = Counter()
+        self._sampled_otherwise: float = 0
+        """Side turns because of their sampling, as long as no turn was one to train."""
         self._late_rewards = 0
         self._outcomes: dict[int, deque[tuple[int, str]]] = {}
         """By the number of a gateway: what has become of its rewards, by their numbers."""
@@ -191,10 +204,24 @@ class LiveTurns:
         link = None if before is None else before.id
         if end is None:
             self._table.core.live.arrived(id_, head.versions, link)
+            self._sampled_otherwise = -math.inf
         else:
             self._table.core.live.is_context(id_, link, end)
             if end is TurnEnd.SIDE:
                 self._side_reasons[entry.reason] += 1
+                self._say_that_nothing_trains(entry.reason)
+
+    def _say_that_nothing_trains(self, reason: str) -> None:
+        """Tell the operator once if the clients' sampling keeps every turn from being trained."""
+        if not SAMPLING.issuperset(reason.split(", ")):
+            return
+        self._sampled_otherwise += 1
+        if self._sampled_otherwise == NOTICED:
+            self._note(
+                f"none of the first {NOTICED} turns that were to be trained can be: clients ask for another "
+                f"{reason} than rollout.sampling, and `gateway.sampling: client` follows them; set "
+                "`gateway.sampling: recipe` to sample such turns as the recipe says"
+            )
 
     def _end_at_once(
         self, entry: Turn, head: TurnHead, problem: str | None

@@ -36,6 +36,10 @@ class TurnType(IntEnum):
     """Not trained: the client says so, or the trainer cannot reproduce how it was sampled."""
 
 
+HELPER = "helper: "
+"""How the reason of a side turn begins by which an agent helps itself. The kind of help follows."""
+
+
 class Turn(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A request and its answer. Written before the last byte of the answer leaves."""
 

@@ -146,7 +146,7 @@ def test_a_coding_agent_that_leaves_its_reasoning_out_goes_on_all_the_same(think
 
 
 @pytest.mark.parametrize("place", ["message", "result"])
-def test_images_are_refused_in_words_that_say_so(thinking, place):
+def test_an_image_that_a_tool_reads_does_not_end_the_conversation(thinking, place):
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PIXEL}}
     agent = CodingAgent(thinking.url, f"image-{place}", "You see.")
     agent.ask([text(f"#say {THOUGHT}{CALLS}")])
@@ -156,10 +156,12 @@ def test_images_are_refused_in_words_that_say_so(thinking, place):
         blocks[-1]["content"] = [image]
     else:
         blocks.append(image)
-    recorded = len(thinking.recorded().turns)
-    with pytest.raises(anthropic.BadRequestError, match="image"):
-        agent.ask(blocks)
-    assert len(thinking.recorded().turns) == recorded
+    agent.ask(blocks)
+    agent.ask([text(f"#say {THOUGHT}bye")])
+    recorded = thinking.recorded()
+    one, two, three = (number for number, _ in recorded.of(f"image-{place}"))
+    assert [recorded.continues(number) for number in (two, three)] == [one, two]
+    assert "[image]" in recorded.turns[two]["messages"][-1]["content"]
 
 
 def test_an_agent_of_responses_goes_on_by_name_and_by_repeating_everything(thinking):

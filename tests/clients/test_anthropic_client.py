@@ -88,20 +88,17 @@ def test_requests_of_coding_agents(client):
 
 
 def test_errors_are_the_clients_own_classes(client, gateway):
-    with pytest.raises(anthropic.BadRequestError, match="context ends"):
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 2047 maximum"):
         client.messages.create(model="m", max_tokens=9, messages=user("x" * 3000))
-    with pytest.raises(anthropic.BadRequestError, match="context ends"):
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 2047 maximum"):
         list(client.messages.create(model="m", max_tokens=9, messages=user("x" * 3000), stream=True))
     with pytest.raises(anthropic.BadRequestError, match="the script rejects it"):
         list(client.messages.create(model="m", max_tokens=9, messages=user("#reject"), stream=True))
     with pytest.raises(anthropic.AuthenticationError):
         client.with_options(api_key="wrong").messages.create(model="m", max_tokens=9, messages=user("a"))
-    url = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x.png"}}
-    with pytest.raises(anthropic.BadRequestError):
-        client.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": [url]}])
     gateway.control(full_for_s=2)
     try:
-        with pytest.raises(anthropic.RateLimitError):
+        with pytest.raises(anthropic.InternalServerError, match="Overloaded"):
             client.messages.create(model="m", max_tokens=9, messages=user("a"))
     finally:
         gateway.control(full_for_s=None)

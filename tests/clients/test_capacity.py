@@ -107,6 +107,11 @@ class Stream:
                 self.ids, self.finish = part["output_ids"], part["meta_info"]["finish_reason"]
 
 
+def overloaded(path: str) -> int:
+    """Return the status with which the provider of a path says that it has no room."""
+    return 529 if path == "/v1/messages" else 503
+
+
 @asynccontextmanager
 async def setting(folder: Path, policy: Path) -> AsyncIterator[Setting]:
     async def publish(version: int) -> None: ...
@@ -138,12 +143,16 @@ def test_a_user_waits_for_an_engine_in_an_answer_and_is_refused_at_once_before_o
 ):
     async def main() -> None:
         async with asyncio.timeout(TIMEOUT_S), setting(tmp_path, policy) as given:
-            no_engine = [(path, 429, f"{RETRY_ENGINES_S:.0f}") for path in REQUESTS for _ in range(2)]
+            no_engine = [
+                (path, overloaded(path), f"{RETRY_ENGINES_S:.0f}") for path in REQUESTS for _ in range(2)
+            ]
             assert await given.refusals() == no_engine
 
             first, client, life = await given.engine()
             async with given.stream() as long, given.stream() as longer:
-                full = [(path, 429, f"{RETRY_FULL_S:.0f}") for path in REQUESTS for _ in range(2)]
+                full = [
+                    (path, overloaded(path), f"{RETRY_FULL_S:.0f}") for path in REQUESTS for _ in range(2)
+                ]
                 assert await given.refusals() == full
                 assert len(first.prompts) == PLACES, "no refused request has reached the engine"
                 assert longer.finish is None

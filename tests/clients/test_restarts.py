@@ -51,7 +51,7 @@ def test_a_conversation_goes_on_by_the_names_of_its_responses_after_a_kill(run, 
     assert third.usage.input_tokens > second.usage.input_tokens > first.usage.input_tokens
     other = connect().responses.create(model="m", input="two", previous_response_id=first.id)
     assert other.usage.input_tokens == second.usage.input_tokens
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.BadRequestError):
         connect().responses.create(model="m", input="x", previous_response_id="resp_" + "0" * 32)
 
 

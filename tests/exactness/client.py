@@ -26,7 +26,9 @@ REFUSALS = (
     "first question",
     "previous_response_id",
     "cannot be finished",
-    "context ends",
+    "context length is",
+    "prompt is too long",
+    "exceeds the context window",
     "no engine has room",
     "were lost while they ran this request",
 )
@@ -205,7 +207,7 @@ class Client:
     def _refused(self, asked: Asked, status: int, text: str, body: object) -> None:
         """Note a refusal, which must be for a reason that the script gives."""
         asked.outcome = "refused"
-        is_failure = status >= 500 and status != 503
+        is_failure = status >= 500 and status not in (503, 529)
         if is_failure or not any(reason in text for reason in REFUSALS):
             self.world.oracle.findings.wrong("wrong_answers", f"{status} {text[:500]} for {body}")
 

@@ -49,3 +49,12 @@ def test_what_is_not_a_run_is_refused(tmp_path, capsys):
 def test_a_sparkline_rises_with_its_values():
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
     assert sparkline([5.0] * 100) == "▁" * 34 and sparkline([]) == ""
+
+
+def test_side_turns_are_counted_by_what_has_made_them_side_turns(tmp_path):
+    counts = {"live/turns_ready": 2, "live/side_helpers": 7, "live/side_sampling": 3}
+    line = metrics_line(1, 1) | counts
+    write_lines(tmp_path / "metrics.jsonl", [start_line(recipe()), line])
+    assert "side turns: 7 by helpers, 3 by sampling" in shown(tmp_path, now=line["time"])
+    write_lines(tmp_path / "metrics.jsonl", [start_line(recipe()), line | dict.fromkeys(counts, 0)])
+    assert "side turns" not in shown(tmp_path, now=line["time"])

@@ -29,8 +29,8 @@ def test_a_mistake_of_ours_is_told_without_its_content(client):
     reply = client.get("/state")
     assert reply.status_code == 500
     assert reply.json()["error"] == {
-        "message": "internal error",
-        "type": "api_error",
+        "message": "The server had an error while processing your request: the gateway has failed",
+        "type": "server_error",
         "param": None,
         "code": None,
     }

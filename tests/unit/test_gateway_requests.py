@@ -1,11 +1,14 @@
 """What a client may set, how often it may ask, and what it says about itself."""
 
+import asyncio
+
 import pytest
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
 from slipstream.rollout.gateway.conversations import User
 from slipstream.rollout.gateway.serving.fields import CHAT, check_fields
-from slipstream.rollout.gateway.serving.handling import arrival_of
+from slipstream.rollout.gateway.serving.handling import arrival_of, read_body
 from slipstream.rollout.gateway.serving.limits import Rates, Refusal
 from slipstream.rollout.gateway.serving.messages import StreamedMessages, as_template_reads
 from slipstream.rollout.tokens.turn_entries import TurnType
@@ -34,7 +37,7 @@ def test_a_field_that_sglang_knows_and_the_list_does_not_is_refused():
 
 def test_fields_that_nobody_knows_and_those_of_the_gateway_do_not_reach_sglang():
     body = {"messages": [], "new_in_2031": 1, "session_id": "s", "lora_path": None, "background": False}
-    assert check_fields(body, CHAT, KNOWN) == {"messages": []}
+    assert check_fields(body, CHAT, KNOWN) == ({"messages": []}, ["new_in_2031", "background"])
 
 
 @pytest.mark.parametrize(
@@ -44,12 +47,11 @@ def test_fields_that_nobody_knows_and_those_of_the_gateway_do_not_reach_sglang()
         {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
         {"chat_template_kwargs": {"tokenize": True}},
         {"chat_template_kwargs": [1]},
-        {"tools": [{"type": "mcp", "server_url": "http://elsewhere"}]},
         {"metadata": {"a": 1}},
         {"metadata": "a"},
     ],
 )
-def test_templates_remote_tools_and_labels_that_are_no_texts_are_refused(body):
+def test_templates_and_labels_that_are_no_texts_are_refused(body):
     with pytest.raises(Refusal) as caught:
         check_fields(body, CHAT, KNOWN)
     assert caught.value.status == 400
@@ -91,6 +93,19 @@ def test_a_retry_has_the_digest_of_the_request_and_another_session_has_not():
     assert (first.digest, first.retries, retry.retries) == (retry.digest, 0, 2)
     assert arrival(raw=b'{"a": 1}', path="s").digest != first.digest
     assert arrival(raw=b'{"a": 2}').digest != first.digest
+
+
+def test_a_key_that_has_used_more_tokens_than_its_rate_waits_until_they_are_paid():
+    now = [0.0]
+    rates = Rates(per_minute=60, clock=lambda: now[0], unit="tokens")
+    rates.check("anna")
+    rates.charge("anna", 90)
+    rates.check("berta")
+    with pytest.raises(Refusal, match="60 tokens a minute") as caught:
+        rates.check("anna")
+    assert (caught.value.status, caught.value.headers["retry-after"]) == (429, "30")
+    now[0] = 31.0
+    rates.check("anna")
 
 
 def test_a_key_may_send_its_rate_at_once_and_then_evenly():
@@ -138,3 +153,14 @@ def test_arguments_that_are_no_json_stay_as_they_are():
     message = as_template_reads({"content": None, "tool_calls": [call]})
     assert message["content"] == ""
     assert message["tool_calls"][0]["function"]["arguments"] == '{"a": '
+
+
+def test_a_body_that_does_not_come_is_a_time_out():
+    async def never() -> dict:
+        await asyncio.Event().wait()
+        return {}
+
+    scope = {"type": "http", "method": "POST", "headers": [], "path": "/"}
+    with pytest.raises(Refusal, match="not come within") as caught:
+        asyncio.run(read_body(Request(scope, never), 10, within_s=0.01))
+    assert caught.value.status == 408

@@ -25,7 +25,7 @@ from slipstream.rollout.ledger.storage.database import LEDGER
 from slipstream.rollout.ledger.storage.segments import FOLDER
 from slipstream.rollout.ledger.writing.writer import SAMPLES
 from slipstream.rollout.live.baseline import Score, ScoreBaseline
-from slipstream.rollout.live.live_turns import JournalGap, LiveTurns
+from slipstream.rollout.live.live_turns import NOTICED, JournalGap, LiveTurns
 from slipstream.rollout.prompts import PromptSet, PromptStream
 from slipstream.rollout.reward.live import Verdict
 from slipstream.rollout.tokens.record import REF, checksum, encode, encode_chunk, encode_trajectory
@@ -139,6 +139,7 @@ class Run:
             self.recovered.live,
             train=more.pop("train", True),
             needs=more.pop("needs", NOTHING_NEEDED),
+            note=more.pop("note", lambda text: None),
             vocab=VOCAB,
             clock=more.pop("clock", lambda: NOW),
         )
@@ -735,6 +736,41 @@ def test_side_turns_and_cancelled_ones_are_context(in_run, more):
         assert trained(batch) == [[talk.sampled[first], talk.sampled[last]]]
 
     in_run(act)
+
+
+def sampled_otherwise(talk: Talk, turns: int, reason: str) -> None:
+    for _ in range(turns):
+        talk.turn(turn_type=TurnType.SIDE, reason=reason)
+
+
+def test_the_operator_is_told_once_if_sampling_keeps_all_turns_from_being_trained(in_run):
+    notes: list[str] = []
+    talk = Talk()
+
+    async def act(run):
+        sampled_otherwise(talk, NOTICED - 1, "temperature")
+        sampled_otherwise(talk, 20, "helper: title")
+        await run.hear(talk)
+        assert not notes
+        sampled_otherwise(talk, 40, "temperature, top_p")
+        await run.hear(talk)
+
+    in_run(act, note=notes.append)
+    [note] = notes
+    assert "gateway.sampling: recipe" in note and "temperature" in note
+
+
+def test_nobody_is_told_of_sampling_where_a_turn_can_be_trained(in_run):
+    notes: list[str] = []
+    talk = Talk()
+
+    async def act(run):
+        talk.turn()
+        sampled_otherwise(talk, 3 * NOTICED, "temperature")
+        await run.hear(talk)
+
+    in_run(act, note=notes.append)
+    assert not notes
 
 
 def test_a_turn_that_was_trained_is_context_of_those_after_it(in_run):

@@ -300,7 +300,22 @@ def test_the_turns_of_users_are_in_the_metrics_and_in_the_summary():
     since = SinceLastBatch(trained_ages_s=[2.0, 4.0], scores=[1.0, -1.0, 1.0, 1.0])
     ends = {TurnEnd.TRAINED: 4, TurnEnd.SIDE: 9}
     live = LiveStatus(
-        3, 2, 1, 8.0, 5.0, 4.0, ends, {"temperature": 9}, 5, 7, 2, VoteCounts(3, 4, 6), 0, 1, 0.25, since
+        3,
+        2,
+        1,
+        8.0,
+        5.0,
+        4.0,
+        ends,
+        {"temperature": 6, "top_p, min_p": 1, "helper: title": 2, "fork": 4},
+        5,
+        7,
+        2,
+        VoteCounts(3, 4, 6),
+        0,
+        1,
+        0.25,
+        since,
     )
     fakes.set(live=live, live_requests_running=6)
     logged = fakes.step(two_groups(), 5)
@@ -315,6 +330,8 @@ def test_the_turns_of_users_are_in_the_metrics_and_in_the_summary():
         **{f"live/{end}": 0 for end in TurnEnd},
         "live/trained": 4,
         "live/side": 9,
+        "live/side_helpers": 2,
+        "live/side_sampling": 7,
         "live/verdicts": 5,
         "live/put_off": 7,
         "live/given_up": 2,

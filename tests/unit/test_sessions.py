@@ -712,8 +712,9 @@ def test_a_session_with_a_turn_that_waits_is_never_evicted_for_another():
     gateway.talk([user("c")], ODD, session="c")
     assert ends(gateway) == [SessionEnd("b", "key")], "its side turn waits for nothing"
     for _ in range(3):
-        with pytest.raises(TooManySessions, match="2 sessions are open"):
+        with pytest.raises(TooManySessions, match="2 sessions of this key are open") as caught:
             gateway.begin([user("d")], session="d")
+        assert 1700 < caught.value.retry_after_s < 1800, "until the first of its sessions is idle"
     assert gateway.sessions.counters.refused == 3
     gateway.talk([user("a"), assistant("Hello"), user("x")], ODD, session="a", ends_session=True)
     gateway.talk([user("d")], ODD, session="d")
@@ -764,3 +765,46 @@ def test_the_template_is_not_encoded_again_in_a_conversation_it_only_appends_to(
     before = template.rendered
     gateway.talk([*messages, assistant("Hello"), user("y")], ODD, template=template)
     assert template.rendered - before == len("<|user|>y<|end|><|assistant|>")
+
+
+def test_a_key_with_many_sessions_makes_room_for_the_others():
+    gateway = Gateway(SessionLimits(4, 1 << 30, 1800.0))
+    for name in ("a", "b", "c", "d"):
+        gateway.talk([user(name)], ODD, session=name)
+    for name, expected in (("x", "a"), ("y", "b")):
+        gateway.talk([user(name)], ODD, session=name, user=User("newcomer"))
+        assert ends(gateway)[-1] == SessionEnd(expected, "key"), "what has rested longest is judged as it is"
+    with pytest.raises(TooManySessions, match="2 sessions of this key"):
+        gateway.begin([user("z")], session="z", user=User("newcomer"))
+    with pytest.raises(TooManySessions, match="2 sessions of this key"):
+        gateway.begin([user("e")], session="e")
+    gateway.talk([user("w")], ODD, session="w", user=User("third"))
+
+
+def test_a_key_may_hold_as_many_sessions_as_its_quota_says():
+    gateway = Gateway(SessionLimits(1000, 1 << 30, 1800.0, per_key=2))
+    gateway.end(gateway.begin([user("a")], session="a", turn_type=TurnType.SIDE), ODD)
+    gateway.talk([user("b")], ODD, session="b")
+    gateway.talk([user("c")], ODD, session="c")
+    assert ends(gateway) == [SessionEnd("a", "key")]
+    with pytest.raises(TooManySessions):
+        gateway.begin([user("d")], session="d")
+    gateway.talk([user("d")], ODD, session="d", user=User("another"))
+
+
+def test_the_key_with_the_most_memory_loses_its_histories_first():
+    gateway = Gateway(SessionLimits(1000, 20_000, 1800.0))
+    gateway.talk([user("small")], ODD, session="s", user=User("small"))
+    for place in range(12):
+        gateway.talk([user("large" * 300)], ODD, session=f"l{place}")
+    assert gateway.sessions.counters.evicted_histories > 0
+    again = [user("small"), assistant("Hello"), user("x")]
+    begun = gateway.begin(again, session="s", user=User("small"))
+    assert gateway.turn(gateway.end(begun, "b<|end|>")).parent is not None
+
+
+def test_helpers_are_side_turns_with_their_kind_as_the_reason():
+    gateway = Gateway()
+    begun = gateway.begin([user("a")], turn_type=TurnType.SIDE, side_reason="helper: title")
+    assert gateway.turn(gateway.end(begun, ODD)).reason == "helper: title"
+    assert gateway.sessions.counters.side == {"helper: title": 1}

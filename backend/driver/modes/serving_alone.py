@@ -98,7 +98,7 @@ async def _serve(
             )
         await write_engine_model(config, inputs.engine_model, progress.phase, again=accept_changes)
         listener = Unlogged(progress)
-        turns = live_turns(config, inputs, state)
+        turns = live_turns(config, inputs, state, progress.note)
         gate = AdmissionGate(state.control, state.intake, state.ledger, listener, live=turns)
         progress.phase("starting Ray")
         nodes = stack.enter_context(ray_cluster(config, batch_bytes=0, note=progress.note))

@@ -1,6 +1,6 @@
 """SGLang's endpoint of responses, bound to one request (``answering``). Imports SGLang."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from types import SimpleNamespace
@@ -19,8 +19,11 @@ from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingRespons
 
 from slipstream.rollout.gateway.serving.answering import DATA, Chatting, begin, reading
 from slipstream.rollout.gateway.serving.call import LiveCall
+from slipstream.rollout.gateway.serving.client_tools import StreamedItems, read_tools, response_in_form
+from slipstream.rollout.gateway.serving.marks import marked
 from slipstream.rollout.gateway.serving.messages import as_template_reads
 from slipstream.rollout.gateway.serving.stand_in import StandIn
+from slipstream.rollout.gateway.serving.words import Protocols
 from slipstream.rollout.gateway.serving.workers import finished
 
 
@@ -44,7 +47,7 @@ class Responses(Chatting, OpenAIServingResponses):
         if exchanges:
             items: list[dict[str, Any]] = []
             for exchange in exchanges:
-                items += [*exchange["input"], *exchange["response"]["output"]]
+                items += as_policy_reads([*exchange["input"], *exchange["response"]["output"]])
             last: Any = SimpleNamespace(id=exchanges[-1]["response"]["id"], output=items)
             bound.response_store[last.id] = last
             bound.msg_store[last.id] = _harmony_messages(items) if self.use_harmony else items
@@ -114,20 +117,33 @@ class Responses(Chatting, OpenAIServingResponses):
     async def responses_stream_generator_non_harmony(
         self, request: ResponsesRequest, *args: Any, **settings: Any
     ) -> AsyncGenerator[str]:
+        streamed = StreamedItems(self.call.tools.forms)
         events = super().responses_stream_generator_non_harmony(request, *args, **settings)
         async with aclosing(events):
             async for event in events:
                 await self._record_at_end(event)
-                yield event
+                for one in self._in_form(event, streamed):
+                    yield one
 
     async def responses_stream_generator(
         self, request: ResponsesRequest, *args: Any, **settings: Any
     ) -> AsyncGenerator[str]:
+        streamed = StreamedItems(self.call.tools.forms)
         events = super().responses_stream_generator(request, *args, **settings)
         async with aclosing(events):
             async for event in events:
                 await self._record_at_end(event)
-                yield event
+                for one in self._in_form(event, streamed):
+                    yield one
+
+    def _in_form(self, event: str, streamed: StreamedItems) -> Iterator[str]:
+        """Yield an event as the client expects it."""
+        data = event.partition("\n")[2]
+        if not self.call.tools.forms or not data.startswith(DATA):
+            yield event
+            return
+        for one in streamed.read(orjson.loads(data.removeprefix(DATA))):
+            yield f"event: {one['type']}\n{DATA}{orjson.dumps(one).decode()}\n\n"
 
     async def _record_at_end(self, event: str) -> None:
         kind, _, data = event.partition("\n")
@@ -141,11 +157,17 @@ class Responses(Chatting, OpenAIServingResponses):
         message = merged[-1] if merged else {}
         given = self.call.body["input"]
         added = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        exchange = {"input": added, "response": response}
+        exchange = {"input": added, "response": response_in_form(response, self.call.tools.forms)}
         await self.call.record(
             [as_template_reads({**message, "content": _text(message.get("content"))})],
             orjson.dumps(exchange) if self._is_stored and response["status"] != "failed" else b"",
         )
+
+
+def as_policy_reads(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return items of a conversation with functions' calls and texts alone."""
+    read, _ = read_tools({"input": list(items)}, Protocols.RESPONSES, refuse=False)
+    return marked(read, refuse=False)[0]["input"]
 
 
 def _text(content: str | list[dict[str, str]] | None) -> str:

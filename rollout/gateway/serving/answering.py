@@ -37,6 +37,7 @@ from slipstream.rollout.engine import patches
 from slipstream.rollout.engine.whole_calls import WholeCalls
 from slipstream.rollout.gateway.conversations import Arrival, ChatMessage
 from slipstream.rollout.gateway.serving.call import LiveCall
+from slipstream.rollout.gateway.serving.client_tools import StreamedChatCalls
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.messages import StreamedMessages, as_template_reads
 from slipstream.rollout.gateway.serving.stand_in import StandIn
@@ -274,6 +275,13 @@ class Chat(Chatting):
     def _validate_request(self, request: ChatCompletionRequest) -> str | None:
         return self._invalid
 
+    def apply_reasoning_enabled(self, request: ChatCompletionRequest, enabled: bool) -> None:
+        """Let the policy reason or not, if it can do both. A client's wish is no reason to refuse it."""
+        try:
+            super().apply_reasoning_enabled(request, enabled)
+        except ValueError:
+            self.call.ignored.append("thinking")
+
     def _convert_to_internal_request(
         self, request: ChatCompletionRequest, raw_request: object = None
     ) -> tuple[GenerateReqInput, ChatCompletionRequest]:
@@ -294,6 +302,7 @@ class Chat(Chatting):
         self, adapted_request: GenerateReqInput, request: ChatCompletionRequest, raw_request: object
     ) -> AsyncGenerator[str]:
         collected, has_failed = StreamedMessages(len(self.call.answers)), False
+        calls = StreamedChatCalls(self.call.tools.forms)
         events = super()._generate_chat_stream(adapted_request, request, raw_request)  # pyright: ignore
         async with aclosing(events):
             async for event in events:
@@ -303,7 +312,10 @@ class Chat(Chatting):
                     if not has_failed:
                         await self.call.record(collected.messages())
                 elif event.startswith(DATA):
-                    collected.add(orjson.loads(event[len(DATA) :]))
+                    chunk = orjson.loads(event[len(DATA) :])
+                    collected.add(chunk)
+                    if self.call.tools.forms:
+                        event = f"{DATA}{orjson.dumps(calls.read(chunk)).decode()}\n\n"
                 yield event
 
     async def _process_tool_call_stream(

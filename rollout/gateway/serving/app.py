@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,8 @@ from slipstream.rollout.gateway.serving import replies
 from slipstream.rollout.gateway.serving.handling import RequestHandler
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
-from slipstream.rollout.gateway.serving.replies import Protocols, protocol_of
 from slipstream.rollout.gateway.serving.schema import Endpoint, describe
+from slipstream.rollout.gateway.serving.words import UNKNOWN_MODEL, Protocols, protocol_of
 from slipstream.rollout.gateway.source import TokenSource
 
 
@@ -108,7 +109,7 @@ def _refusing(take: Callable[[Request], Awaitable[Response]]) -> Callable[[Reque
         try:
             return await take(request)
         except Refusal as refused:
-            return replies.error_reply(refused, Protocols.OPENAI)
+            return replies.error_reply(refused, _protocol(request))
         except ClientDisconnect:
             return Response(status_code=499)
 
@@ -128,6 +129,9 @@ def _add_state(
         "object": "model",
         "created": card.created_s,
         "owned_by": "slipstream",
+        "type": "model",  # this and the next two are Anthropic's
+        "display_name": card.name,
+        "created_at": datetime.fromtimestamp(card.created_s, UTC).isoformat(),
         "max_model_len": card.context,
     }
 
@@ -141,7 +145,12 @@ def _add_state(
 
     def one_model(request: Request) -> dict[str, object]:
         if request.path_params["model"] != card.name:
-            raise Refusal(404, f"the model is {card.name}", param="model", code="model_not_found")
+            raise Refusal(
+                404,
+                f"the model is {card.name}",
+                code=UNKNOWN_MODEL,
+                facts={"model": request.path_params["model"]},
+            )
         return model
 
     def model_info(_request: Request) -> dict[str, object]:
@@ -170,7 +179,7 @@ def _add_state(
     for path, route in {
         "/health": healthy,
         "/healthz": healthy,
-        "/v1/models": known(lambda _: {"object": "list", "data": [model]}),
+        "/v1/models": known(lambda _: {"object": "list", "data": [model], "has_more": False}),
         "/v1/models/{model:path}": known(one_model),
         "/model_info": known(model_info),
         "/get_model_info": known(model_info),
@@ -196,14 +205,18 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
         if request.method == "OPTIONS":
             return Response(status_code=204, headers=headers)
     message = f"{request.method} {request.url.path}: {str(error.detail).lower()}"
-    reply = replies.error_reply(Refusal(error.status_code, message), protocol_of(request.url.path))
+    reply = replies.error_reply(Refusal(error.status_code, message), _protocol(request))
     reply.headers.update(headers)
     return reply
 
 
 async def _failed(request: Request, _error: Exception) -> Response:
     """Reply to the client that the gateway has failed. The server logs the error."""
-    return replies.error_reply(Refusal(500, "internal error"), protocol_of(request.url.path))
+    return replies.error_reply(Refusal(500, "the gateway has failed"), _protocol(request))
+
+
+def _protocol(request: Request) -> Protocols:
+    return protocol_of(request.url.path, request.headers)
 
 
 def create_admin_app(source: TokenSource, metrics: ServingMetrics, answers: Callable[[], int]) -> FastAPI:

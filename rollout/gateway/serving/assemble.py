@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from slipstream.configs.schema import DialectConfig, LimitsConfig, ModelConfig, SamplingConfig
 from slipstream.rollout.gateway.conversations import EntryLog, KeyRing
+from slipstream.rollout.gateway.helpers import TurnTypes
 from slipstream.rollout.gateway.serving.app import ModelCard, create_admin_app, create_app
 from slipstream.rollout.gateway.serving.call import SharedParts
 from slipstream.rollout.gateway.serving.contents import AnswerContents
@@ -52,12 +53,14 @@ def assemble(
     entries: EntryLog,
     keys: KeyRing,
     mint: Callable[[], str],
+    types: TurnTypes | None = None,
     log_content: bool = False,
     aborts_all: bool = False,
 ) -> Serving:
     """Make both applications. Once in a process: SGLang's settings belong to the whole process.
 
-    ``mint`` returns ids of requests, which nobody can guess. ``log_content``: write requests into the log.
+    ``mint`` returns ids of requests, which nobody can guess. ``types``: gives types to turns whose requests
+    do not say. ``log_content``: write requests into the log.
     ``aborts_all``: a key names one client, which may abort all of its requests at once.
     """
     stand_in = StandIn(model)
@@ -87,6 +90,7 @@ def assemble(
         keys=keys,
         limits=limits,
         metrics=metrics,
+        types=types,
         log_content=log_content,
         aborts_all=aborts_all,
     )
@@ -115,5 +119,7 @@ def served_model(
         chat_template=dialect.chat_template,
         tool_parser=dialect.tool_parser,
         reasoning_parser=dialect.reasoning_parser,
+        hosted_tools=dialect.hosted_tools,
+        contents=dialect.contents,
         template_args=policy.template_args,
     )

@@ -26,6 +26,7 @@ from slipstream.rollout.gateway.conversations import (
     TooManySessions,
     UnknownTurn,
 )
+from slipstream.rollout.gateway.serving.client_tools import ClientTools
 from slipstream.rollout.gateway.serving.contents import (
     AnswerContents,
     Content,
@@ -36,6 +37,7 @@ from slipstream.rollout.gateway.serving.contents import (
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.running import AnswerPart, Conversations, RunningAnswer, RunningTurns
 from slipstream.rollout.gateway.serving.text import GrowingText
+from slipstream.rollout.gateway.serving.words import TOO_LONG, UNKNOWN_RESPONSE
 from slipstream.rollout.gateway.serving.workers import INLINE_BYTES, Workers
 from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.gateway.source import Exhausted, Rejected, TokenRequest
@@ -92,8 +94,18 @@ class SharedParts:
 class LiveCall:
     """One HTTP request."""
 
-    def __init__(self, shared: SharedParts, arrival: Arrival, body: Mapping[str, object], size: int) -> None:
+    def __init__(
+        self,
+        shared: SharedParts,
+        arrival: Arrival,
+        body: Mapping[str, object],
+        size: int,
+        tools: ClientTools | None = None,
+    ) -> None:
         """``arrival``: without a prompt. ``body``: as the client has sent it, in ``size`` bytes."""
+        self.tools = tools or ClientTools()
+        self.ignored: list[str] = []
+        """Wishes that the endpoint could not grant."""
         self._shared = shared
         self._size = size
         self._arrival = arrival
@@ -132,7 +144,9 @@ class LiveCall:
                 request = answer.previous
             turns = await self._shared.entries.turns(numbers[::-1])
         except UnknownTurn as error:
-            raise Refusal(404, f"previous_response_id: {error}", param="previous_response_id") from error
+            raise Refusal(
+                404, f"previous_response_id: {error}", param="previous_response_id", code=UNKNOWN_RESPONSE
+            ) from error
         return [orjson.loads(bytes(turn.exchange)) for turn in turns]
 
     # ---- prompts
@@ -228,7 +242,7 @@ class LiveCall:
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= limit - running:
             raise Refusal(400, f"n: expected a whole number from 1 to {limit} in all, found {n!r}", param="n")
         if self._shared.turns.answers + n > self._shared.limits.concurrent:
-            raise Refusal(429, "all places are taken; try again", retry_after_s=FULL_AGAIN_S)
+            raise Refusal(503, "all places are taken", retry_after_s=FULL_AGAIN_S)
         return n
 
     def _check(self, prompt: Arrival, parameters: Mapping[str, object]) -> None:
@@ -243,7 +257,12 @@ class LiveCall:
         return Refusal(
             400,
             f"the prompt has {bound}{length} tokens, and the model's context ends at {self._shared.context}",
-            code="context_length_exceeded",
+            code=TOO_LONG,
+            facts={
+                "tokens": length,
+                "context": self._shared.context,
+                "longest": self._shared.context - 1,  # an answer has a token at least
+            },
         )
 
     def _place(self, prompt: Arrival, parameters: Mapping[str, object], choices: int) -> RunningRequest:
@@ -262,7 +281,9 @@ class LiveCall:
         except ValueError as error:
             raise Refusal(400, str(error)) from error
         except TooManySessions as error:
-            raise Refusal(429, str(error), retry_after_s=FULL_AGAIN_S) from error
+            raise Refusal(
+                429, str(error), retry_after_s=error.retry_after_s, facts={"unit": "sessions"}
+            ) from error
 
     def _new_answer(
         self, running: RunningRequest, parameters: Mapping[str, object], choice: int
@@ -292,6 +313,12 @@ class LiveCall:
         )
 
     # ---- answers
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all prompts and answers so far."""
+        prompts = {id(answer.request): len(answer.request.input_ids) for answer in self.answers}
+        return sum(prompts.values()) + sum(len(answer.tokens) for answer in self.answers)
 
     @property
     def input_ids(self) -> Sequence[int]:
@@ -356,7 +383,7 @@ class LiveCall:
         if isinstance(error, Rejected):
             self.refusal = Refusal(400, str(error))
         elif isinstance(error, Exhausted):
-            self.refusal = Refusal(429, str(error), retry_after_s=error.retry_after_s)
+            self.refusal = Refusal(503, str(error), retry_after_s=error.retry_after_s)
         else:
             self.refusal = Refusal(503, "the answer cannot be finished", retry_after_s=FULL_AGAIN_S)
         return self.refusal

@@ -1,6 +1,7 @@
 """The endpoints that answer: what each reads of a body, whom it asks, and in whose words. Imports SGLang."""
 
 import dataclasses
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,14 @@ from slipstream.rollout.gateway.serving import fields
 from slipstream.rollout.gateway.serving.answered_responses import Responses
 from slipstream.rollout.gateway.serving.answering import Chat, Messages, TextCompletion
 from slipstream.rollout.gateway.serving.call import LiveCall
+from slipstream.rollout.gateway.serving.client_tools import chat_call, response_in_form
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.native import GenerateBody, Native
-from slipstream.rollout.gateway.serving.replies import Protocols, Result
-from slipstream.rollout.gateway.serving.schema import Endpoint
+from slipstream.rollout.gateway.serving.preferences import TIERS, Abilities
+from slipstream.rollout.gateway.serving.replies import Result
+from slipstream.rollout.gateway.serving.schema import Endpoint, Reading
 from slipstream.rollout.gateway.serving.stand_in import StandIn
+from slipstream.rollout.gateway.serving.words import Protocols
 from slipstream.rollout.gateway.serving.workers import finished
 
 
@@ -35,23 +39,36 @@ class Endpoints:
         self._messages = Messages(self._chat)
         self._responses = Responses(stand_in)
         self._native = Native(stand_in)
+        self._reading = _reading(stand_in, is_gpt_oss=self._chat.is_gpt_oss)
 
     def all(self) -> tuple[Endpoint, ...]:
         openai, anthropic = Protocols.OPENAI, Protocols.ANTHROPIC
         return (
-            _endpoint("/v1/chat/completions", ChatCompletionRequest, fields.CHAT, openai, self._answer_chat),
-            _endpoint(
-                "/v1/completions", CompletionRequest, fields.COMPLETION, openai, self._answer_completion
+            self._endpoint(
+                "/v1/chat/completions", ChatCompletionRequest, fields.CHAT, openai, self._answer_chat
             ),
-            _endpoint("/v1/responses", ResponsesRequest, fields.RESPONSES, openai, self._answer_responses),
-            _endpoint(
+            self._endpoint(
+                "/v1/completions",
+                CompletionRequest,
+                fields.COMPLETION,
+                openai,
+                self._answer_completion,
+                chats=False,
+            ),
+            self._endpoint(
+                "/v1/responses",
+                ResponsesRequest,
+                fields.RESPONSES,
+                Protocols.RESPONSES,
+                self._answer_responses,
+            ),
+            self._endpoint(
                 "/v1/messages", AnthropicMessagesRequest, fields.MESSAGES, anthropic, self._answer_messages
             ),
-            Endpoint(
+            self._endpoint(
                 "/v1/messages/count_tokens",
                 AnthropicCountTokensRequest,
                 fields.COUNT_TOKENS,
-                _defaults(AnthropicCountTokensRequest),
                 anthropic,
                 self._count_tokens,
                 generates=False,
@@ -63,8 +80,22 @@ class Endpoints:
                 {field.name: field.default for field in dataclasses.fields(GenerateReqInput)},
                 openai,
                 self._native.answer,
+                self._reading,
+                chats=False,
             ),
         )
+
+    def _endpoint(
+        self,
+        path: str,
+        body: type[BaseModel],
+        allowed: Collection[str],
+        protocol: Protocols,
+        answer: Callable[[LiveCall, Any], Awaitable[Result]],
+        **kind: bool,
+    ) -> Endpoint:
+        known = {name: field.default for name, field in body.model_fields.items()}
+        return Endpoint(path, body, allowed, known, protocol, answer, self._reading, **kind)
 
     async def _answer_chat(self, call: LiveCall, body: ChatCompletionRequest) -> Result:
         if "model" not in body.model_fields_set:
@@ -75,7 +106,14 @@ class Endpoints:
                     message.role = "system"
         bound = self._chat.bound_to(call)
         await call.prepared(lambda: bound.prepare(body))
-        return _result(await bound.handle_request(body, _no_headers()))
+        result = _result(await bound.handle_request(body, _no_headers()))
+        if call.tools.forms and isinstance(result, dict):
+            for choice in result["choices"]:
+                calls = choice["message"].get("tool_calls")
+                choice["message"]["tool_calls"] = calls and [
+                    chat_call(one, call.tools.forms) for one in calls
+                ]
+        return result
 
     async def _answer_completion(self, call: LiveCall, body: CompletionRequest) -> Result:
         if "model" not in body.model_fields_set:
@@ -87,7 +125,8 @@ class Endpoints:
     async def _answer_responses(self, call: LiveCall, body: ResponsesRequest) -> Result:
         body.model = body.model or self._model
         bound = self._responses.continuing(call, await call.exchanges())
-        return _result(await bound.create_responses(body, _no_headers()))
+        result = _result(await bound.create_responses(body, _no_headers()))
+        return response_in_form(result, call.tools.forms) if isinstance(result, dict) else result
 
     async def _answer_messages(self, call: LiveCall, body: AnthropicMessagesRequest) -> Result:
         _drop_attribution(body)
@@ -121,18 +160,20 @@ def _no_headers() -> Any:
     return SimpleNamespace(headers={}, state=SimpleNamespace())
 
 
-def _endpoint(
-    path: str,
-    body: type[BaseModel],
-    allowed: Collection[str],
-    protocol: Protocols,
-    answer: Callable[[LiveCall, Any], Awaitable[Result]],
-) -> Endpoint:
-    return Endpoint(path, body, allowed, _defaults(body), protocol, answer)
+_TEMPLATE_REASONS = re.compile(r"\b(enable_thinking|reasoning_effort|thinking_budget|thinking_mode)\b")
+"""Variables by which a template says how much the policy should think."""
 
 
-def _defaults(body: type[BaseModel]) -> dict[str, object]:
-    return {name: field.default for name, field in body.model_fields.items()}
+def _reading(stand_in: StandIn, *, is_gpt_oss: bool) -> Reading:
+    reasons = stand_in.config_value("reasoning_parser") is not None or bool(
+        _TEMPLATE_REASONS.search(str(stand_in.tokenizer.chat_template))
+    )
+    efforts = TIERS - {"none"} if is_gpt_oss else TIERS  # whose template has no word for it
+    return Reading(
+        Abilities(reasons, efforts),
+        refuses_hosted=stand_in.model.hosted_tools == "refuse",
+        refuses_contents=stand_in.model.contents == "refuse",
+    )
 
 
 def _result(reply: object) -> Result:

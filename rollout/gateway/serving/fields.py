@@ -3,7 +3,7 @@
 SGLang's endpoints take much that is not for users: token ids in place of messages, adapters, the place in the
 engine's queue and cache, code, addresses of other servers. Each endpoint here has a list of the fields that
 pass; every other field that SGLang knows is refused. Fields that SGLang does not know, which newer clients
-send, have no effect and are left out.
+send, have no effect: they are left out and counted.
 """
 
 from collections.abc import Collection, Mapping
@@ -123,7 +123,7 @@ GENERATE = frozenset(
     }
 )
 
-NEVER = frozenset({"chat_template", "mcp_servers"})
+NEVER = frozenset({"chat_template"})
 """Fields that are refused although SGLang would not read them: a client that sends them counts on them."""
 
 TEMPLATE_SETTINGS = frozenset(
@@ -139,14 +139,11 @@ TEMPLATE_SETTINGS = frozenset(
 )
 """Keys of ``chat_template_kwargs``. Others could replace the template or what it renders."""
 
-REMOTE_TOOLS = frozenset({"mcp", "web_search", "web_search_preview", "file_search", "code_interpreter"})
-"""Types of tools that a server would have to run, or to fetch."""
-
 
 def check_fields(
     body: Mapping[str, object], allowed: Collection[str], known: Mapping[str, object]
-) -> dict[str, object]:
-    """Return the fields of a body that the endpoint reads.
+) -> tuple[dict[str, object], list[str]]:
+    """Return the fields of a body that the endpoint reads, and the names of those that it does not know.
 
     ``known``: the default of every field that SGLang's endpoint reads. A field that is null, or has its
     default, is not set.
@@ -164,8 +161,8 @@ def check_fields(
     check_template_settings(given.get("chat_template_kwargs"))
     if "metadata" in given:
         given["metadata"] = _labels(given["metadata"])
-    _check_tools(given.get("tools"))
-    return {name: value for name, value in given.items() if name in allowed}
+    unknown = [name for name in given if name not in allowed]
+    return {name: value for name, value in given.items() if name in allowed}, unknown
 
 
 def check_template_settings(settings: object) -> None:
@@ -190,10 +187,3 @@ def _labels(metadata: object) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in given.values()):
         raise Refusal(400, "metadata: expected an object whose values are texts", param="metadata")
     return cast("dict[str, str]", given)
-
-
-def _check_tools(tools: object) -> None:
-    for tool in cast("list[object]", tools) if isinstance(tools, list) else ():
-        kind = cast("dict[str, object]", tool).get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind in REMOTE_TOOLS:
-            raise Refusal(400, f"tools of the type {kind} are not run here; give functions", param="tools")

@@ -1,7 +1,7 @@
 """Takes requests of users: who may ask, how much, and which endpoint answers. No SGLang in here.
 
     request ─► key ─► rate ─► body ─► fields ─► capacity ─► endpoint ─► first token ─► reply
-               401    429     413      400         429        400          400, 429
+               401    429   408, 413   400         503        400          400, 503
 
 Every refusal comes before the first byte of a reply, and none waits for an engine.
 """
@@ -30,22 +30,19 @@ from slipstream.rollout.gateway.conversations import (
     UnknownTurn,
     User,
 )
+from slipstream.rollout.gateway.helpers import TurnTypes
 from slipstream.rollout.gateway.naming import checked_name, key_of, request_of
 from slipstream.rollout.gateway.serving import replies
 from slipstream.rollout.gateway.serving.call import FULL_AGAIN_S, LiveCall, SharedParts
 from slipstream.rollout.gateway.serving.limits import Rates, Refusal
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
-from slipstream.rollout.gateway.serving.replies import (
-    ClientGone,
-    EventStream,
-    Protocols,
-    Result,
-    unless_disconnected,
-)
+from slipstream.rollout.gateway.serving.replies import ClientGone, EventStream, Result, unless_disconnected
 from slipstream.rollout.gateway.serving.rewarding import read_reward, read_session_reward, reply_of
 from slipstream.rollout.gateway.serving.schema import Endpoint
+from slipstream.rollout.gateway.serving.words import UNKNOWN_RESPONSE, Protocols, words_of
 from slipstream.rollout.gateway.source import TokenSource
 from slipstream.rollout.system.steady_clock import steady_s
+from slipstream.rollout.tokens.turn_entries import TurnType
 
 
 def arrival_of(
@@ -60,24 +57,29 @@ def arrival_of(
     now_s: float,
     request: str = "",
     previous: str = "",
+    types: TurnTypes | None = None,
 ) -> Arrival:
     """Return what a request says about itself, without a prompt. Raises Refusal with 400.
 
     ``path_session``: the session in the URL. ``response_session``: the session of the response that the
-    request names as the previous one.
+    request names as the previous one. ``types``: gives types to turns whose requests do not say; None:
+    nothing does.
     """
     try:
         session = naming.session_name(path_session, headers, body) or response_session or user.session
         client_session = naming.client_session(headers)
-        turn_type = naming.turn_type(headers, body)
+        turn_type, typed = naming.turn_type(headers, body), None
         ends_session = naming.session_done(headers, body)
     except ValueError as error:
         raise Refusal(400, str(error)) from error
+    if turn_type is None and types is not None:
+        typed = types.of(user.name, headers, body)
     return Arrival(
         user=user,
         session=session,
         client_session=client_session,
-        turn_type=turn_type,
+        turn_type=turn_type if typed is None else typed.turn_type,
+        side_reason=typed.reason if typed is not None and typed.turn_type is TurnType.SIDE else "",
         ends_session=ends_session,
         digest=hashlib.blake2b(
             f"{endpoint}\n{session or client_session}\n".encode() + raw, digest_size=16
@@ -104,6 +106,7 @@ class RequestHandler:
         limits: LimitsConfig,
         metrics: ServingMetrics,
         clock: Callable[[], float] = steady_s,
+        types: TurnTypes | None = None,
         log_content: bool = False,
         aborts_all: bool = False,
     ) -> None:
@@ -114,9 +117,11 @@ class RequestHandler:
         self._limits = limits
         self._metrics = metrics
         self._clock = clock
+        self._types = types
         self._log_content = log_content
         self._aborts_all = aborts_all
         self._rates = Rates(limits.requests_per_minute, time.monotonic)
+        self._tokens = Rates(limits.tokens_per_minute, time.monotonic, unit="tokens")
         self._calls: dict[LiveCall, str] = {}
         """Requests that run, and the names of their users."""
 
@@ -135,7 +140,7 @@ class RequestHandler:
             status = reply.status_code
             return reply
         except Refusal as refused:
-            status = refused.status
+            status = words_of(refused, endpoint.protocol).status
             # The errors before it and their frames refer to each other, and would keep the request in memory
             # until Python looks for garbage.
             refused.__cause__ = refused.__context__ = refused.__traceback__ = None
@@ -155,7 +160,8 @@ class RequestHandler:
         body = _json(raw)
         if self._log_content:
             log.info("%s %s: %s", user.name, endpoint.name, raw.decode(errors="replace"))
-        parsed = endpoint.read(body, self._limits)
+        read = endpoint.read(body, self._limits)
+        self._metrics.count_read(read)
         previous, session = self._previous(user, body)
         arrival = arrival_of(
             user,
@@ -168,19 +174,24 @@ class RequestHandler:
             now_s=now_s,
             request=self._shared.mint(),
             previous=previous,
+            types=self._types,
         )
         if endpoint.generates:
+            self._tokens.check(user.name)
             self._check_capacity()
-        call = LiveCall(self._shared, arrival, body, len(raw))
+        call = LiveCall(self._shared, arrival, body, len(raw), read.tools)
         self._calls[call] = user.name
         is_streamed = False
         try:
-            result = await unless_disconnected(request.receive, self._ask(endpoint, call, parsed))
+            result = await unless_disconnected(request.receive, self._ask(endpoint, call, read.request))
             if isinstance(result, AsyncIterator):
                 self._metrics.first_token_s.labels(endpoint.name).observe(self._clock() - now_s)
             reply = self._reply(endpoint, call, result)
             is_streamed = isinstance(reply, EventStream)  # which leaves its turns at its own end
             return reply
+        except Refusal as refused:
+            refused.in_stream = bool(body.get("stream"))
+            raise
         finally:
             if not is_streamed:
                 await self._end(call)
@@ -200,7 +211,7 @@ class RequestHandler:
         return result
 
     def _reply(self, endpoint: Endpoint, call: LiveCall, result: Result) -> Response:
-        headers = {"x-request-id": call.id, **replies.session_headers(call.session)}
+        headers = {"x-request-id": call.id, **replies.session_headers(call.session), **call.tools.headers}
         if isinstance(result, AsyncIterator):
             return EventStream(
                 result if endpoint.protocol is not Protocols.ANTHROPIC else _with_id(result, call.answer_id),
@@ -223,16 +234,17 @@ class RequestHandler:
         await self._end(call)
 
     async def _end(self, call: LiveCall) -> None:
-        del self._calls[call]
+        self._tokens.charge(self._calls.pop(call), call.tokens)
+        self._metrics.count_ignored(call.ignored)
         await call.end()
 
     def _check_capacity(self) -> None:
-        """Raises Refusal with 429 if nothing can be generated now."""
+        """Raises Refusal with 503 if nothing can be generated now."""
         retry_after_s = self._source.retry_after_s()
         if retry_after_s is None and self._shared.turns.answers >= self._limits.concurrent:
             retry_after_s = FULL_AGAIN_S
         if retry_after_s is not None:
-            raise Refusal(429, "no engine is free; try again", retry_after_s=retry_after_s)
+            raise Refusal(503, "no engine is free", retry_after_s=retry_after_s)
 
     # ---- answers that are named later
 
@@ -246,7 +258,12 @@ class RequestHandler:
             return "", None
         request, answer = self._named(user, previous)
         if answer is None:
-            raise Refusal(404, "previous_response_id: no such response", param="previous_response_id")
+            raise Refusal(
+                404,
+                f"Previous response with id {previous!r} not found.",
+                param="previous_response_id",
+                code=UNKNOWN_RESPONSE,
+            )
         return request, answer.session
 
     def _named(self, user: User, response: object) -> tuple[str, NamedAnswer | None]:
@@ -372,8 +389,21 @@ def _json(raw: bytes) -> dict[str, object]:
     return body
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """Return the body of a request. Raises Refusal with 413 before more than ``limit`` bytes are read."""
+BODY_S = 50.0
+"""Longest time that a body may take. Its connection is closed 10 s later (``port.BODY_S``)."""
+
+
+async def read_body(request: Request, limit: int, *, within_s: float = BODY_S) -> bytes:
+    """Return the body of a request. Raises Refusal with 413 before more than ``limit`` bytes are read, and
+    with 408 if the body does not come ``within_s`` seconds."""
+    try:
+        async with asyncio.timeout(within_s):
+            return await _read(request, limit)
+    except TimeoutError:
+        raise Refusal(408, f"the body has not come within {within_s:g} s") from None
+
+
+async def _read(request: Request, limit: int) -> bytes:
     too_long = Refusal(413, f"the body is longer than {limit} bytes")
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or int(length) > limit:

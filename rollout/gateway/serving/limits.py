@@ -1,10 +1,10 @@
-"""Limits of requests: the rate of a key, the size of a body, the shape of a request. Pure.
+"""Limits of requests: the rates of a key, the size of a body, the shape of a request. Pure.
 
 Whatever is too much is refused before anything is generated, with an HTTP status that says which kind it is.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -19,14 +19,21 @@ class Refusal(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
+        facts: Mapping[str, object] | None = None,
     ) -> None:
-        """``param`` names the field of the body, ``code`` the kind of error in OpenAI's words."""
+        """``param`` names the field of the body, ``code`` the situation among those of one status.
+
+        ``facts``: what the words of a protocol name (``words.WORDS``).
+        """
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.facts = facts or {}
+        self.in_stream = False
+        """The client has asked for events."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -42,27 +49,43 @@ class _Bucket:
 
 
 class Rates:
-    """The rate of each key: a bucket of a minute's requests that fills evenly."""
+    """The rate of each key: a bucket of a minute's requests, or of its tokens, that fills evenly."""
 
-    def __init__(self, per_minute: float | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, per_minute: float | None, clock: Callable[[], float], *, unit: str = "requests"
+    ) -> None:
         self._per_minute = per_minute
         self._clock = clock
+        self._unit = unit
         self._buckets: dict[str, _Bucket] = {}
         """By the name of the key: as many as there are keys."""
 
     def take(self, key: str) -> None:
         """Count a request. Raises Refusal with 429 if the key has sent too many."""
+        self.check(key, 1)
+        self.charge(key, 1)
+
+    def check(self, key: str, least: float = 0) -> None:
+        """Raise Refusal with 429 unless a key has ``least`` left, or anything."""
         if self._per_minute is None:
             return
-        size, per_second = max(1.0, self._per_minute), self._per_minute / 60
-        now_s = self._clock()
-        bucket = self._buckets.setdefault(key, _Bucket(size, now_s))
-        bucket.tokens = min(size, bucket.tokens + (now_s - bucket.filled_s) * per_second)
-        bucket.filled_s = now_s
-        if bucket.tokens < 1:
+        missing = least - self._filled(key, self._per_minute).tokens
+        if missing > 0 or (not least and not missing):
             raise Refusal(
                 429,
-                f"this key may send {self._per_minute:g} requests a minute; wait for the next one",
-                retry_after_s=max(1.0, (1 - bucket.tokens) / per_second),
+                f"this key may use {self._per_minute:g} {self._unit} a minute",
+                facts={"unit": self._unit},
+                retry_after_s=max(1.0, missing * 60 / self._per_minute),
             )
-        bucket.tokens -= 1
+
+    def charge(self, key: str, amount: int) -> None:
+        """Count what a key has used. It may have used more than it had left, and then waits for longer."""
+        if self._per_minute is not None:
+            self._filled(key, self._per_minute).tokens -= amount
+
+    def _filled(self, key: str, per_minute: float) -> _Bucket:
+        size, now_s = max(1.0, per_minute), self._clock()
+        bucket = self._buckets.setdefault(key, _Bucket(size, now_s))
+        bucket.tokens = min(size, bucket.tokens + (now_s - bucket.filled_s) * per_minute / 60)
+        bucket.filled_s = now_s
+        return bucket

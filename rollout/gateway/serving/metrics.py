@@ -1,6 +1,6 @@
 """Figures of a gateway process for Prometheus. No figure names a user, a session or a content."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -8,6 +8,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from slipstream.rollout.gateway.journal import TurnJournal
+from slipstream.rollout.gateway.serving.client_tools import family
+from slipstream.rollout.gateway.serving.preferences import WISHES
+from slipstream.rollout.gateway.serving.schema import ReadBody
 from slipstream.rollout.gateway.sessions.sessions import Sessions
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -45,6 +48,37 @@ class ServingMetrics:
             "Policy version that a new request gets.",
             registry=self.registry,
         )
+
+        self.ignored = Counter(
+            "slipstream_gateway_wishes_ignored",
+            "Wishes of clients that the policy cannot grant, and fields that nobody knows.",
+            ["wish"],
+            registry=self.registry,
+        )
+        self.dropped_tools = Counter(
+            "slipstream_gateway_tools_dropped",
+            "Tools that a provider would run, which were left out.",
+            ["tool"],
+            registry=self.registry,
+        )
+        self.marks = Counter(
+            "slipstream_gateway_contents_marked",
+            "Images, documents and other contents in whose places marks stand.",
+            ["content"],
+            registry=self.registry,
+        )
+
+    def count_read(self, read: ReadBody) -> None:
+        """Count what was left out of a body."""
+        self.count_ignored(read.ignored)
+        for tool in read.tools.hosted:
+            self.dropped_tools.labels(family(tool)).inc()
+        for mark in read.marks:
+            self.marks.labels(mark).inc()
+
+    def count_ignored(self, wishes: Sequence[str]) -> None:
+        for wish in wishes:
+            self.ignored.labels(wish if wish in WISHES else "other").inc()
 
     def follow(self, journal: TurnJournal) -> None:
         """Show how far the journal is."""

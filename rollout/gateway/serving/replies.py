@@ -4,9 +4,10 @@ when their client goes. Knows Starlette, not SGLang.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from enum import StrEnum
-from typing import Any, TypeVar
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import Any, TypeVar, cast
 
 import orjson
 from starlette.responses import Response
@@ -14,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from slipstream.rollout.gateway.naming import SESSION_HEADER
 from slipstream.rollout.gateway.serving.limits import Refusal
+from slipstream.rollout.gateway.serving.words import TOO_LONG, Protocols, error_body, words_of
 
 log = logging.getLogger(__name__)
 
@@ -23,41 +25,40 @@ Result = dict[str, Any] | list[dict[str, Any]] | AsyncIterator[str | bytes]
 """A reply as JSON, or the events of a stream."""
 
 
-class Protocols(StrEnum):
-    """Whose words an endpoint uses."""
-
-    OPENAI = "openai"
-    ANTHROPIC = "anthropic"
-
-
-def protocol_of(path: str) -> Protocols:
-    """Return in whose words a path is answered."""
-    return Protocols.ANTHROPIC if "/v1/messages" in path else Protocols.OPENAI
-
-
-_OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-
-
-def error_body(refused: Refusal, protocol: Protocols) -> dict[str, object]:
-    """Return the body of an error as the clients of a protocol expect it."""
-    other = "invalid_request_error" if refused.status < 500 else "api_error"
-    if protocol is Protocols.ANTHROPIC:
-        kind = _ANTHROPIC_TYPES.get(refused.status, other)
-        return {"type": "error", "error": {"type": kind, "message": refused.message}}
-    kind = _OPENAI_TYPES.get(refused.status, other)
-    error = {"message": refused.message, "type": kind, "param": refused.param, "code": refused.code}
-    return {"error": error}
-
-
 def error_reply(refused: Refusal, protocol: Protocols) -> Response:
-    return json_reply(error_body(refused, protocol), status=refused.status, headers=refused.headers)
+    """Return the reply to a request that is refused."""
+    if refused.in_stream and protocol is Protocols.RESPONSES and refused.code == TOO_LONG:
+        # OpenAI begins the stream before it counts. Codex compacts after this event only.
+        events = "".join(_failed_response(refused))
+        return Response(events, headers=refused.headers, media_type="text/event-stream")
+    status = words_of(refused, protocol).status
+    return json_reply(error_body(refused, protocol), status=status, headers=refused.headers)
+
+
+def _failed_response(refused: Refusal) -> Iterator[str]:
+    """Yield the events of a response that fails before its first token."""
+    error = cast("dict[str, object]", error_body(refused, Protocols.RESPONSES)["error"])
+    response: dict[str, object] = {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "model": "",
+        "output": [],
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+    }
+    failed = {"status": "failed", "error": {"code": error["code"], "message": error["message"]}}
+    events: list[tuple[str, dict[str, object]]] = [
+        ("response.created", {"response": response}),
+        ("response.in_progress", {"response": response}),
+        ("error", {"error": error}),
+        ("response.failed", {"response": response | failed}),
+    ]
+    for number, (kind, fields) in enumerate(events):
+        data = orjson.dumps({"type": kind, "sequence_number": number, **fields}).decode()
+        yield f"event: {kind}\ndata: {data}\n\n"
 
 
 def json_reply(content: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -2,16 +2,20 @@
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 
 from slipstream.configs.schema import LimitsConfig
 from slipstream.rollout.gateway.serving import fields
 from slipstream.rollout.gateway.serving.call import LiveCall
+from slipstream.rollout.gateway.serving.client_tools import ClientTools, read_tools
 from slipstream.rollout.gateway.serving.limits import Refusal
-from slipstream.rollout.gateway.serving.replies import Protocols, Result
+from slipstream.rollout.gateway.serving.marks import marked
+from slipstream.rollout.gateway.serving.preferences import Abilities, served
+from slipstream.rollout.gateway.serving.replies import Result
 from slipstream.rollout.gateway.serving.rewarding import REWARD, SESSION_REWARD, schema_of
+from slipstream.rollout.gateway.serving.words import Protocols
 
 _REFERENCE = "#/components/schemas/{model}"
 _OWN: dict[str, object] = {
@@ -27,6 +31,17 @@ _ABORT: dict[str, object] = {
 
 
 @dataclass(frozen=True)
+class Reading:
+    """How a process reads what its policy cannot do as asked."""
+
+    policy: Abilities
+    refuses_hosted: bool
+    """Refuse tools that a provider would run, in place of leaving them out."""
+    refuses_contents: bool
+    """Refuse contents that are no text, in place of marking them."""
+
+
+@dataclass(frozen=True)
 class Endpoint:
     """One way of asking for answers."""
 
@@ -37,20 +52,25 @@ class Endpoint:
     """The default of every field that SGLang's endpoint reads."""
     protocol: Protocols
     answer: Callable[[LiveCall, Any], Awaitable[Result]]
+    reading: Reading
     generates: bool = True
+    chats: bool = True
+    """The body has messages and tools; else text or ids."""
 
     @property
     def name(self) -> str:
         return self.path.removeprefix("/")
 
-    def read(self, body: object, limits: LimitsConfig) -> BaseModel:
+    def read(self, body: object, limits: LimitsConfig) -> "ReadBody":
         """Return a checked body. Raises Refusal with 400."""
         if not isinstance(body, dict):
             raise Refusal(400, "expected a JSON object as the body")
-        given = fields.check_fields(body, self.allowed, self.known)  # pyright: ignore[reportUnknownArgumentType]
-        _check_messages(given, limits)
         try:
-            return self.body.model_validate(given)
+            given, tools, ignored, marks = self._understood(cast("dict[str, object]", body))
+            _check_messages(given, limits)
+            return ReadBody(self.body.model_validate(given), tools, ignored, marks)
+        except Refusal:
+            raise
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"])
@@ -58,6 +78,31 @@ class Endpoint:
         except Exception as error:
             # SGLang's own validators meet what they do not expect before the types are checked.
             raise Refusal(400, f"the body cannot be read: {type(error).__name__}: {error}") from error
+
+    def _understood(
+        self, body: dict[str, object]
+    ) -> tuple[dict[str, object], ClientTools, list[str], list[str]]:
+        """Return the fields of a body that SGLang reads, and what became of the others."""
+        if not self.chats:
+            given, ignored = fields.check_fields(body, self.allowed, self.known)
+            return given, ClientTools(), ignored, []
+        given, tools = read_tools(body, self.protocol, refuse=self.reading.refuses_hosted)
+        given, wishes = served(given, self.protocol, self.reading.policy)
+        given, marks = marked(given, refuse=self.reading.refuses_contents)
+        given, unknown = fields.check_fields(given, self.allowed, self.known)
+        return given, tools, [*tools.ignored, *wishes, *unknown], marks
+
+
+@dataclass(frozen=True)
+class ReadBody:
+    """A body as SGLang's endpoint reads it, and what was left out of it."""
+
+    request: BaseModel
+    tools: ClientTools
+    ignored: list[str]
+    """Wishes and unknown fields."""
+    marks: list[str]
+    """What the contents are called in whose places marks stand."""
 
 
 def _check_messages(given: dict[str, object], limits: LimitsConfig) -> None:

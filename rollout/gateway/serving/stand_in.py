@@ -52,6 +52,8 @@ class ServedModel:
     chat_template: Path | None = None
     tool_parser: str | None = AUTO
     reasoning_parser: str | None = None
+    hosted_tools: str = "drop"
+    contents: str = "mark"
     template_args: Mapping[str, object] = field(default_factory=dict[str, object])
     """Variables of the chat template, where a request gives no other values of them."""
 

@@ -19,7 +19,7 @@ class SessionCounters:
     turns: Counter[str] = field(default_factory=Counter[str])
     """Turns, by ``main``, ``side`` and ``cancelled``."""
     side: Counter[str] = field(default_factory=Counter[str])
-    """Side turns that the client has not asked for, by reason."""
+    """Side turns that the client has not declared, by reason: parameters of sampling, and helpers."""
     overridden: int = 0
     """Main turns that were sampled with the recipe's parameters in place of the client's."""
     branches: Counter[str] = field(default_factory=Counter[str])

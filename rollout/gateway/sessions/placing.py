@@ -5,14 +5,14 @@
       ├── last request has ended it ──► ended: rewards only ─────────────────────────►├──► removed
       └── idle, or evicted while no turn waits for a next state ─────────────────────►┘
 
-A session in which a turn waits for its next state is never removed before it has been idle for long enough.
-If memory is short it is cleared: the turn is in the journal, and the digest of its history stays here, so
-that its next state is still paired. If sessions are too many and each has such a turn, no other can begin.
+A session in which a turn waits for its next state is not removed before it has been idle for long enough,
+unless the place is for a key that holds fewer sessions. If memory is short it is cleared: the turn is in the
+journal, and the digest of its history stays here, so that its next state is still paired.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from slipstream.rollout.gateway.conversations import (
     ChatMessage,
@@ -32,13 +32,38 @@ Id = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Limits of all sessions of a process together."""
+    """Limits of the sessions of a process."""
 
     sessions: int
     size: int
     """Bytes of all turns and messages."""
     idle_timeout_s: float
     """Seconds without a request after which a session ends."""
+    per_key: int | None = None
+    """Number of sessions that one key may hold; None: as many as there may be."""
+
+
+@dataclass(slots=True)
+class _Share:
+    """What one key holds. In each table, the session that has rested longest is first."""
+
+    sessions: OrderedDict[Id, SessionState] = field(default_factory=OrderedDict[Id, SessionState])
+    removable: OrderedDict[Id, SessionState] = field(default_factory=OrderedDict[Id, SessionState])
+    """Sessions in which nothing runs and nothing waits."""
+    filled: OrderedDict[Id, SessionState] = field(default_factory=OrderedDict[Id, SessionState])
+    """Sessions with turns."""
+    size: int = 0
+
+    def oldest(self, *, waits_too: bool) -> SessionState | None:
+        """Return the session to evict; None: there is none. ``waits_too``: also one that waits."""
+        session = next(iter(self.removable.values()), None)
+        if session is None and waits_too:
+            session = next((one for one in self.sessions.values() if not one.running), None)
+        return session
+
+    def resting(self) -> Iterator[SessionState]:
+        """Yield the sessions with turns in which nothing runs."""
+        return (session for session in self.filled.values() if not session.running)
 
 
 class SessionTable:
@@ -49,10 +74,8 @@ class SessionTable:
         self._counters = counters
         self._sessions: OrderedDict[Id, SessionState] = OrderedDict()
         """The one that has rested longest is first."""
-        self._removable: OrderedDict[Id, SessionState] = OrderedDict()
-        """Sessions in which nothing runs and nothing waits, in the same order."""
-        self._filled: OrderedDict[Id, SessionState] = OrderedDict()
-        """Sessions with turns, in the same order."""
+        self._shares: dict[str, _Share] = {}
+        """What each key holds."""
         self._histories: dict[tuple[str, bytes], OrderedDict[Id, SessionState]] = {}
         """By key and history: the sessions in which a turn ends there. Those in which it waits for its next
         state are first."""
@@ -83,19 +106,36 @@ class SessionTable:
     def add(self, session: SessionState) -> None:
         """Add a session."""
         self._sessions[session.key, session.name] = session
+        share = self._shares.setdefault(session.key, _Share())
+        share.sessions[session.key, session.name] = session
+        share.size += session.size
 
-    def make_room(self) -> SessionState | None:
-        """Make room for another session; return the one that had to go. Raises TooManySessions."""
-        if len(self._sessions) < self._limits.sessions:
+    def make_room(self, key: str, now_s: float) -> SessionState | None:
+        """Make room for another session of a key; return the one that had to go. Raises TooManySessions.
+
+        Keys that hold more sessions than this one pay first, the largest before the others. They lose also
+        what waits for a next state, so that no key can lock another one out.
+        """
+        own = self._shares.get(key, _Share())
+        if self._limits.per_key is not None and len(own.sessions) >= self._limits.per_key:
+            payers = [own]
+        elif len(self._sessions) < self._limits.sessions:
             return None
-        for session in self._removable.values():
-            self._count_evicted(session)
-            self.remove(session)
-            return session
+        else:
+            larger = [share for share in self._shares.values() if len(share.sessions) > len(own.sessions)]
+            payers = [*sorted(larger, key=lambda share: -len(share.sessions)), own]
+        for share in payers:
+            session = share.oldest(waits_too=share is not own)
+            if session is not None:
+                self._count_evicted(session)
+                self.remove(session)
+                return session
         self._counters.refused += 1
+        oldest = next(iter(own.sessions.values()), None) or next(iter(self._sessions.values()))
         raise TooManySessions(
-            f"{len(self._sessions)} sessions are open, and each has a turn that waits for its next state "
-            f"or runs; try again later, or end sessions with X-Session-Done"
+            f"{len(own.sessions)} sessions of this key are open, and each has a turn that waits for its next "
+            "state or runs; end sessions with X-Session-Done",
+            max(1.0, oldest.used_s + self._limits.idle_timeout_s - now_s),
         )
 
     def used(self, session: SessionState, now_s: float) -> None:
@@ -105,9 +145,11 @@ class SessionTable:
             return
         session.used_s = max(session.used_s, now_s)
         self._sessions.move_to_end(identity)
+        share = self._shares[session.key]
+        share.sessions.move_to_end(identity)
         for table, belongs in (
-            (self._removable, not session.running and not session.waiting),
-            (self._filled, bool(session.turns)),
+            (share.removable, not session.running and not session.waiting),
+            (share.filled, bool(session.turns)),
         ):
             if belongs:
                 table[identity] = session
@@ -121,15 +163,25 @@ class SessionTable:
             session.used_s = now_s
 
     def shrink(self) -> list[SessionState]:
-        """Clear sessions until they fit into memory; return those that have ended by it."""
+        """Clear sessions until they fit into memory; return those that have ended by it.
+
+        The key with the most memory pays, as long as another has less.
+        """
         excess = self.size - self._limits.size
+        if excess <= 0:
+            return []
         chosen: list[SessionState] = []
-        for session in self._filled.values():
-            if excess <= 0:
-                break
-            if not session.running:
-                chosen.append(session)
-                excess -= session.size
+        sizes = {key: share.size for key, share in self._shares.items()}
+        resting = {key: share.resting() for key, share in self._shares.items()}
+        while excess > 0 and resting:
+            key = max(resting, key=lambda key: sizes[key])
+            session = next(resting[key], None)
+            if session is None:
+                del resting[key]
+                continue
+            chosen.append(session)
+            excess -= session.size
+            sizes[key] -= session.size
         for session in chosen:
             self._count_evicted(session)
             if session.waiting:
@@ -152,6 +204,8 @@ class SessionTable:
     def account(self, session: SessionState, before: int) -> None:
         """Note that a session took ``before`` bytes until now."""
         self.size += session.size - before
+        if (session.key, session.name) in self._sessions:
+            self._shares[session.key].size += session.size - before
 
     def clear(self, session: SessionState) -> None:
         """Drop the turns and messages of a session, but not what next states and rewards need."""
@@ -159,7 +213,8 @@ class SessionTable:
         session.clear()
         self.account(session, before)
         self._unlist(session, frozenset(session.cleared))
-        self._filled.pop((session.key, session.name), None)
+        if (share := self._shares.get(session.key)) is not None:
+            share.filled.pop((session.key, session.name), None)
 
     def end(self, session: SessionState) -> None:
         """Drop all of a session but what rewards need."""
@@ -183,12 +238,18 @@ class SessionTable:
     def remove(self, session: SessionState) -> None:
         """Remove a session."""
         self.size -= session.size
+        identity = (session.key, session.name)
+        if self._sessions.pop(identity, None) is not None:
+            share = self._shares[session.key]
+            share.size -= session.size
+            for table in (share.sessions, share.removable, share.filled):
+                table.pop(identity, None)
+            if not share.sessions:
+                del self._shares[session.key]
         session.size = 0
         self._unlist(session, frozenset())
         self._forget_names(session)
         self._forget_rewards(session)
-        for table in (self._sessions, self._removable, self._filled):
-            table.pop((session.key, session.name), None)
 
     def list_answer(self, session: SessionState, mark: Mark) -> None:
         """Note that a turn of a session ends with an answer, and waits for its next state."""

@@ -132,7 +132,7 @@ class Sessions:
         if length_of(prompt.tail) > arrival.most_tokens:
             raise PromptTooLong(length_of(prompt.tail))
         if self._table.get(session.key, session.name) is None:
-            self._make_room()
+            self._make_room(session.key, arrival.arrived_s)
             self._table.add(session)
         if declared is TurnType.MAIN:
             if before.answered is None and before.evicted is None and self._expect(session, arrival, marks):
@@ -297,7 +297,7 @@ class Sessions:
             input_ids=ids_of(prompt.tail).tolist(),
             sampling=verdict.sampling,
             turn_type=TurnType.MAIN if main else TurnType.SIDE,
-            reason=", ".join(verdict.reasons) if declared is TurnType.MAIN else "",
+            reason=", ".join(verdict.reasons) if declared is TurnType.MAIN else arrival.side_reason,
             key=session.key,
             home=session,
             digest=arrival.digest,
@@ -398,8 +398,8 @@ class Sessions:
         for evicted in self._table.shrink():
             self._ended(evicted, "evicted")
 
-    def _make_room(self) -> None:
-        evicted = self._table.make_room()
+    def _make_room(self, key: str, now_s: float) -> None:
+        evicted = self._table.make_room(key, now_s)
         if evicted is not None and not evicted.ended:
             self._ended(evicted, "evicted")
 
