@@ -204,7 +204,7 @@ class TensorTransport:
 
         await publication.each("send", send_to, moves_weights=True)
         publication.report.bytes_sent += bucket.flat.nbytes
-        publication.report.ways = Counter(way for reader in readers.values() for way in reader.ways)
+        publication.report.ways = dict(Counter(way for reader in readers.values() for way in reader.ways))
         if len(publication.engines) < len(engines):
             self._retire(outgoing)
 
