@@ -44,7 +44,12 @@ from slipstream.rollout.gateway.peers import (
 from slipstream.rollout.gateway.port import PortServer
 from slipstream.rollout.gateway.spec import Build, GatewaySpec, GatewaySurroundings, Served
 from slipstream.rollout.live.driver_address import DriverAddress
-from slipstream.rollout.system.garbage import keep_few_heaps, kept_for_good, look_seldom_for_garbage
+from slipstream.rollout.system.garbage import (
+    keep_few_heaps,
+    kept_for_good,
+    look_seldom_for_garbage,
+    return_free_memory,
+)
 from slipstream.rollout.system.key import Application, Key
 from slipstream.rollout.system.steady_clock import steady_s
 from slipstream.rollout.tokens.turn_entries import Entry
@@ -54,6 +59,7 @@ log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 
 SWEEP_S = 5.0
+RETURN_S = 60.0
 """Time between two looks for sessions that have rested for too long."""
 
 GRACE_S = 4.0
@@ -206,11 +212,15 @@ class _Process:
         return task
 
     async def _sweep(self) -> None:
+        returned_s = steady_s()
         while True:
             await asyncio.sleep(SWEEP_S)
             entries = self._served.sweep(steady_s())
             if entries:
                 self._journal.append(entries)
+            if steady_s() > returned_s + RETURN_S:  # requests of megabytes leave holes
+                await asyncio.to_thread(return_free_memory)
+                returned_s = steady_s()
 
     async def _linger(self) -> None:
         """Wait until there was no driver for too long. Raises GatewayFailed."""

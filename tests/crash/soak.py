@@ -11,7 +11,8 @@ collector's own code works on models of everything else.
 
 With users the real run has a gateway, and a quarter of what it trains is theirs. Every other minute, hostile
 users with a key of their own send what they can: long texts, large tools, hostile values, and connections
-over which nothing comes. How long the others wait for their answers is compared between the minutes.
+over which nothing comes. How long the others wait for their answers is compared between the minutes. Sessions
+end after four minutes of rest, so that there are as many of them behind the first third as at the end.
 
 Prints a table and, as the last line, one JSON object: `mb`, `growth_mb_per_hour` and `growth_percent` (over
 the time that was watched) by kind of process and, with users, `answers`, `p99_s` and `p99_s_beside_hostile`.
@@ -69,6 +70,7 @@ LIVE_SETTINGS = (
     "live.max_wait_s=5",
     "judge.type=code",
     "judge.code=slipstream.rollout.reward.live.RuleJudge",
+    "gateway.idle_timeout_s=240",
 )
 HOSTILE = 5
 """Users who mean harm."""
