@@ -58,6 +58,7 @@ NOT_RUN = {
     "audit": "needs a ledger: tests/unit/test_commands_audit.py",
     "convert": "needs a model: tests/integration/test_convert.py",
     "doctor": "its exit code is that of the machine: tests/unit/test_cli.py",
+    "engine": "needs a run that trains: tests/runs/test_elastic.py",
     "eval": "starts an engine: tests/runs",
     "serve": "starts a run: tests/runs",
     "sft": "starts a run: tests/runs",

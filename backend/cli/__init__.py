@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from slipstream.backend.cli import convert, jobs, keys
+from slipstream.backend.cli import convert, engines, jobs, keys
 from slipstream.backend.cli.options import (
     AcceptChangedInputs,
     DebugRolloutOnly,
@@ -48,6 +48,7 @@ app = typer.Typer(
     help="Asynchronous RL training of language models: Megatron trains, SGLang generates, nobody waits.",
 )
 app.add_typer(convert.app, name="convert", rich_help_panel=TOOLS)
+app.add_typer(engines.app, name="engine", rich_help_panel=RUN)
 app.add_typer(keys.app, name="key", rich_help_panel=TOOLS)
 for command in (jobs.submit, jobs.status, jobs.logs, jobs.stop):
     app.command(rich_help_panel=RUN)(command)

@@ -1,6 +1,6 @@
 """Makes the Ray actors of a run: one for each trainer rank, and one for each node of an engine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict, cast
 
@@ -17,6 +17,7 @@ from slipstream.rollout.engine.actor import EngineActor
 from slipstream.rollout.engine.adapters import AdapterServing
 from slipstream.rollout.engine.server_process import LIVE_SERVER_ARGS, ReplicaSpec
 from slipstream.rollout.system import gpu_environment
+from slipstream.rollout.system.network import LOOPBACK
 from slipstream.rollout.system.restarts import NodeLost
 
 MOST_STATIC = 0.8
@@ -89,6 +90,46 @@ class CollectorActors:
         await actor.collect.remote(spec, self._config)
 
 
+class EngineSettings(TypedDict):
+    """What all engines of a run have in common, wherever they run."""
+
+    dtype: str
+    device: str
+    tensor_parallel: int
+    data_parallel: int
+    expert_parallel: int
+    pipeline_parallel: int
+    args: dict[str, object]
+    environment: Mapping[str, str]
+    replica: ReplicaSpec | None
+    adapters: AdapterServing | None
+
+
+def engine_settings(config: RunConfig, device: str, adapters: AdapterServing | None) -> EngineSettings:
+    """Return the settings of the policy's engines. ``device``, ``adapters``: as of ``ServerSpec``."""
+    engine, on_gpus = config.rollout.engine, device == "cuda"
+    environment = gpu_environment.environment(engine, config.actor.parallel, "engines")
+    return {
+        "dtype": config.model.dtype,
+        "device": device,
+        "tensor_parallel": engine.tensor_parallel,
+        "data_parallel": engine.data_parallel,
+        "expert_parallel": engine.expert_parallel,
+        "pipeline_parallel": engine.pipeline_parallel,
+        "args": ({} if adapters is not None else weight_loader(config))
+        | ({} if config.gateway is None else dict(LIVE_SERVER_ARGS))
+        | engine.args,
+        "environment": environment if on_gpus else {},
+        "replica": None if adapters is not None else replica_of(config),
+        "adapters": adapters,
+    }
+
+
+def _host(config: RunConfig) -> str | None:
+    """Return the address on which engines listen; None: that of their node in the Ray cluster."""
+    return LOOPBACK if config.cluster.type == "local" else None
+
+
 class EngineActors:
     """Makes the actors of any engine of a run, as often as they are needed."""
 
@@ -131,44 +172,31 @@ class EngineActors:
         engine = config.rollout.engine
         sharing = placement.shared[number][node] if placement.shared else ()
         shared_gpus = [gpu for rank in sharing for gpu in trainer_gpus[rank]]
-        share: dict[str, object] = {}
+        settings = engine_settings(config, placement.device, self._adapters)
         if engine.gpu_share is not None:
             free = [left[rank] for rank in sharing if left]
-            share = {"mem_fraction_static": static_fraction(engine.gpu_share, free)}
+            settings["args"] = {
+                "mem_fraction_static": static_fraction(engine.gpu_share, free),
+                **settings["args"],
+            }
         gpus = engine.ranks_per_node if placement.device == "cuda" and not shared_gpus else 0
         actor = (
             ray.remote(EngineActor)
             .options(**on_node(on, gpus), max_concurrency=CALLS_AT_ONCE)
             .remote(
+                **settings,
                 name=self.name(number),
                 run=config.run.name,
                 umask=config.run.umask,
                 model_path=str(self._model.resolve()),
-                dtype=config.model.dtype,
-                device=placement.device,
-                tensor_parallel=engine.tensor_parallel,
-                data_parallel=engine.data_parallel,
-                expert_parallel=engine.expert_parallel,
-                pipeline_parallel=engine.pipeline_parallel,
                 nodes=engine.nodes,
                 node=node,
                 seed=config.run.seed + number,
-                args=({} if self._adapters is not None else weight_loader(config))
-                | ({} if config.gateway is None else dict(LIVE_SERVER_ARGS))
-                | share
-                | engine.args,
                 log_folder=str(self._logs),
-                loopback=config.cluster.type == "local",
+                host=_host(config),
                 start_timeout_s=engine.start_timeout_s,
                 shared_gpus=shared_gpus,
                 rests=bool(shared_gpus) and engine.takes_turns,
-                environment=(
-                    gpu_environment.environment(engine, config.actor.parallel, "engines")
-                    if placement.device == "cuda"
-                    else {}
-                ),
-                replica=None if self._adapters is not None else replica_of(config),
-                adapters=self._adapters,
             )
         )
         return cast(EngineServerActor, actor)
@@ -209,7 +237,7 @@ class JudgeEngineActors:
                 seed=config.run.seed + number,
                 args=engines.args,
                 log_folder=str(self._logs),
-                loopback=config.cluster.type == "local",
+                host=_host(config),
                 start_timeout_s=engines.start_timeout_s,
                 environment=environment if on_gpus else {},
             )

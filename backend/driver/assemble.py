@@ -23,6 +23,7 @@ from slipstream.backend.driver.processes.collectors import Collectors
 from slipstream.backend.driver.processes.devices import Beside, Colocated, Devices, Separate
 from slipstream.backend.driver.processes.engines import EngineLimits, policy_engines
 from slipstream.backend.driver.processes.gateways import Gateways, gateway_command
+from slipstream.backend.driver.processes.joined_engines import JoinedEngines, barred, facts_of
 from slipstream.backend.driver.processes.judge_engines import judge_supervisor
 from slipstream.backend.driver.processes.places import EnginePlaces
 from slipstream.backend.driver.processes.restart_limits import (
@@ -42,6 +43,7 @@ from slipstream.backend.driver.weights.served_weights import ServedWeights
 from slipstream.backend.driver.weights.transports import PlannedSeconds, Transports, unplanned
 from slipstream.backend.driver.weights.verification import Verifier, probe_text
 from slipstream.backend.monitor.status import RunStatus
+from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.publish.endpoint import PAUSE
 from slipstream.bridge.shards.adapter import adapter_spec
 from slipstream.configs.schema import LiveConfig, RunConfig
@@ -88,6 +90,8 @@ class Parts:
     trainer: RunTrainer
     weights: ServedWeights[EngineClient]
     supervisor: Supervisor
+    joined: JoinedEngines
+    """Engines from outside."""
     controller: ConcurrencyController | None
     assignments: Assignments
     server: CollectorServer
@@ -154,7 +158,7 @@ def assemble(
     roster = _roster(config, gate, ledger.epoch)
     trainer = _trainer(config, placement, logs) if trains else _batch_saver(config)
     devices = _devices(config, trainer, roster)
-    adapters = _adapters(config, inputs) if trains else None
+    adapters = adapters_of(config, inputs.spec) if trains else None
     engine, adapter = config.rollout.engine, None if adapters is None else POLICY
     limits = EngineLimits.of(engine, inputs.spec.geometry, config.run.step_timeout_s, adapter=adapter)
     verifier = _verifier(config, inputs, limits)
@@ -175,7 +179,9 @@ def assemble(
         trainer_gpus=lambda: trainer.gpus,
         left=lambda: trainer.left,
     )
-    counts = EngineCounts(len(placement.engines), engine.fewest, engine.patience_s)
+    counts = EngineCounts(len(placement.engines), engine.fewest, engine.most, engine.patience_s)
+    supervisor = Supervisor(handles, roster, weights, limit=engine_limit(config), counts=counts, note=note)
+    expected, folder = partial(facts_of, config, limits), config.run.folder
     checkpoints = _checkpoints(config, state, trainer, weights, listener)
     questions = EvaluationTasks()
     samples = config.rollout.n_samples_per_prompt
@@ -198,7 +204,8 @@ def assemble(
         roster=roster,
         trainer=trainer,
         weights=weights,
-        supervisor=Supervisor(handles, roster, weights, limit=engine_limit(config), counts=counts, note=note),
+        supervisor=supervisor,
+        joined=JoinedEngines(supervisor, roster, limits, expected, folder, note, barred=barred(config)),
         controller=_controller(config),
         assignments=assignments,
         server=server,
@@ -374,12 +381,12 @@ def _trainer(config: RunConfig, placement: Placement, logs: Path) -> RunTrainer:
     return RankedTrainer(ranks, step_timeout_s=timeout_s)
 
 
-def _adapters(config: RunConfig, inputs: Inputs) -> AdapterServing | None:
+def adapters_of(config: RunConfig, spec: ModelSpec) -> AdapterServing | None:
     """Return the adapters that the engines load; None: they get whole weights."""
     lora = config.actor.lora
     if lora is None or not config.actor.serves_adapter:
         return None
-    adapter = adapter_spec(inputs.spec, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+    adapter = adapter_spec(spec, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
     return AdapterServing(lora.rank, tuple(adapter.leaves))
 
 

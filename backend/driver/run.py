@@ -216,6 +216,9 @@ async def _course(
         collectors_task = tasks.create_task(
             keep_collecting(parts.server, parts.collectors, driver_address(config.cluster)), name="collectors"
         )
+        joined_task = tasks.create_task(
+            parts.joined.keep(driver_address(config.cluster)), name="engines from outside"
+        )
         drawing_task = None
         if parts.drawing is not None:
             drawing_task = tasks.create_task(parts.drawing.run(), name="drawing of prompts")
@@ -264,6 +267,7 @@ async def _course(
             drawing_task.cancel()
         if live_task is not None:
             live_task.cancel()
+        joined_task.cancel()
         serving_task.cancel()
         if judge_task is not None:
             judge_task.cancel()

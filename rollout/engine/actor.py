@@ -35,7 +35,7 @@ class EngineActor:
         seed: int,
         args: Mapping[str, object],
         log_folder: str,
-        loopback: bool,
+        host: str | None,
         start_timeout_s: float,
         data_parallel: int = 1,
         expert_parallel: int = 1,
@@ -47,13 +47,14 @@ class EngineActor:
         environment: Mapping[str, str] | None = None,
         replica: ReplicaSpec | None = None,
         adapters: AdapterServing | None = None,
+        facts: Mapping[str, str] | None = None,
     ) -> None:
-        """``nodes``: of the engine. ``node``: number of this one."""
-        import ray
-
+        """``nodes``: of the engine. ``node``: number of this one. ``host``: address on which the server
+        listens; None: that of the node in the Ray cluster.
+        """
         os.umask(umask)
         self._name = name if nodes == 1 else f"{name}-node-{node}"
-        self._host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
+        self._host = _own_address() if host is None else host
         self._log_path = Path(log_folder) / f"{self._name}.log"
         self._start_timeout_s = start_timeout_s
         self._spec = ServerSpec(
@@ -76,6 +77,7 @@ class EngineActor:
             environment=environment or {},
             replica=replica,
             adapters=adapters,
+            facts=facts or {},
             label=f"{self._name}-{run:.20}",
         )
         self._server: ServerProcess | None = None
@@ -124,3 +126,10 @@ class EngineActor:
         for holder in self._meeting_ports:
             holder.close()
         self._meeting_ports = []
+
+
+def _own_address() -> str:
+    """Return the address of this node in the Ray cluster."""
+    import ray
+
+    return ray.util.get_node_ip_address()

@@ -1,14 +1,16 @@
 """The SGLang server as a program that cannot outlive the process that started it.
 
     python -m slipstream.rollout.engine.launch \\
-        '{"server": {...}, "prepare": [], "replica": null, "meeting": null, "temporary": "/tmp/x"}'
+        '{"server": {...}, "prepare": [], "replica": null, "meeting": null, "temporary": "/tmp/x",
+          "facts": {}}'
 
 ``server`` has fields of SGLang's ServerArgs. ``prepare`` has the import paths of functions that change SGLang
 before the server starts. ``replica`` is null, or has the import path of a function that adds
 routes for a copy of the weights to the server (``mount``), the folder of that copy (``folder``) and the
 checkpoint from which the server starts (``model``).
 ``meeting`` is null, or has the address and port at which all ranks of an engine meet (``address``, ``port``).
-``temporary`` is an empty folder for temporary files, which is removed at the end.
+``temporary`` is an empty folder for temporary files, which is removed at the end. ``facts`` is what the
+server says of itself at ``FACTS``: a driver compares it before it takes a server that it has not started.
 
 ``patches.py`` lists what is changed inside SGLang, and for which of its releases.
 
@@ -45,6 +47,9 @@ if TYPE_CHECKING:
 
 STORE_TIMEOUT = timedelta(minutes=30)
 """Torch's own patience with the other ranks of a process group."""
+
+FACTS = "/slipstream/engine"
+"""Route at which a server says what it serves, and by which code."""
 
 READY = "ready"
 """File by which a server that answers no requests says that its ranks are ready."""
@@ -121,6 +126,15 @@ def _be_another_node(folder: Path) -> None:
 
     engine.launch_dummy_health_check_server = announce
     server_args.wait_port_available = lambda port, port_name: True
+
+
+def _tell(facts: Mapping[str, str]) -> None:
+    from sglang.srt.entrypoints.http_server import app
+
+    async def told() -> dict[str, str]:
+        return dict(facts)
+
+    app.add_api_route(FACTS, told)
 
 
 def _add_routes(mount: str, folder: str, model: str) -> None:
@@ -202,6 +216,7 @@ def main() -> None:
             plugins.resolve(prepare)()
         if replica:
             _add_routes(**replica)
+        _tell(settings["facts"])
         _require_key(key)
         dead_ends.use()
         _announce_shared_memory(temporary)

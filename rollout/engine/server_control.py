@@ -18,6 +18,7 @@ from slipstream.rollout.engine.connection import (
     NotSent,
     RequestRefused,
 )
+from slipstream.rollout.engine.launch import FACTS
 
 EngineMemory = Literal["weights", "kv_cache", "cuda_graph"]
 """A part of a server's GPU memory that can be released by itself, by SGLang's name."""
@@ -205,6 +206,13 @@ class ServerControl(EngineConnection):
         return cast(_Replica, await self._get(REPLICA))
 
     # ---- state
+
+    async def facts(self) -> dict[str, str]:
+        """Return what the server says of itself (``launch.FACTS``)."""
+        reply = await self._get(FACTS)
+        if not isinstance(reply, dict):
+            raise EngineError(f"{self.name} {FACTS}: no facts in {reply}")
+        return {str(name): str(value) for name, value in cast("dict[object, object]", reply).items()}
 
     async def weight_version(self) -> int:
         """Return the policy version that the server was given last, in whole."""

@@ -67,6 +67,8 @@ class ServerSpec:
     replica: "ReplicaSpec | None" = None
     adapters: AdapterServing | None = None
     """Adapters of the policy that the server can load; None: it gets whole weights."""
+    facts: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What the server says of itself to a driver that has not started it."""
     label: str = "engine"
     """Part of the names of the server's temporary folders, for who finds one."""
 
@@ -241,6 +243,7 @@ class ServerProcess:
             "replica": replica,
             "meeting": None if spec.meeting is None else asdict(spec.meeting),
             "temporary": str(self._temporary.path),
+            "facts": dict(spec.facts),
         }
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(

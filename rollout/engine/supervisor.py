@@ -115,8 +115,10 @@ class EngineCounts:
     """Number of engines that have a node at the start. All of them serve before the run begins."""
     fewest: int
     """Number of engines below which the run waits for nodes."""
+    most: int
+    """Number of engines above which none is started."""
     patience_s: float
-    """Longest time of that."""
+    """Longest time for which the run waits."""
     setting: str = "rollout.engine.min_count"
     """Setting that ``fewest`` is from, for messages."""
 
@@ -207,6 +209,34 @@ class Supervisor:
                 tasks.create_task(self._keep(engine), name=engine.handle.name)
             tasks.create_task(self._watch_number())
 
+    @property
+    def has_room(self) -> bool:
+        """True while there are fewer engines than there may be."""
+        return self._number < self._counts.most
+
+    def where(self) -> dict[str, str]:
+        """Return the address of each engine; empty: it starts, or waits for a node."""
+        return {
+            name: "" if engine.client is None else engine.client.address.url
+            for name, engine in self._engines.items()
+        }
+
+    async def keep_joined(self, handle: EngineHandle) -> str:
+        """Keep an engine that others have started, until it is lost or leaves. Return the reason.
+
+        It is not started again. No error of its own ends the run.
+        """
+        engine = self._engines[handle.name] = _Engine(handle, Restarts(self._limit), has_node=True)
+        engine.on_trial = True
+        self._changes.notify()
+        try:
+            return await self._serve(engine)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            del self._engines[handle.name]
+            self._changes.notify()
+
     async def stop(self) -> None:
         """End every server."""
         stopping = (engine.handle.stop() for engine in self._engines.values())
@@ -215,14 +245,14 @@ class Supervisor:
     async def _watch_roster(self) -> None:
         while True:
             client, reason = await self._roster.lost.get()
-            if self._engines[client.name].client is client:
+            if client.name in self._engines and self._engines[client.name].client is client:
                 self.condemn(client.name, reason)
 
     async def _watch_outdated(self) -> None:
         while True:
             client, reason = await self._roster.outdated.get()
-            engine = self._engines[client.name]
-            if engine.client is client:
+            engine = self._engines.get(client.name)
+            if engine is not None and engine.client is client:
                 self._note(f"{client.name} waits for the next version: {reason}")
                 engine.outdated.set()
 
@@ -275,9 +305,14 @@ class Supervisor:
             await asyncio.sleep(self._pause_s)
 
     async def _place(self, engine: _Engine) -> None:
-        where = await engine.handle.placed()
         if engine.has_node:
             return
+        while True:
+            await self._changes.first(lambda: self.has_room or None)
+            where = await engine.handle.placed()
+            if self.has_room:
+                break
+            engine.handle.give_up_place(unfit=False)  # others have joined while it waited
         engine.has_node, engine.on_trial = True, self._is_serving
         if self._is_serving:
             self._note(f"{engine.handle.name} is placed on {where}")

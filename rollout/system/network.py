@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+LOOPBACK = "127.0.0.1"
+
 FIRST_PORT = 20_000
 """Smallest port that is drawn. Ray gives the ports from 10,002 to 19,999 to its workers."""
 

@@ -85,7 +85,12 @@ class World:
             self.roster,
             self,
             limit=RestartLimit("rollout.engine.restarts", restarts, 86400.0, "it has not served"),
-            counts=EngineCounts(first, int(counts.get("fewest", 1)), counts.get("patience_s", 60.0)),
+            counts=EngineCounts(
+                first,
+                int(counts.get("fewest", 1)),
+                int(counts.get("most", n)),
+                counts.get("patience_s", 60.0),
+            ),
             note=self.notes.append,
             watch=lambda client: self.unwell.get(),
             pause_s=pause_s,
@@ -754,6 +759,43 @@ def test_a_run_begins_with_its_first_engines_and_the_others_come_when_there_is_r
                 world.handles[number].may_move.set()
                 await until(lambda number=number: len(world.urls) == 4 - number)
             assert [handle.starts for handle in world.handles] == [1, 1, 1]
+
+    asyncio.run(main())
+
+
+def test_engines_that_have_joined_take_the_place_of_further_ones_until_they_leave():
+    async def main():
+        async with supervised(n=2, first=1, most=2) as world:
+            await world.serving.wait()
+            joined = FakeHandle("joined-0")
+            kept = asyncio.create_task(world.supervisor.keep_joined(joined))
+            await until(lambda: len(world.urls) == 2)
+            assert not world.supervisor.has_room
+            late = world.handles[1]
+            late.may_move.set()
+            await settle()
+            assert late.starts == 0
+            joined.exit(0)
+            assert await asyncio.wait_for(kept, 30) == "its server exited with code 0"
+            late.may_move.set()  # the node that it had found was given up
+            await until(lambda: late.starts == 1 and len(world.urls) == 2)
+            assert list(world.supervisor.where()) == ["engine-0", "engine-1"]
+            assert not world.running.done() and world.supervisor.restarts == 0
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_has_joined_and_fails_ends_nothing():
+    async def main():
+        async with supervised(n=1, restarts=0, most=2) as world:
+            await world.serving.wait()
+            world.refusals = [RuntimeError("other weights")]
+            reason = await world.supervisor.keep_joined(FakeHandle("joined-0"))
+            assert reason == "RuntimeError: other weights"
+            broken = FakeHandle("joined-1")
+            broken.start_errors = [RuntimeError("no answer")]
+            assert "no answer" in await world.supervisor.keep_joined(broken)
+            assert len(world.urls) == 1 and not world.running.done()
 
     asyncio.run(main())
 

@@ -35,11 +35,9 @@ from slipstream.rollout.engine.server_process import (
     ServerSpec,
 )
 from slipstream.rollout.system import gpu_environment
-from slipstream.rollout.system.network import hold_port, hold_ports, port_of
+from slipstream.rollout.system.network import LOOPBACK, hold_port, hold_ports, port_of
 from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.trajectory import Prompt
-
-LOOPBACK = "127.0.0.1"
 
 LOG_LINES = 25
 """Lines of an engine's log that are shown when it has ended."""

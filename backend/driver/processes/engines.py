@@ -64,6 +64,21 @@ class EngineLimits:
             adapter=adapter,
         )
 
+    def address(self, name: str, access: ServerAccess) -> EngineAddress:
+        """Return the address of a server with these limits."""
+        return EngineAddress(
+            name,
+            access.url,
+            ranks=self.ranks,
+            vocab_size=self.vocab_size,
+            max_length=self.max_length,
+            timeout_s=self.request_timeout_s,
+            answer_timeout_s=self.answer_timeout_s,
+            stream_interval=self.stream_interval,
+            key=access.key,
+            adapter=self.adapter,
+        )
+
 
 class InitialWeights:
     """Every engine that has started holds the version that is served: the initial one."""
@@ -133,19 +148,7 @@ class RayEngine:
                 access = await self._start()
             except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError):
                 access = await self._start_anew()
-        limits = self._limits
-        return EngineAddress(
-            self.name,
-            access.url,
-            ranks=limits.ranks,
-            vocab_size=limits.vocab_size,
-            max_length=limits.max_length,
-            timeout_s=limits.request_timeout_s,
-            answer_timeout_s=limits.answer_timeout_s,
-            stream_interval=limits.stream_interval,
-            key=access.key,
-            adapter=limits.adapter,
-        )
+        return self._limits.address(self.name, access)
 
     async def wait_exit(self) -> int:
         """Wait until the server of any node has ended. The other servers are ended then. Raises NodeLost."""

@@ -101,7 +101,9 @@ def judge_supervisor(
         JudgeRoster(changed),
         InitialWeights(),
         limit=judge_engine_limit(config),
-        counts=EngineCounts(engines.count, 1, config.rollout.engine.patience_s, "judge.endpoint"),
+        counts=EngineCounts(
+            engines.count, 1, engines.count, config.rollout.engine.patience_s, "judge.endpoint"
+        ),
         note=note,
         pause_s=RESTART_PAUSE_S,
     )

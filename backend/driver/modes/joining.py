@@ -1,0 +1,225 @@
+"""An engine of a run that is started outside of it: on another machine, or beside a job.
+
+server starts from model.path ──► joins the driver ──► serves ──SIGTERM──► leaves ──► server ends
+                                                         └── it is lost, or the run ends: the server ends, too
+
+The settings are those of the run, from ``recipe.yaml`` in its folder. Both sides need that folder, and the
+model.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from slipstream.backend.cluster.actors import engine_settings
+from slipstream.backend.driver.assemble import adapters_of
+from slipstream.backend.driver.processes.engines import INITIAL_VERSION, EngineLimits
+from slipstream.backend.driver.processes.joined_engines import ASKED_AGAIN_S, ENGINES, EngineState, facts_of
+from slipstream.backend.driver.start.inputs import InputError
+from slipstream.backend.driver.start.run_folder import LOGS
+from slipstream.backend.trainer.engine_checkpoint import engine_model_of
+from slipstream.bridge.families import model_spec
+from slipstream.bridge.hf.config import UnsupportedModel
+from slipstream.configs.installed.environment import has_gpus
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.engine.actor import EngineActor
+from slipstream.rollout.engine.adapters import POLICY
+from slipstream.rollout.engine.server_process import ServerAccess
+from slipstream.rollout.system import plugins
+from slipstream.rollout.system.key import Key
+
+LOOKED_AGAIN_S = 1.0
+"""Seconds before a driver is asked again that has not answered."""
+
+GONE_S = 60.0
+"""Time after which a driver that does not answer counts as gone."""
+
+
+class NotAnswered(Exception):
+    """The driver of a run refuses, or does not answer. The message has the reason."""
+
+
+class EngineService:
+    """Asks the driver of a run for its engines (``joined_engines``)."""
+
+    def __init__(self, run: Path) -> None:
+        """``run``: the run folder. Raises InputError if no driver serves."""
+        file = run / ENGINES
+        try:
+            told = json.loads(file.read_text(encoding="utf-8"))
+            self.url, self._key = str(told["url"]), Key(told["key"])
+        except FileNotFoundError:
+            raise InputError(
+                f"{run}: no {ENGINES} found; expected the folder of a run that is training now"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"{file} cannot be read: {error}; expected that of a run that is yours"
+            ) from None
+
+    async def ask(self, method: str, path: str, body: dict[str, str] | None = None) -> bytes:
+        """Return the driver's answer. Raises NotAnswered, and ConnectionError if there is no driver."""
+        timeout = aiohttp.ClientTimeout(total=ASKED_AGAIN_S + GONE_S)
+        headers = {"Authorization": self._key.header}
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+                session.request(method, f"{self.url}{path}", json=body) as response,
+            ):
+                answer = await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ConnectionError(
+                f"the driver at {self.url} does not answer: {type(error).__name__}: {error}"
+            ) from None
+        if response.status != 200:
+            raise NotAnswered(_reason(answer))
+        return answer
+
+    async def engines(self) -> list[EngineState]:
+        return msgspec.json.decode(await self.ask("GET", "/engines"), type=list[EngineState])
+
+    async def check_room(self) -> None:
+        """Raise NotAnswered if no engine can join now."""
+        await self.ask("GET", "/room")
+
+    async def join(self, access: ServerAccess) -> str:
+        """Let a server join, and return its name."""
+        answer = await self.ask("POST", "/engines", {"url": access.url, "key": str(access.key)})
+        return msgspec.json.decode(answer, type=EngineState).name
+
+    async def remove(self, name: str) -> None:
+        """Wait until an engine has left."""
+        await self.ask("DELETE", f"/engines/{name}")
+
+    async def left(self, name: str) -> str:
+        """Wait until an engine has left, or the driver is gone. Return the reason."""
+        clock = asyncio.get_running_loop().time
+        heard_s = clock()
+        while True:
+            try:
+                answer = await self.ask("GET", f"/engines/{name}")
+            except NotAnswered as error:
+                return str(error)
+            except ConnectionError as error:
+                if clock() - heard_s >= GONE_S:
+                    return str(error)
+                await asyncio.sleep(LOOKED_AGAIN_S)
+                continue
+            heard_s = clock()
+            if (reason := msgspec.json.decode(answer, type=EngineState).left) is not None:
+                return reason
+
+
+async def join(
+    config: RunConfig, service: EngineService, run: Path, host: str | None, say: Callable[[str], None]
+) -> str | None:
+    """Start an engine, let it join the run and serve until SIGTERM or SIGINT. Return why it ended otherwise.
+
+    ``host``: address of this machine that the run reaches; None: the one by which the driver is reached.
+    Raises InputError, EngineStartError and NotAnswered.
+    """
+    await service.check_room()
+    own = host or _address_towards(service.url)
+    actor = _actor(config, run, own)
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    stop = asyncio.ensure_future(stopped.wait())
+    try:
+        say(f"starting an engine on {own}")
+        joining = asyncio.ensure_future(_joined(config, service, actor))
+        await asyncio.wait({joining, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if not joining.done():
+            joining.cancel()
+            await asyncio.wait({joining})
+            return None
+        name = joining.result()
+        say(f"{name} has joined {run}")
+        return await _served(service, actor, name, stop)
+    finally:
+        stop.cancel()
+        await actor.stop()
+
+
+async def _joined(config: RunConfig, service: EngineService, actor: EngineActor) -> str:
+    """Start the server, let it join, and return its name."""
+    meeting = await actor.meeting_point() if config.rollout.engine.data_parallel > 1 else None
+    return await service.join(await actor.start(INITIAL_VERSION, meeting))
+
+
+async def _served(
+    service: EngineService, actor: EngineActor, name: str, stop: asyncio.Future[Literal[True]]
+) -> str | None:
+    """Wait for the end of an engine. Let it leave if it is to stop."""
+    left = asyncio.ensure_future(service.left(name))
+    ended = asyncio.ensure_future(actor.wait_exit())
+    try:
+        done, _ = await asyncio.wait({stop, left, ended}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        left.cancel()
+        ended.cancel()
+    if stop in done:
+        with suppress(ConnectionError):  # without a driver nobody sends requests
+            await service.remove(name)
+        return None
+    if ended in done:
+        return f"{name}: its server exited with code {ended.result()}"
+    return f"{name} has left: {left.result()}"
+
+
+def _actor(config: RunConfig, run: Path, host: str) -> EngineActor:
+    """Return the owner of the server. Raises InputError."""
+    engine, model = config.rollout.engine, config.model
+    if engine.nodes > 1:
+        raise InputError(
+            f"rollout.engine.nodes: {engine.nodes} found, 1 expected: an engine that joins is on one machine"
+        )
+    try:
+        spec = model_spec(model.path, plugins.resolved(model.families))
+    except (UnsupportedModel, OSError, ValueError) as error:
+        raise InputError(f"model.path: {error}") from error
+    adapters = adapters_of(config, spec)
+    adapter = None if adapters is None else POLICY
+    limits = EngineLimits.of(engine, spec.geometry, config.run.step_timeout_s, adapter=adapter)
+    device = config.cluster.device
+    on_gpus = device == "gpu" or (device == "auto" and has_gpus())
+    name = f"joined-{socket.gethostname()}-{os.getpid()}"
+    return EngineActor(
+        **engine_settings(config, "cuda" if on_gpus else "cpu", adapters),
+        name=name,
+        run=config.run.name,
+        umask=config.run.umask,
+        model_path=str(engine_model_of(model, engine.quantization, run, spec).path.resolve()),
+        seed=config.run.seed + os.getpid(),
+        log_folder=str(run / LOGS),
+        host=host,
+        start_timeout_s=engine.start_timeout_s,
+        facts=facts_of(config, limits),
+    )
+
+
+def _address_towards(url: str) -> str:
+    """Return the address of this machine from which packets to ``url`` leave."""
+    parts = urlsplit(url)
+    family = socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as way:
+        way.connect((parts.hostname, parts.port))
+        return str(way.getsockname()[0])
+
+
+def _reason(answer: bytes) -> str:
+    try:
+        return str(json.loads(answer)["error"])
+    except (ValueError, KeyError, TypeError):
+        return answer.decode(errors="replace")[:500]
