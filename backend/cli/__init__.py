@@ -7,12 +7,14 @@ import json
 import os
 import shlex
 import sys
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from slipstream.backend.cli import convert, engines, jobs, keys
 from slipstream.backend.cli.options import (
@@ -457,12 +459,20 @@ def doctor(
         bool, typer.Option("--gpu", help="Look also at what a run on GPUs needs, and exit with 1 without it.")
     ] = False,
     folder: Annotated[
-        Path, typer.Option(help="Folder of runs whose file locks are tried (with --gpu).")
+        Path, typer.Option(help="Folder of runs whose file locks are tried (with --gpu and --nodes).")
     ] = Path(),
+    nodes: Annotated[
+        int | None,
+        typer.Option(help="Look at so many nodes of this Slurm allocation together, and at nothing else."),
+    ] = None,
 ) -> None:
     """Look at this machine, and print what Slipstream finds on it."""
     from slipstream.backend.commands.doctor import examine, print_findings
 
+    if nodes is not None:
+        with reported():
+            _doctor_of_nodes(nodes, folder)
+        return
     findings = examine()
     if gpu:
         from slipstream.backend.commands.gpu_doctor import ThisMachine, examine_gpus
@@ -470,6 +480,22 @@ def doctor(
         findings += examine_gpus(ThisMachine(), folder)
     print_findings(findings)
     if any(finding.wrong for finding in findings):
+        raise typer.Exit(Failed.exit_code)
+
+
+def _doctor_of_nodes(count: int, folder: Path) -> None:
+    from slipstream.backend.commands.nodes_doctor import allocated, examine_nodes
+
+    is_wrong, console = False, Console(soft_wrap=True, highlight=False)
+    # As slurm/train.sbatch computes it.
+    ray_port = 20000 + 2 * (int(os.environ.get("SLURM_JOB_ID") or 0) % 6000)
+    with closing(allocated(count, folder, os.environ)) as started:
+        for finding in examine_nodes(started, folder, ray_port):
+            console.print(f"{finding.mark} {finding.what}: {escape(finding.state)}")
+            if finding.advice:
+                console.print(f"    {escape(finding.advice)}")
+            is_wrong = is_wrong or finding.wrong
+    if is_wrong:
         raise typer.Exit(Failed.exit_code)
 
 

@@ -1,0 +1,268 @@
+"""``slipstream doctor --nodes``: real probes on this machine, with one planted fault each."""
+
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.backend.commands import nodes_doctor
+from slipstream.backend.commands.doctor import Finding
+from slipstream.backend.commands.node_probe import Probe, installed
+from slipstream.backend.commands.nodes_doctor import PROBE, Nodes, Unanswered, examine_nodes
+from tests.environment import environment
+
+NAMES = ("node1", "node2", "node3")
+
+
+class Here(Nodes):
+    """Probes in threads of this process, so that a test can plant a fault in one of them."""
+
+    def __init__(self, probes: dict[str, Probe]) -> None:
+        self.names = list(probes)
+        self.probes = probes
+        self.asked: list[str] = []
+
+    def ask(self, do: str, timeout_s: float, **given: Any) -> dict[str, Any]:
+        self.asked.append(do)
+        answers: dict[str, Any] = {}
+
+        def one(name: str) -> None:
+            try:
+                # As over the pipes: what is no JSON would fail there.
+                question = json.loads(json.dumps({"do": do, **given}))
+                answers[name] = json.loads(json.dumps(self.probes[name].answer(question)))
+            except Exception as error:
+                answers[name] = Unanswered(f"{type(error).__name__}: {error}")
+
+        threads = [threading.Thread(target=one, args=(name,)) for name in self.names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return answers
+
+    def close(self) -> None:
+        for probe in self.probes.values():
+            probe.close()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes nodes, of which ``faults`` has the arguments of some."""
+    monkeypatch.setattr(nodes_doctor, "STREAM_BYTES", 2**20)
+    monkeypatch.setattr(nodes_doctor, "WRITE_BYTES", 2**20)
+    monkeypatch.setattr(nodes_doctor, "SLOW_DISK", 1.0)
+    made: list[Here] = []
+
+    def make(faults: dict[str, dict[str, Any]] | None = None, classes: dict[str, type[Probe]] | None = None):
+        probes = {}
+        for name in NAMES:
+            given = {"folder": tmp_path, "local_disk": tmp_path, **(faults or {}).get(name, {})}
+            probes[name] = (classes or {}).get(name, ThreadProbe)(name, "127.0.0.1", **given)
+        made.append(Here(probes))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+class ThreadProbe(Probe):
+    """One process has one process group, and one set of fcntl's locks: the test of whole probes has more."""
+
+    calls = (fcntl.flock,)  # type: ignore[assignment]
+
+    def do_reduce(self, **given: object) -> object:
+        return 1e9
+
+    def do_load(self) -> object:
+        return None
+
+
+def wrong(nodes: Here, folder: Path, port: int = 0) -> list[Finding]:
+    return [finding for finding in examine_nodes(nodes, folder, port) if finding.wrong]
+
+
+def test_sound_nodes_have_no_fault_and_leave_nothing_behind(nodes, tmp_path: Path):
+    found = list(examine_nodes(nodes(), tmp_path, 0))
+    assert not [finding for finding in found if finding.wrong]
+    assert [finding.what for finding in found] == [
+        *("versions", "port of Ray's head", "connections", "clocks", "links", "all-reduce"),
+        *("shared folder", "file locks", "shared disk", "local disks"),
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_version_is_named_with_its_node(nodes, tmp_path: Path):
+    (found,) = wrong(nodes({"node2": {"versions": lambda: installed() | {"torch": "1.0"}}}), tmp_path)
+    assert found.what == "versions" and "torch: 1.0 on node2; " in found.state
+    assert "SLIPSTREAM_VENV" in found.advice
+
+
+@pytest.mark.parametrize("off_s", [3600.0, -3600.0])
+def test_a_clock_that_is_off_is_that_of_the_one_node(nodes, tmp_path: Path, off_s: float):
+    import time
+
+    (found,) = wrong(nodes({"node3": {"clock": lambda: time.time() + off_s}}), tmp_path)
+    assert found.what == "clocks" and found.state.startswith("node3: off by up to 3600.")
+
+
+class Unreachable(ThreadProbe):
+    """A node whose port is closed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            self._port = unused.getsockname()[1]
+
+    def do_hello(self) -> object:
+        answer: dict[str, Any] = super().do_hello()  # type: ignore[assignment]
+        return answer | {"address": ["127.0.0.1", self._port]}
+
+
+def test_a_closed_port_is_that_of_the_node_that_nobody_reaches(nodes, tmp_path: Path):
+    (found,) = wrong(nodes(classes={"node2": Unreachable}), tmp_path)
+    assert (found.what, found.state) == ("connections", "nobody reaches node2")
+    assert "cluster.network_interface" in found.advice
+
+
+class OneWay(ThreadProbe):
+    """A node that cannot reach node3, as behind a firewall that lets answers through."""
+
+    def do_meet(self, peers: Any) -> object:
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            return super().do_meet({**peers, "node3": unused.getsockname()})
+
+
+def test_a_link_of_one_way_is_told_with_its_direction(nodes, tmp_path: Path):
+    (found,) = wrong(nodes(classes={"node1": OneWay}), tmp_path)
+    assert found.state.startswith("node1 does not reach node3 (")
+    assert "refused" in found.state and found.state.endswith("), but is reached from there")
+
+
+def test_a_folder_that_a_node_does_not_share_is_told_before_its_locks(nodes, tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    (found,) = wrong(nodes({"node2": {"folder": tmp_path / "other"}}), tmp_path)
+    assert found.what == "shared folder" and "not the same folder on node2" in found.state
+    assert "run.root" in found.advice
+
+
+def test_locks_that_a_file_system_refuses_are_told(nodes, tmp_path: Path):
+    (found,) = wrong(nodes({"node1": {"locks": lambda folder: "flock: not supported"}}), tmp_path)
+    assert (found.what, found.state) == ("file locks", "node1: flock: not supported")
+    assert "flock" in found.advice
+
+
+class Unlocked(ThreadProbe):
+    """The first node on a file system whose locks hold on one node alone."""
+
+    def do_mark(self, first: str, text: str) -> object:
+        super().do_mark(first, text)
+        self._held.close()
+        return None
+
+
+def test_locks_that_do_not_reach_other_nodes_are_told(nodes, tmp_path: Path):
+    (found,) = wrong(nodes(classes={"node1": Unlocked}), tmp_path)
+    assert found.what == "file locks" and "granted although node1 holds it" in found.state
+
+
+def test_a_slow_file_system_and_a_slow_disk_are_told_apart(nodes, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(nodes_doctor, "SLOW_DISK", 1e15)
+    shared, local = wrong(nodes(), tmp_path)
+    assert (shared.what, local.what) == ("shared disk", "local disks")
+    assert "run.root" in shared.advice and "cluster.node_disk" in local.advice
+
+
+def test_a_folder_that_cannot_be_written_is_told(nodes, tmp_path: Path):
+    (found,) = wrong(nodes({name: {"folder": tmp_path / "none"} for name in NAMES}), tmp_path / "none")
+    assert found.what == "shared folder" and "No such file" in found.state
+
+
+def test_a_port_that_another_program_has_is_told(nodes, tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (found,) = wrong(nodes(), tmp_path, port)
+    assert found.what == "port of Ray's head" and f"{port} on node1" in found.state
+
+
+@pytest.mark.parametrize(
+    ("finding", "state"),
+    [
+        (nodes_doctor.links_of({("a", "b"): 1e9, ("b", "c"): 1e9, ("c", "a"): 1e8}), "c to a: 0.10 GB/s"),
+        (nodes_doctor.links_of({("a", "b"): 1e9, ("b", "a"): Unanswered("timed out")}), "b to a: timed out"),
+        (nodes_doctor.reduced_by({"a": 1e9, "b": Unanswered("Connection refused")}), "b: Connection refused"),
+        (
+            nodes_doctor.pairs_of({"a": {"b": {}}, "b": Unanswered("no answer")}),
+            "b does not reach a (no answer), but is",
+        ),
+    ],
+)
+def test_what_is_slow_or_fails_is_named(finding: Finding, state: str):
+    assert finding.wrong and finding.state.startswith(state), finding
+
+
+@pytest.mark.timeout(600)
+def test_whole_probes_answer_over_their_pipes_and_add_up_tensors(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(nodes_doctor, "STREAM_BYTES", 2**20)
+    monkeypatch.setattr(nodes_doctor, "HELLO_S", 240.0)
+    names = NAMES[:2]
+    variables = ["env", *(f"{name}={value}" for name, value in environment().items())]
+    commands = [
+        [*variables, f"SLURMD_NODENAME={name}", sys.executable, "-m", PROBE, str(tmp_path), str(tmp_path)]
+        + [f"{each}=127.0.0.1" for each in names]
+        for name in names
+    ]
+    started = Nodes(names, commands)
+    try:
+        found = {finding.what: finding for finding in examine_nodes(started, tmp_path, 0)}
+    finally:
+        started.close()
+    assert not found["connections"].wrong and not found["file locks"].wrong, found
+    assert not found["all-reduce"].wrong and "for each node" in found["all-reduce"].state, found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_probe_that_does_not_start_is_named(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(nodes_doctor, "HELLO_S", 5.0)
+    started = Nodes(NAMES[:2], [["false"]])
+    try:
+        (found,) = examine_nodes(started, tmp_path, 0)
+    finally:
+        started.close()
+    assert found.wrong and found.state == "not started on node1, node2"
+
+
+def doctor(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "slipstream.backend.cli", "doctor", *arguments],
+        env=environment(NO_COLOR="1", **variables),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_without_an_allocation_it_says_how_to_get_one():
+    ended = doctor("--nodes", "4", SLURM_JOB_NODELIST="")
+    assert ended.returncode == 2 and "salloc --nodes=4" in ended.stderr
+
+
+@pytest.mark.parametrize("count", ["1", "0", "5"])
+def test_more_nodes_than_there_are_is_wrong_input(tmp_path: Path, count: str):
+    for name, text in (("srun", ""), ("scontrol", "echo node1; echo node2")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    ended = doctor("--nodes", count, SLURM_JOB_NODELIST="node[1-2]", PATH=path)
+    assert ended.returncode == 2 and "from 2 to the allocation's 2 nodes expected" in ended.stderr
