@@ -326,8 +326,15 @@ def test_a_wrong_recipe_and_wrong_options_are_refused_together():
     assert all(name in ended.output for name in ("run.stepz", "rollout.batch_size", "--time", "--array"))
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "slurm").glob("*.s*")), ids=lambda path: path.name)
-def test_the_scripts_of_a_job_are_sound(script: Path):
+SCRIPTS = [
+    *sorted((ROOT / "slurm").glob("*.s*")),
+    *sorted((ROOT / "configs").rglob("*.sh")),
+    *sorted((ROOT / "tests").rglob("*.sh")),
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_every_script_is_sound(script: Path):
     subprocess.run(["bash", "-n", script], check=True, timeout=30)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", script], check=True, timeout=60)
