@@ -282,6 +282,7 @@ def _recorded(entries: Sequence[Any], requests: Sequence[Any]) -> dict[str, Any]
                     "type": turn.turn_type.name.lower(),
                     "reason": turn.reason,
                     "cancelled": turn.cancelled,
+                    "is_rewarded": turn.is_rewarded,
                     "messages": json.loads(bytes(turn.messages)),
                     "answer": json.loads(bytes(turn.answer)),
                     "context": chunk.context.tolist(),

@@ -420,10 +420,11 @@ def _drawing(
 def live_turns(config: RunConfig, inputs: Inputs, state: RunState, note: Callable[[str], None]) -> LiveTurns:
     """Make the turns of live users, as the ledger has them. Without a section ``live`` none is trained."""
     live = config.live or LiveConfig(train=False)
+    reward = config.actor.reward_term
     return LiveTurns(
         state.control,
         state.ledger,
-        partial(ScoreBaseline, live.baseline),
+        partial(ScoreBaseline, live.baseline, estimator="grpo" if reward is None else reward.estimator),
         state.turns,
         train=live.train,
         vocab=inputs.spec.geometry.vocab,

@@ -157,6 +157,7 @@ class ClientReward:
 class RewardedTurn:
     """A turn that a reward was given to."""
 
+    session: str
     turn: int
     """Its place in the session, from 0."""
     request: str
@@ -174,6 +175,34 @@ class TakenReward:
     entries: Sequence[Entry]
     """What is to be recorded, an entry for each turn. Empty: the same giving was recorded before."""
     digest: bytes = b""
+    waits_for: int = 0
+    """Sessions of its group without a reward. Above 0, the reward is held until they have theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListedTurn:
+    """A turn in a list."""
+
+    turn: int
+    request: str
+    choice: int
+    is_main: bool
+    versions: tuple[int, ...]
+    """Policy versions of its tokens, in order."""
+    calls: tuple[str, ...]
+    rewards: Mapping[str, float]
+    """Rewards that clients have given since the process started, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListedSession:
+    """A session in a list."""
+
+    session: str
+    tags: Mapping[str, object]
+    group: str
+    ended: bool
+    turns: Sequence[ListedTurn]
 
 
 class PromptTooLong(ValueError):

@@ -27,7 +27,9 @@ from slipstream.rollout.tokens.turn_entries import (
     KINDS,
     Entry,
     Forgotten,
+    HeldReward,
     NextState,
+    Opened,
     SessionEnd,
     Turn,
     UserReward,
@@ -159,7 +161,7 @@ class JournalFile:
             match entry:
                 case Turn():
                     rows.append((number, kind, entry.session, entry.key, data, chunk, crc))
-                case SessionEnd():
+                case SessionEnd() | Opened() | HeldReward():
                     rows.append((number, kind, entry.session, entry.key, data, chunk, crc))
                 case NextState() | UserReward():
                     about_turns.append((number, kind, entry.turn, entry.turn, data, chunk, crc))

@@ -157,6 +157,8 @@ def addressed_request(path: str, body: Mapping[str, object]) -> str | None:
         session, rid = body.get("session"), body.get("response_id")
         if isinstance(session, str) and session.strip():
             return session.strip()
+    if path.startswith("/sessions/") and path.count("/") == 2:
+        return path.removeprefix("/sessions/") or None
     if path.split("/")[-3:-1] == ["v1", "responses"]:
         rid = path.rpartition("/")[2]
     return request_of(rid) if isinstance(rid, str) else None

@@ -52,7 +52,11 @@ class LiveTrajectory:
     @property
     def scores(self) -> list[Score]:
         """Scores of the turns that have one."""
-        return [Score(turn.key, turn.score) for turn in self.turns if turn.score is not None]
+        return [
+            Score(turn.key, turn.score, None if turn.verdict is None else turn.verdict.group)
+            for turn in self.turns
+            if turn.score is not None
+        ]
 
     def trainings(self, lags: dict[int, int]) -> Iterable[Training]:
         """Yield the account of each turn. ``lags``: of all versions whose tokens carry loss."""

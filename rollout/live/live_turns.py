@@ -45,7 +45,9 @@ from slipstream.rollout.tokens.trajectory import LARGEST_REWARD
 from slipstream.rollout.tokens.turn_entries import (
     Entry,
     Forgotten,
+    HeldReward,
     NextState,
+    Opened,
     SessionEnd,
     Turn,
     TurnType,
@@ -178,6 +180,8 @@ class LiveTurns:
                 self._enter_end(session_of(named(entry.key), named(entry.session)), unpaired)
             case Forgotten():
                 self._enter_forgotten(turn_id(gateway, number), entry)
+            case Opened() | HeldReward():
+                pass  # a turn says itself that its client rewards it
 
     def _enter_turn(self, gateway: int, id_: int, entry: Turn) -> None:
         key = named(entry.key)
@@ -192,7 +196,15 @@ class LiveTurns:
             problem, is_lost = problem or "the tokens before it are not there", entry.shared > 0 or is_lost
         elif entry.parent is None and entry.shared:
             problem, is_lost = problem or f"it shares {entry.shared} tokens with no turn", True
-        head = TurnHead(entry.shared, context, entry.spans, entry.finish, entry.ended_s, not is_lost)
+        head = TurnHead(
+            entry.shared,
+            context,
+            entry.spans,
+            entry.finish,
+            entry.ended_s,
+            not is_lost,
+            entry.is_rewarded,
+        )
         problem = problem or self._version_problem(head)
         end, loss = self._end_at_once(entry, head, problem)
         said = encode(Said(entry.session, entry.key, entry.kept, bytes(entry.messages), bytes(entry.answer)))
@@ -268,7 +280,8 @@ class LiveTurns:
         score = sum(parts.values())
         if not abs(score) <= LARGEST_REWARD:  # NaN is not
             return TOO_LARGE
-        self.verdicts.rule(turn, VerdictRow(score, CLIENT, turn.teacher is not None, tuple(parts.items())))
+        has_teacher = turn.teacher is not None
+        self.verdicts.rule(turn, VerdictRow(score, CLIENT, has_teacher, tuple(parts.items()), entry.group))
         return COUNTED
 
     def _enter_end(self, id_: int, unpaired: Collection[int]) -> None:
@@ -328,7 +341,11 @@ class LiveTurns:
     def trained(self, batch: Iterable[LiveTrajectory]) -> None:
         """Note that the version was published which was trained on a batch."""
         turns = sorted((turn for each in batch for turn in each.turns), key=lambda turn: -turn.id)
-        self._baseline.trained(Score(turn.key, turn.score) for turn in turns if turn.score is not None)
+        self._baseline.trained(
+            Score(turn.key, turn.score)
+            for turn in turns
+            if turn.score is not None and (turn.verdict is None or turn.verdict.group is None)
+        )
         self._table.erase()
         self.settle()
         for session in {turn.session for turn in turns}:

@@ -145,7 +145,8 @@ class Verdicts:
     def is_needed(self, turn: KnownTurn) -> bool:
         """True if the turn waits for a verdict now."""
         is_waiting = self._table.core.live.is_waiting(turn.id)
-        return is_waiting and turn.has_followed and turn.verdict is None and not turn.is_lost
+        may_be_judged = not (turn.is_lost or turn.head.is_rewarded)
+        return is_waiting and turn.has_followed and turn.verdict is None and may_be_judged
 
     def ask(self, id_: int) -> None:
         """Put a turn onto the queue."""

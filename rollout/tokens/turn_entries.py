@@ -78,6 +78,8 @@ class Turn(msgspec.Struct, array_like=True, frozen=True, gc=False):
     answer as the one before."""
     choice: int = 0
     """Place among the answers to the same prompt."""
+    is_rewarded: bool = False
+    """The client has opened the session, and rewards it itself: no judge is asked."""
     chunk: bytes | memoryview = b""
     """The payload: it is no part of the encoded entry."""
 
@@ -108,6 +110,9 @@ class UserReward(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Name that the client has given the request, so that sending it again changes nothing; empty: none."""
     digest: bytes = b""
     """Digest of the request, where it has such a name."""
+    group: tuple[float, float, int] | None = None
+    """Mean, standard deviation and number of the rewards of its session's group; None: it has none. A turn's
+    share in the reward of its session has the same share in the mean."""
 
 
 class SessionEnd(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -134,10 +139,35 @@ class Forgotten(msgspec.Struct, array_like=True, frozen=True, gc=False):
     key: str | None
 
 
-Entry: TypeAlias = Turn | NextState | UserReward | SessionEnd | Forgotten
+class Opened(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A client has opened a session, whose turns it rewards itself. The driver needs nothing of it."""
+
+    session: str
+    key: str
+    group: str
+    """Name that all sessions of its group have in common; empty: it belongs to none."""
+    size: int
+    """Number of sessions in the group."""
+    tags: msgspec.Raw
+    """JSON object: what the client calls it, for lists of sessions."""
+
+
+class HeldReward(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The reward of a session whose group waits for those of others. The driver needs nothing of it."""
+
+    session: str
+    key: str
+    value: float
+    discount: float
+    name: str = ""
+    once: str = ""
+    digest: bytes = b""
+
+
+Entry: TypeAlias = Turn | NextState | UserReward | SessionEnd | Forgotten | Opened | HeldReward
 """Exactly one of the kinds below. ``KINDS`` gives each its number in journals and messages."""
 
-KINDS: tuple[type[Entry], ...] = (Turn, NextState, UserReward, SessionEnd, Forgotten)
+KINDS: tuple[type[Entry], ...] = (Turn, NextState, UserReward, SessionEnd, Forgotten, Opened, HeldReward)
 
 
 def as_json(value: object) -> msgspec.Raw:

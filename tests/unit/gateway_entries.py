@@ -8,7 +8,9 @@ from slipstream.rollout.tokens.record import encode_chunk
 from slipstream.rollout.tokens.trajectory import Finish
 from slipstream.rollout.tokens.turn_entries import (
     Forgotten,
+    HeldReward,
     NextState,
+    Opened,
     SessionEnd,
     Turn,
     TurnType,
@@ -49,6 +51,14 @@ def reward(number: int, value: float = 1.0) -> UserReward:
 
 def end(session: str = "s", key: str = "k") -> SessionEnd:
     return SessionEnd(session, key)
+
+
+def opened(session: str = "s", key: str = "k") -> Opened:
+    return Opened(session, key, "g", 2, msgspec.Raw(b'{"task":"sums"}'))
+
+
+def held(session: str = "s", key: str = "k") -> HeldReward:
+    return HeldReward(session, key, 0.5, 1.0, "tests", "once", b"12345678")
 
 
 def forgotten(session: str | None = None, key: str | None = None) -> Forgotten:

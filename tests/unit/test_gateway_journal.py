@@ -18,10 +18,10 @@ from slipstream.rollout.gateway.journal_file import JournalBusy, JournalError, J
 from slipstream.rollout.tokens.record import CorruptRecord
 from slipstream.rollout.tokens.turn_entries import KINDS, Forgotten, chunk_of, decode_entry, encode_entry
 from tests.environment import environment
-from tests.unit.gateway_entries import end, forgotten, next_state, plain, reward, turn
+from tests.unit.gateway_entries import end, forgotten, held, next_state, opened, plain, reward, turn
 
 ROOT = Path(__file__).parents[2]
-ALL_KINDS = [turn(), next_state(1), reward(1, -0.5), end(), forgotten(key="k")]
+ALL_KINDS = [turn(), next_state(1), reward(1, -0.5), end(), forgotten(key="k"), opened(), held()]
 
 
 def write(path: Path, *records) -> list[int]:

@@ -12,7 +12,12 @@ from slipstream.rollout.gateway.conversations import (
     User,
 )
 from slipstream.rollout.gateway.serving.limits import Refusal
-from slipstream.rollout.gateway.serving.rewarding import read_reward, read_session_reward, reply_of
+from slipstream.rollout.gateway.serving.rewarding import (
+    read_opening,
+    read_reward,
+    read_session_reward,
+    reply_of,
+)
 from slipstream.rollout.tokens.turn_entries import UserReward
 from tests.unit.talking import Gateway, assistant, tool, user, written_call
 
@@ -241,3 +246,101 @@ def test_a_client_is_told_what_has_become_of_its_reward(gateway, outcomes, statu
         turn.outcome = outcome
     told, content = reply_of(given)
     assert told == status and word in json.dumps(content)
+
+
+# ---- sessions that clients open, and groups of them
+
+
+def opened(gateway, count=1, *, key="key", is_group=False) -> list[str]:
+    names, entries = gateway.sessions.open_sessions(
+        User(key), count, {"task": "sums"}, is_group=is_group, now_s=gateway.now
+    )
+    gateway.append(entries)
+    return names
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_turns_of_a_session_that_its_client_has_opened_say_so(gateway, restarts):
+    [name] = opened(gateway)
+    if restarts:
+        gateway.restart()
+    own = gateway.talk([user("a")], ODD, session=name)
+    other = gateway.talk([user("a")], ODD, session="other")
+    assert (gateway.turn(own).is_rewarded, gateway.turn(other).is_rewarded) == (True, False)
+    assert gateway.sessions.listed(User("key"), name)[0].tags == {"task": "sums"}
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_group_is_compared_once_each_of_its_sessions_has_a_reward(gateway, restarts):
+    names = opened(gateway, 3, is_group=True)
+    turns = [gateway.talk([user(name)], ODD, session=name) for name in names]
+    turns.append(gateway.talk([user("more")], ODD, session=names[0]))
+    values = [1.0, 0.0, 0.5]
+    for left, (name, value) in enumerate(zip(names[:2], values, strict=False)):
+        given = give(gateway, session=name, is_whole=True, value=value, discount=0.5)
+        assert given.waits_for == 2 - left and not rewards(gateway)
+        assert reply_of(given)[1]["status"] == "held"
+    if restarts:
+        gateway.restart()
+    last = give(gateway, session=names[2], is_whole=True, value=values[2])
+    assert [turn.session for turn in last.turns] == [names[0], names[0], names[1], names[2]]
+    assert dict(rewards(gateway)) == dict(zip(turns, [0.5, 0.0, 0.5, 1.0], strict=True))
+    compared = {item.turn: item.group for item in gateway.journal if isinstance(item, UserReward)}
+    assert compared[turns[0]] == pytest.approx((0.25, 0.5, 3)), "it shares the mean as it shares the reward"
+    assert compared[turns[1]] == compared[turns[3]] == pytest.approx((0.5, 0.5, 3))
+    if restarts:
+        gateway.restart()
+    with pytest.raises(GivenBefore, match="has its rewards"):
+        give(gateway, session=names[0], is_whole=True)
+
+
+def test_a_turn_of_a_session_in_a_group_has_no_reward_of_its_own(gateway):
+    name = opened(gateway, 2, is_group=True)[0]
+    gateway.talk([user("a")], ODD, session=name, request="r")
+    for place in ({"session": name, "turn": 0}, {"request": "r"}, {"session": name}):
+        with pytest.raises(ValueError, match="compared as wholes"):
+            give(gateway, **place)
+
+
+def test_a_reward_that_is_given_again_before_its_group_is_complete_takes_the_place_of_the_first(gateway):
+    names = opened(gateway, 2, is_group=True)
+    for name in names:
+        gateway.talk([user(name)], ODD, session=name)
+    give(gateway, session=names[0], is_whole=True, value=0.0)
+    give(gateway, session=names[0], is_whole=True, value=1.0)
+    assert [turn.value for turn in give(gateway, session=names[1], is_whole=True, value=0.5).turns] == [
+        1.0,
+        0.5,
+    ]
+
+
+def test_a_list_shows_versions_ids_and_rewards_of_the_users_own_turns(gateway):
+    [name] = opened(gateway)
+    call = written_call({"name": "f", "arguments": {}})
+    gateway.talk([user("a")], f"{call}<|end|>", session=name, request="r")
+    opened(gateway, key="other")
+    give(gateway, session=name, turn=0, value=0.5, name="tests")
+    [session] = gateway.sessions.listed(User("key"))
+    [turn] = session.turns
+    assert (turn.request, turn.versions, turn.calls, turn.rewards) == ("r", (3,), ("call_0",), {"tests": 0.5})
+    with pytest.raises(UnknownTurn):
+        gateway.sessions.listed(User("other"), name)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ('{"count": 0}', "count: expected a whole number from 1 to 1024, found 0"),
+        ('{"count": true}', "found true"),
+        ('{"group": 1}', "group: expected true or false"),
+        ('{"group": true}', "expected 2 or more for a group"),
+        ('{"tags": {"a": null}}', "tags: expected an object"),
+        ('{"tags": {"a": NaN}}', "tags: expected an object"),
+        ('{"tag": {}}', "did you mean `tags`?"),
+        ('{"n": 3, "tags": []}', 'no field "n"'),
+    ],
+)
+def test_sessions_are_not_opened_by_a_wrong_body(body, told):
+    with pytest.raises(Refusal) as refused:
+        read_opening(body.encode())
+    assert told in refused.value.message

@@ -255,3 +255,8 @@ def loaded_after(code: str) -> set[str]:
 )
 def test_nothing_heavy_is_loaded_before_it_is_needed(code, allowed):
     assert not loaded_after(code) & (HEAVY - allowed)
+
+
+def test_the_client_of_a_gateway_loads_httpx_and_nothing_of_a_run():
+    loaded = loaded_after("import slipstream.client")
+    assert loaded - loaded_after("import asyncio, httpx, inspect, pathlib, uuid") <= {"slipstream"}

@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+import statistics
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from slipstream.backend.driver.loops.training import encoded
+from slipstream.backend.objective.advantage import group_centred, group_normalized, leave_one_out
 from slipstream.configs.schema.live import NoBaseline, RunningBaseline
 from slipstream.rollout.collection.driver.batches import Batches
 from slipstream.rollout.collection.driver.gate import AdmissionGate
@@ -98,6 +101,7 @@ class Talk:
             more.pop("kept", 0),
             raw(f'[{{"role": "user", "content": "{more.pop("said", "hello")}"}}]'),
             raw(f'{{"role": "assistant", "content": "{more.pop("answer", "hi")}"}}'),
+            is_rewarded=more.pop("is_rewarded", False),
             chunk=encode_chunk(context, sampled, logprobs),
         )
         assert not more
@@ -542,6 +546,48 @@ def test_a_turn_whose_next_state_was_lost_is_not_judged_as_the_end_of_a_conversa
         assert len((await run.step()).trajectories) == 2
 
     in_run(act)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "reference"),
+    [("grpo", group_normalized), ("dr_grpo", group_centred), ("rloo", leave_one_out)],
+)
+def test_scores_of_a_group_are_compared_as_those_of_a_group_of_prompts(estimator, reference):
+    values = [0.5, 1.0, 0.0, 0.25]
+    group = statistics.fmean(values), statistics.stdev(values), len(values)
+    baseline = ScoreBaseline(RunningBaseline(), [(0, 7.0)], estimator=estimator)
+    alone = Score(1, 8.0)
+    *advantages, other = baseline.advantages([*(Score(1, value, group) for value in values), alone])
+    expected = reference(torch.tensor(values), torch.zeros(4, dtype=torch.int64)).tolist()
+    assert advantages == pytest.approx(expected, rel=1e-5)
+    assert other == 1.0, "a turn without a group is compared with the running mean"
+
+
+def test_a_client_that_rewards_its_turns_itself_is_asked_in_place_of_a_judge(in_run):
+    talk = Talk()
+    numbers = [talk.say(session=session, is_rewarded=True) for session in "ab"]
+    talk.add(SessionEnd("a", "key"))
+    group = (0.5, 0.25, 2)
+
+    async def act(run):
+        await run.hear(talk)
+        assert await run.judge() == []
+        first = [
+            talk.add(UserReward(n, value, group=group)) for n, value in zip(numbers, (1.0, 0.0), strict=True)
+        ]
+        await run.hear(talk, first=first[0])
+        batch = await run.batch()
+        advantages = [a for each in batch.turn_advantages.values() for a in each]
+        assert sorted(advantages) == pytest.approx([-2.0, 2.0], rel=1e-4)
+
+    async def again(run):
+        assert await run.judge() == []
+        batch = await run.batch()
+        advantages = [a for each in batch.turn_advantages.values() for a in each]
+        assert sorted(advantages) == pytest.approx([-2.0, 2.0], rel=1e-4)
+
+    in_run(act)
+    in_run(again)
 
 
 def scores(*logps: float, top: int | None = None) -> TeacherScores:

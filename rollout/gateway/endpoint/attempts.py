@@ -9,7 +9,7 @@ void. Requests of the attempt that still run at its end are dropped.
 
 import hashlib
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import count
@@ -18,8 +18,10 @@ from slipstream.rollout.gateway.conversations import (
     Answer,
     Arrival,
     ClientReward,
+    ListedSession,
     NamedAnswer,
     TakenReward,
+    TooManySessions,
     UnknownTurn,
     User,
 )
@@ -102,6 +104,22 @@ class Attempts:
     def reward(self, user: User, reward: ClientReward) -> TakenReward:
         """Refuse the reward of a turn. Raises UnknownTurn."""
         raise UnknownTurn("an episode takes no reward of a turn: its agent returns that of the episode")
+
+    def open_sessions(
+        self, user: User, count: int, tags: Mapping[str, object], *, is_group: bool, now_s: float
+    ) -> tuple[list[str], Sequence[Entry]]:
+        """Refuse to open a session. Raises TooManySessions."""
+        raise TooManySessions("an episode is one session: its agent returns its reward", 60.0)
+
+    def listed(self, user: User, name: str | None = None) -> list[ListedSession]:
+        """Return nothing: nobody rewards a turn of an episode. Raises UnknownTurn for a name."""
+        if name is not None:
+            raise UnknownTurn("an episode shows no sessions")
+        return []
+
+    def forget(self, session: str | None, key: str | None) -> Sequence[Entry]:
+        """Refuse to forget. Raises UnknownTurn."""
+        raise UnknownTurn("an episode forgets nothing before its end")
 
     def end_session(self, user: User, session: str) -> Sequence[Entry]:
         """End a session without a request. Raises UnknownTurn."""

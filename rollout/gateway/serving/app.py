@@ -20,6 +20,7 @@ from slipstream.rollout.gateway.serving.handling import RequestHandler
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
 from slipstream.rollout.gateway.serving.schema import Endpoint, describe
+from slipstream.rollout.gateway.serving.session_routes import SessionRoutes
 from slipstream.rollout.gateway.serving.words import UNKNOWN_MODEL, Protocols, protocol_of
 from slipstream.rollout.gateway.source import TokenSource
 
@@ -36,6 +37,7 @@ class ModelCard:
 
 def create_app(
     handler: RequestHandler,
+    sessions: SessionRoutes,
     endpoints: Sequence[Endpoint],
     card: ModelCard,
     *,
@@ -48,8 +50,12 @@ def create_app(
     for endpoint in endpoints:
         _add(app, "POST", endpoint.path, partial(handler.take, endpoint))
     for method, path, take in (
-        ("POST", "/rewards", handler.any_reward),
-        ("POST", "/sessions/{session}/reward", handler.reward),
+        ("POST", "/rewards", sessions.reward),
+        ("POST", "/sessions", sessions.open),
+        ("GET", "/sessions", sessions.list_all),
+        ("GET", "/sessions/{session}", sessions.list_one),
+        ("DELETE", "/sessions/{session}", sessions.forget),
+        ("POST", "/sessions/{session}/reward", sessions.reward_turn),
         ("POST", "/abort_request", handler.abort),
         ("GET", "/v1/responses/{response}", handler.response),
     ):

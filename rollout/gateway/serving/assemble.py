@@ -23,9 +23,11 @@ from slipstream.rollout.gateway.serving.endpoints import Endpoints
 from slipstream.rollout.gateway.serving.handling import RequestHandler
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
 from slipstream.rollout.gateway.serving.running import Conversations, RunningTurns
+from slipstream.rollout.gateway.serving.session_routes import SessionRoutes
 from slipstream.rollout.gateway.serving.stand_in import ServedModel, StandIn
 from slipstream.rollout.gateway.serving.workers import Workers
 from slipstream.rollout.gateway.source import TokenSource
+from slipstream.rollout.system.steady_clock import steady_s
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def assemble(
     card = ModelCard(model.name, str(model.path), model.context, int(time.time()))
     app = create_app(
         handler,
+        SessionRoutes(handler, conversations, entries, steady_s),
         Endpoints(stand_in).all(),
         card,
         source=source,

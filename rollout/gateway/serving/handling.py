@@ -21,10 +21,7 @@ from starlette.responses import Response
 from slipstream.configs.schema import LimitsConfig
 from slipstream.rollout.gateway import naming
 from slipstream.rollout.gateway.conversations import (
-    AmbiguousTurn,
     Arrival,
-    ClientReward,
-    GivenBefore,
     KeyRing,
     NamedAnswer,
     UnknownTurn,
@@ -37,7 +34,6 @@ from slipstream.rollout.gateway.serving.call import FULL_AGAIN_S, LiveCall, Shar
 from slipstream.rollout.gateway.serving.limits import Rates, Refusal
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
 from slipstream.rollout.gateway.serving.replies import ClientGone, EventStream, Result, unless_disconnected
-from slipstream.rollout.gateway.serving.rewarding import read_reward, read_session_reward, reply_of
 from slipstream.rollout.gateway.serving.schema import Endpoint
 from slipstream.rollout.gateway.serving.words import UNKNOWN_RESPONSE, Protocols, words_of
 from slipstream.rollout.gateway.source import TokenSource
@@ -132,6 +128,12 @@ class RequestHandler:
             raise Refusal(401, "this request has no valid key (Authorization: Bearer KEY)")
         return user
 
+    async def own_body(self, request: Request) -> tuple[User, bytes]:
+        """Return who sends a request to an endpoint of the gateway's own, and its body. Raises Refusal."""
+        user = self.user(request)
+        self._rates.take(user.name)
+        return user, await read_body(request, self._limits.body_bytes)
+
     async def take(self, endpoint: Endpoint, request: Request) -> Response:
         """Answer a request."""
         status = 500
@@ -166,7 +168,7 @@ class RequestHandler:
         arrival = arrival_of(
             user,
             endpoint=endpoint.name,
-            path_session=_path_session(request),
+            path_session=path_session(request),
             response_session=session,
             headers=request.headers,
             body=body,
@@ -277,7 +279,7 @@ class RequestHandler:
         """Return a response as the client has got it."""
         user = self.user(request)
         self._rates.take(user.name)
-        session = _path_session(request)
+        session = path_session(request)
         _, answer = self._named(user, request.path_params["response"])
         if answer is None or session not in (None, answer.session):
             raise Refusal(404, "no such response", param="response_id")
@@ -304,44 +306,6 @@ class RequestHandler:
             calls = [call for call in calls if request_of(rid) in (call.id, call.answer_id)]
         return replies.json_reply({"aborted": sum(call.abort() for call in calls)})
 
-    # ---- rewards
-
-    async def reward(self, request: Request) -> Response:
-        """Take a client's reward of one turn of the session in the path."""
-        user = self.user(request)
-        self._rates.take(user.name)
-        raw = await read_body(request, self._limits.body_bytes)
-        session = _path_session(request) or ""
-        return await self._give(user, read_session_reward(raw, session, request.headers.get(ONCE_HEADER)))
-
-    async def any_reward(self, request: Request) -> Response:
-        """Take a client's reward of a turn, or of a whole session."""
-        user = self.user(request)
-        self._rates.take(user.name)
-        raw = await read_body(request, self._limits.body_bytes)
-        return await self._give(user, read_reward(raw, request.headers.get(ONCE_HEADER)))
-
-    async def _give(self, user: User, reward: ClientReward) -> Response:
-        """Record a reward, and tell the client what has become of it."""
-        try:
-            given = self._shared.conversations.reward(user, reward)
-        except UnknownTurn as error:
-            raise Refusal(404, str(error)) from error
-        except GivenBefore as error:
-            raise Refusal(409, str(error), param="key") from error
-        except (AmbiguousTurn, ValueError) as error:
-            raise Refusal(400, str(error)) from error
-        if given.entries:
-            numbers = self._shared.entries.append(given.entries)
-            _, outcomes = await asyncio.gather(
-                self._shared.entries.durable(numbers[-1]), self._shared.entries.outcomes(numbers)
-            )
-            for turn, outcome in zip(given.turns, outcomes, strict=True):
-                turn.outcome = outcome
-        status, content = reply_of(given)
-        headers = replies.session_headers(given.session)
-        return replies.json_reply(content, status=status, headers=headers)
-
 
 MESSAGE = "msg_"
 """Beginning of the id of a message. SGLang makes up what follows; here it is the id of the request, by which
@@ -367,11 +331,8 @@ async def _with_id(events: AsyncIterator[str | bytes], request: str) -> AsyncGen
 RESPONSE = "resp_"
 """Beginning of the id of a response. The id of its request follows."""
 
-ONCE_HEADER = "idempotency-key"
-"""Header that may name the giving of a reward, in place of ``key`` of its body."""
 
-
-def _path_session(request: Request) -> str | None:
+def path_session(request: Request) -> str | None:
     """Return the session in the path of a request; None: there is none. Raises Refusal with 400."""
     try:
         return checked_name("the path", request.path_params.get("session"))

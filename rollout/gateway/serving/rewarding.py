@@ -88,6 +88,42 @@ _NAME = OwnField(
 )
 _ONCE = OwnField(_TEXT, f"a text of 1 to {LONGEST_NAME} printable characters", _is_text)
 
+
+def _is_count(value: object) -> bool:
+    return _is_place(value) and 1 <= cast(int, value) <= MOST_SESSIONS
+
+
+def _is_tags(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    tags = cast("dict[str, object]", value)
+    return len(tags) <= MOST_TAGS and all(map(_is_tag, (*tags, *tags.values())))
+
+
+def _is_tag(tag: object) -> bool:
+    return (isinstance(tag, str | bool) and len(str(tag)) <= LONGEST_NAME) or _is_finite(tag)
+
+
+MOST_SESSIONS = 1024
+"""Sessions that one request may open."""
+
+MOST_TAGS = 16
+
+OPENING = {
+    "count": OwnField(
+        {"type": "integer", "minimum": 1, "maximum": MOST_SESSIONS},
+        f"a whole number from 1 to {MOST_SESSIONS}",
+        _is_count,
+    ),
+    "group": OwnField({"type": "boolean"}, "true or false", lambda value: isinstance(value, bool)),
+    "tags": OwnField(
+        {"type": "object", "maxProperties": MOST_TAGS},
+        f"an object of at most {MOST_TAGS} texts, numbers, true or false, of {LONGEST_NAME} characters each",
+        _is_tags,
+    ),
+}
+"""Fields of ``POST /sessions``."""
+
 SESSION_REWARD = {"reward": _VALUE, "turn": _TURN, "name": _NAME, "key": _ONCE}
 """Fields of ``POST /sessions/ID/reward``."""
 
@@ -154,6 +190,25 @@ def read_session_reward(raw: bytes, session: str, header: str | None) -> ClientR
     )
 
 
+class WantedSessions(NamedTuple):
+    """What ``POST /sessions`` asks for."""
+
+    count: int
+    is_group: bool
+    tags: Mapping[str, object]
+
+
+def read_opening(raw: bytes) -> WantedSessions:
+    """Return what a client wants to open. Raises Refusal with 400 that names everything that is wrong."""
+    body = _object(raw) if raw.strip() else {}
+    problems = _problems(body, OPENING, ())
+    if body.get("group") is True and not problems and body.get("count", 1) == 1:
+        problems.append(("count", "count: expected 2 or more for a group, whose rewards are compared"))
+    _raise(problems)
+    tags = cast("dict[str, object]", body.get("tags", {}))
+    return WantedSessions(cast(int, body.get("count", 1)), bool(body.get("group", False)), tags)
+
+
 def schema_of(fields: Mapping[str, OwnField], required: Sequence[str]) -> dict[str, object]:
     """Return the JSON schema of a body."""
     properties = {name: dict(field.schema) for name, field in fields.items()}
@@ -168,15 +223,23 @@ def schema_of(fields: Mapping[str, OwnField], required: Sequence[str]) -> dict[s
 def reply_of(given: TakenReward) -> tuple[int, dict[str, object]]:
     """Return status and content of the reply to a reward.
 
-    200: it counts for all turns, or for those of a session that still wait. 202: it is recorded, and the
-    driver has not taken it yet. 409: it counts for none.
+    200: it counts for all turns, or for those of a session that still wait. 202: it is recorded, and held for
+    the others of its group, or the driver has not taken it yet. 409: it counts for none.
     """
     outcomes = {turn.outcome for turn in given.turns}
     turns = [
-        {"turn": turn.turn, "response_id": turn.request, "value": turn.value, "outcome": turn.outcome or None}
+        {
+            "session": turn.session,
+            "turn": turn.turn,
+            "response_id": turn.request,
+            "value": turn.value,
+            "outcome": turn.outcome or None,
+        }
         for turn in given.turns
     ]
     content: dict[str, object] = {"session_id": given.session, "turns": turns, "again": not given.entries}
+    if not given.turns:
+        return 202, {**content, "status": "held", "waits_for": given.waits_for}
     if COUNTED in outcomes:
         return 200, {**content, "status": COUNTED}
     if "" in outcomes:

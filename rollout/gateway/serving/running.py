@@ -9,7 +9,7 @@ cancelled, and recorded as that.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +20,7 @@ from slipstream.rollout.gateway.conversations import (
     ChatMessage,
     ClientReward,
     EntryLog,
+    ListedSession,
     NamedAnswer,
     TakenReward,
     User,
@@ -243,6 +244,23 @@ class Conversations(Protocol):
 
         Raises UnknownTurn, AmbiguousTurn and GivenBefore, and ValueError for a reward that is not finite.
         """
+        ...
+
+    def open_sessions(
+        self, user: User, count: int, tags: Mapping[str, object], *, is_group: bool, now_s: float
+    ) -> tuple[list[str], Sequence[Entry]]:
+        """Open sessions whose turns the client rewards itself. Return their names, and what to record.
+
+        Raises TooManySessions.
+        """
+        ...
+
+    def listed(self, user: User, name: str | None = None) -> list[ListedSession]:
+        """Return the sessions of a user, or the one of a name. Raises UnknownTurn."""
+        ...
+
+    def forget(self, session: str | None, key: str | None) -> Sequence[Entry]:
+        """Drop a session, the sessions of a key, or the session of a key."""
         ...
 
     def end_session(self, user: User, session: str) -> Sequence[Entry]:

@@ -14,7 +14,7 @@ from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.marks import marked
 from slipstream.rollout.gateway.serving.preferences import Abilities, served
 from slipstream.rollout.gateway.serving.replies import Result
-from slipstream.rollout.gateway.serving.rewarding import REWARD, SESSION_REWARD, schema_of
+from slipstream.rollout.gateway.serving.rewarding import OPENING, REWARD, SESSION_REWARD, schema_of
 from slipstream.rollout.gateway.serving.words import Protocols
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -129,10 +129,11 @@ def describe(document: dict[str, Any], endpoints: Sequence[Endpoint]) -> dict[st
             if path in document["paths"]:
                 _set_body(document["paths"][path]["post"], reference)
     for path, own, required in (
-        ("/rewards", REWARD, "value"),
-        ("/sessions/{session}/reward", SESSION_REWARD, "reward"),
+        ("/rewards", REWARD, ["value"]),
+        ("/sessions", OPENING, []),
+        ("/sessions/{session}/reward", SESSION_REWARD, ["reward"]),
     ):
-        _set_body(document["paths"][path]["post"], schema_of(own, [required]))
+        _set_body(document["paths"][path]["post"], schema_of(own, required))
     _set_body(document["paths"]["/abort_request"]["post"], _ABORT)
     return document
 

@@ -11,7 +11,7 @@ journal, and the digest of its history stays here, so that its next state is sti
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.rollout.gateway.conversations import (
@@ -23,7 +23,7 @@ from slipstream.rollout.gateway.conversations import (
 )
 from slipstream.rollout.gateway.sessions.continuing import last_answer, repeats_last
 from slipstream.rollout.gateway.sessions.counters import SessionCounters
-from slipstream.rollout.gateway.sessions.stored import EndedTurn, SessionState
+from slipstream.rollout.gateway.sessions.stored import EndedTurn, SessionGroup, SessionState
 from slipstream.rollout.tokens.conversation.sameness import Mark, ids_of_calls, results_of
 
 Id = tuple[str, str]
@@ -85,6 +85,8 @@ class SessionTable:
         """Sessions by key and by the ids of requests whose answers can be named."""
         self._with_id: dict[tuple[str, str], list[SessionState]] = {}
         """By key and by the id of a request or of a tool call: sessions with a turn that has it."""
+        self._groups: dict[tuple[str, str], SessionGroup] = {}
+        """By key and name."""
         self._given: dict[tuple[str, str], TakenReward] = {}
         """Rewards by key and by the names of their givings."""
         self.size = 0
@@ -109,6 +111,18 @@ class SessionTable:
         share = self._shares.setdefault(session.key, _Share())
         share.sessions[session.key, session.name] = session
         share.size += session.size
+
+    def opened(self, session: SessionState, tags: Mapping[str, object], group: str, size: int) -> None:
+        """Note that a client has opened a session of the group of this name and size; empty: of none."""
+        session.tags = tags
+        if group:
+            named = self._groups.setdefault((session.key, group), SessionGroup(group, size))
+            session.group = named
+            named.sessions.append(session)
+
+    def of_key(self, key: str) -> list[SessionState]:
+        """Return all sessions of a key, the one that has rested longest first."""
+        return [session for session in self._sessions.values() if session.key == key]
 
     def make_room(self, key: str, now_s: float) -> SessionState | None:
         """Make room for another session of a key; return the one that had to go. Raises TooManySessions.
@@ -315,6 +329,11 @@ class SessionTable:
                     self._with_id.pop((session.key, id_), None)
         for once in session.given:
             self._given.pop((session.key, once), None)
+        if session.group is not None:
+            session.group.is_over = True
+            session.group.sessions.remove(session)
+            if not session.group.sessions:
+                del self._groups[session.key, session.group.name]
 
     def find(self, key: str, marks: Sequence[Mark]) -> SessionState | None:
         """Return the session with the longest stored history with which a conversation begins.

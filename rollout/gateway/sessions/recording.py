@@ -51,6 +51,7 @@ def entry_of(running: RunningRequest, prompt: PromptPlan, answer: Answer) -> Tur
         previous=running.previous if answer.exchange else "",
         exchange=msgspec.Raw(answer.exchange),
         choice=answer.choice,
+        is_rewarded=running.home.tags is not None,
         chunk=chunk,
     )
 

@@ -20,7 +20,16 @@ from slipstream.rollout.gateway.sessions.stored import (
 from slipstream.rollout.tokens.conversation.chains import length_of, resume
 from slipstream.rollout.tokens.conversation.sameness import marks_of
 from slipstream.rollout.tokens.record import decode_chunks
-from slipstream.rollout.tokens.turn_entries import Entry, Forgotten, NextState, SessionEnd, Turn, UserReward
+from slipstream.rollout.tokens.turn_entries import (
+    Entry,
+    Forgotten,
+    HeldReward,
+    NextState,
+    Opened,
+    SessionEnd,
+    Turn,
+    UserReward,
+)
 
 
 class Restoring:
@@ -45,8 +54,14 @@ class Restoring:
                     for history in session.pair_number(state.turn):
                         self._table.settled(session, history)
                     self._table.used(session, session.used_s)
-            case UserReward() as reward if reward.once:
+            case UserReward() as reward:
                 self._given(reward)
+            case Opened() as opened:
+                self._opened(opened)
+            case HeldReward() as held:
+                session = self._table.get(held.key, held.session)
+                if session is not None and session.group is not None:
+                    session.held = held
             case SessionEnd() as end:
                 session = self._table.get(end.key, end.session)
                 if session is not None:
@@ -58,17 +73,31 @@ class Restoring:
                 pass
 
     def _given(self, reward: UserReward) -> None:
-        """Remember a reward whose giving has a name, for clients that send it again."""
+        """Remember a reward, for lists, and for clients that send it again."""
         session = self._sessions.get(reward.turn)
         if session is None:
             return
         place, turn = next(
             (place, turn) for place, turn in enumerate(session.ended_turns) if turn.number == reward.turn
         )
-        rewarded = RewardedTurn(place, turn.request, reward.reward)
+        turn.rewards[reward.name] = reward.reward
+        if reward.group is not None and session.group is not None:
+            session.group.is_over, session.held = True, None
+        if not reward.once:
+            return
+        rewarded = RewardedTurn(session.name, place, turn.request, reward.reward)
         before = self._table.given(session.key, reward.once)
         turns = [rewarded] if before is None else [*before.turns, rewarded]
         self._table.note_given(session, reward.once, TakenReward(session.name, turns, (), reward.digest))
+
+    def _opened(self, opened: Opened) -> None:
+        session = self._table.get(opened.key, opened.session)
+        if session is None:
+            session = SessionState(opened.key, opened.session, 0.0)
+            self._table.add(session)
+        tags = cast("dict[str, object]", json.loads(bytes(opened.tags)))
+        self._table.opened(session, tags, opened.group, opened.size)
+        self._table.used(session, session.used_s)
 
     def _turn(self, number: int, entry: Turn) -> None:
         session = self._table.get(entry.key, entry.session)

@@ -10,6 +10,7 @@ still rewarded, until the session is removed.
 
 import hashlib
 from collections.abc import Sequence
+from statistics import fmean, stdev
 
 from slipstream.rollout.gateway.conversations import (
     AmbiguousTurn,
@@ -21,9 +22,9 @@ from slipstream.rollout.gateway.conversations import (
     User,
 )
 from slipstream.rollout.gateway.sessions.placing import SessionTable
-from slipstream.rollout.gateway.sessions.stored import EndedTurn, SessionState
+from slipstream.rollout.gateway.sessions.stored import EndedTurn, SessionGroup, SessionState
 from slipstream.rollout.tokens.trajectory import LARGEST_REWARD
-from slipstream.rollout.tokens.turn_entries import UserReward
+from slipstream.rollout.tokens.turn_entries import HeldReward, UserReward
 
 MOST_GIVEN = 10_000
 """Givings with a name in one session. Each is remembered, so that a client may not make up more of them."""
@@ -43,17 +44,92 @@ def give(table: SessionTable, user: User, reward: ClientReward, credit: float) -
         if before.digest != digest:
             raise GivenBefore(f"the key {reward.once!r} was used for another reward: give this one its own")
         return TakenReward(before.session, before.turns, ())
+    if (taken := _for_group(table, user, reward, credit, digest)) is not None:
+        return taken
     session, turns = _rewarded(table, user, reward, credit)
     if reward.once and len(session.given) >= MOST_GIVEN:
         raise ValueError(f"session {session.name} has {MOST_GIVEN} rewards with keys: give others without")
-    entries = [
-        UserReward(session.ended_turns[turn.turn].number, turn.value, reward.name, reward.once, digest)
-        for turn in turns
-    ]
+    entries = [_entry(session, turn, reward.name, reward.once, digest) for turn in turns]
     given = TakenReward(session.name, turns, entries, digest)
     if reward.once:
         table.note_given(session, reward.once, given)
     return given
+
+
+def _entry(
+    session: SessionState,
+    turn: RewardedTurn,
+    name: str,
+    once: str,
+    digest: bytes,
+    group: tuple[float, float, int] | None = None,
+) -> UserReward:
+    ended = session.ended_turns[turn.turn]
+    ended.rewards[name] = turn.value
+    return UserReward(ended.number, turn.value, name, once, digest, group)
+
+
+def _for_group(
+    table: SessionTable, user: User, reward: ClientReward, credit: float, digest: bytes
+) -> TakenReward | None:
+    """Take the reward of a session in a group; None: the session belongs to none.
+
+    The reward is held until all sessions of the group have one. Then each of their main turns gets its share,
+    with what it is compared with.
+    """
+    session = table.get(user.name, reward.session) if reward.session else _owner_of(table, user, reward)
+    if session is None or session.group is None:
+        return None
+    group = session.group
+    if not reward.is_whole:
+        raise ValueError(
+            f"session {session.name} belongs to a group, whose sessions are compared as wholes: give "
+            "`session` without a turn"
+        )
+    if group.is_over:
+        raise GivenBefore(f"the group of session {session.name} has its rewards, or has lost a session")
+    shared(session, reward.value, 1.0)  # raises UnknownTurn without a main turn
+    discount = credit if reward.discount is None else reward.discount
+    session.held = HeldReward(
+        session.name, session.key, float(reward.value), discount, reward.name, reward.once, digest
+    )
+    waits_for = sum(member.held is None for member in group.sessions)
+    taken = TakenReward(session.name, [], [session.held], digest, waits_for)
+    if not waits_for:
+        turns, entries = _compared(group)
+        taken = TakenReward(session.name, turns, entries, digest)
+    if reward.once:
+        table.note_given(session, reward.once, taken)
+    return taken
+
+
+def _owner_of(table: SessionTable, user: User, reward: ClientReward) -> SessionState | None:
+    """Return the one session of a turn that is named by an id."""
+    sessions = table.with_id(user.name, reward.request or reward.call)
+    return sessions[0] if len(sessions) == 1 else None
+
+
+def _compared(group: SessionGroup) -> tuple[list[RewardedTurn], list[UserReward]]:
+    """Return the turns of a group whose sessions have all got their rewards, and what is to be recorded."""
+    held = [(session, session.held) for session in group.sessions if session.held is not None]
+    values = [given.value for _, given in held]
+    mean, deviation = fmean(values), stdev(values) if len(values) > 1 else 0.0
+    group.is_over = True
+    turns: list[RewardedTurn] = []
+    entries: list[UserReward] = []
+    for session, given in held:
+        for turn, factor in zip(*_factors(session, given), strict=True):
+            compared = (mean * factor, deviation, len(values))
+            turns.append(turn)
+            entries.append(_entry(session, turn, given.name, given.once, given.digest, compared))
+        session.held = None
+    return turns, entries
+
+
+def _factors(session: SessionState, given: HeldReward) -> tuple[list[RewardedTurn], list[float]]:
+    """Return the main turns of a session with their shares in its reward, and of each the share in 1."""
+    ones = shared(session, 1.0, given.discount)
+    return shared(session, given.value, given.discount), [turn.value for turn in ones]
 
 
 def _digest(reward: ClientReward) -> bytes:
@@ -71,7 +147,8 @@ def _rewarded(
     else:
         session = table.known(user.name, reward.session)
         place = _placed(session, reward.turn)
-    return session, [RewardedTurn(place, session.ended_turns[place].request, float(reward.value))]
+    request = session.ended_turns[place].request
+    return session, [RewardedTurn(session.name, place, request, float(reward.value))]
 
 
 def shared(session: SessionState, value: float, discount: float) -> list[RewardedTurn]:
@@ -84,7 +161,7 @@ def shared(session: SessionState, value: float, discount: float) -> list[Rewarde
     turns: list[RewardedTurn] = []
     factor = 1.0
     for place in reversed(main):
-        turns.append(RewardedTurn(place, session.ended_turns[place].request, value * factor))
+        turns.append(RewardedTurn(session.name, place, session.ended_turns[place].request, value * factor))
         factor *= discount
         if not factor:
             break

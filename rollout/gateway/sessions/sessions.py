@@ -8,7 +8,7 @@ Entries leave in the return values of ``begin``, ``end``, ``sweep`` and the othe
 them to the journal at once and in this order. What arises elsewhere leaves with the next of these calls.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from slipstream.rollout.gateway.conversations import (
     Answer,
     Arrival,
     ClientReward,
+    ListedSession,
     NamedAnswer,
     PromptTooLong,
     TakenReward,
@@ -46,6 +47,7 @@ from slipstream.rollout.tokens.turn_entries import (
     Entry,
     Forgotten,
     NextState,
+    Opened,
     SessionEnd,
     Turn,
     TurnType,
@@ -189,6 +191,30 @@ class Sessions:
         Raises UnknownTurn, AmbiguousTurn and GivenBefore, and ValueError for a reward that is not finite.
         """
         return give(self._table, user, reward, self._credit)
+
+    def open_sessions(
+        self, user: User, count: int, tags: Mapping[str, object], *, is_group: bool, now_s: float
+    ) -> tuple[list[str], Sequence[Entry]]:
+        """Open sessions whose turns the client rewards itself. Return their names, and what to record.
+
+        ``is_group``: their rewards are compared with each other. Raises TooManySessions.
+        """
+        group = self._mint() if is_group else ""
+        names: list[str] = []
+        for _ in range(count):
+            self._make_room(user.name, now_s)
+            session = SessionState(user.name, self._mint(), now_s)
+            self._table.add(session)
+            self._table.opened(session, tags, group, count)
+            self._table.used(session, now_s)
+            self._due.append(Opened(session.name, session.key, group, count, as_json(dict(tags))))
+            names.append(session.name)
+        return names, self._leave()
+
+    def listed(self, user: User, name: str | None = None) -> list[ListedSession]:
+        """Return the sessions of a user, or the one of a name. Raises UnknownTurn."""
+        sessions = self._table.of_key(user.name) if name is None else [self._table.known(user.name, name)]
+        return [session.listed() for session in sessions]
 
     def end_session(self, user: User, session: str) -> Sequence[Entry]:
         """End a session without a request. Raises UnknownTurn."""

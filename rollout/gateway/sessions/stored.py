@@ -10,10 +10,16 @@ A history is looked up by the digest of all its messages, so that it costs the s
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.rollout.gateway.conversations import ChatMessage, NamedAnswer, TakenReward
+from slipstream.rollout.gateway.conversations import (
+    ChatMessage,
+    ListedSession,
+    ListedTurn,
+    NamedAnswer,
+    TakenReward,
+)
 from slipstream.rollout.tokens.conversation.chains import Segment, append, length_of, size_of
 from slipstream.rollout.tokens.conversation.sameness import Mark, ids_of_calls, marks_of, role_of
-from slipstream.rollout.tokens.turn_entries import Turn
+from slipstream.rollout.tokens.turn_entries import HeldReward, Turn
 
 _TURN_BYTES = 600
 _MESSAGE_BYTES = 600
@@ -101,17 +107,32 @@ class EndedTurn:
     """A main turn that was not cancelled."""
     calls: tuple[str, ...]
     """Ids of the tool calls in its answer."""
+    versions: tuple[int, ...]
+    rewards: dict[str, float] = field(default_factory=dict[str, float])
+    """Rewards of clients, by name."""
 
     @classmethod
     def of(cls, number: int, entry: Turn, answer: Mapping[str, object]) -> "EndedTurn":
         """Return what is kept of the turn of an entry."""
         calls = tuple(id_ for id_ in ids_of_calls(answer) if isinstance(id_, str) and id_)
-        return cls(number, entry.response, entry.choice, entry.may_be_trained, calls)
+        versions = tuple(dict.fromkeys(version for version, _ in entry.spans))
+        return cls(number, entry.response, entry.choice, entry.may_be_trained, calls, versions)
 
     @property
     def ids(self) -> tuple[str, ...]:
         """All ids by which a client may name it."""
         return (self.request, *self.calls) if self.request else self.calls
+
+
+@dataclass(slots=True, eq=False)
+class SessionGroup:
+    """Sessions of one task, whose rewards are compared with each other once each has one."""
+
+    name: str
+    size: int
+    sessions: "list[SessionState]" = field(default_factory=list["SessionState"])
+    is_over: bool = False
+    """Every session has its reward, or one of them is gone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +153,11 @@ class SessionState:
     """Answers with the reasoning that clients leave out, by their digests; None: several differ in it."""
     ended_turns: list[EndedTurn] = field(default_factory=list[EndedTurn])
     """All its turns, in the order of their entries."""
+    tags: Mapping[str, object] | None = None
+    """What the client that has opened it calls it, and rewards it; None: nobody has opened it."""
+    group: "SessionGroup | None" = None
+    held: HeldReward | None = None
+    """Its reward, which waits for those of its group."""
     given: dict[str, TakenReward] = field(default_factory=dict[str, TakenReward])
     """Rewards whose givings have a name, by that name."""
     cleared: dict[bytes, list[int]] = field(default_factory=dict[bytes, list[int]])
@@ -155,6 +181,17 @@ class SessionState:
     """Turns that wait for a next state."""
     doubtful: set[int] = field(default_factory=set[int])
     """Numbers of those that may have lost theirs: a request has come since whose next state is nobody's."""
+
+    def listed(self) -> ListedSession:
+        """Return what a list of sessions shows."""
+        turns = [
+            ListedTurn(
+                place, turn.request, turn.choice, turn.is_main, turn.versions, turn.calls, dict(turn.rewards)
+            )
+            for place, turn in enumerate(self.ended_turns)
+        ]
+        group = "" if self.group is None else self.group.name
+        return ListedSession(self.name, self.tags or {}, group, self.ended, turns)
 
     def deepest(self, marks: Sequence[Mark]) -> MessageNode | None:
         """Return the last message up to which a conversation is known."""

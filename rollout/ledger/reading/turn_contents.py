@@ -199,7 +199,7 @@ def _trained_scores(connection: sqlite3.Connection) -> list[tuple[int, float]]:
     scores: list[tuple[int, float]] = []
     for id_, key, blob in reversed(rows):
         with suppress(BrokenSeal, CorruptRecord):
-            score = decode_verdict(unsealed(blob or b"", crc_of(id_, 1))).score
-            if score is not None:
-                scores.append((key, score))
+            verdict = decode_verdict(unsealed(blob or b"", crc_of(id_, 1)))
+            if verdict.score is not None and verdict.group is None:
+                scores.append((key, verdict.score))
     return scores

@@ -93,6 +93,8 @@ class TurnHead(msgspec.Struct, array_like=True, frozen=True, gc=False):
     is_whole: bool = True
     """True if all of its tokens, and those before it, are there and sound. Otherwise nothing that continues
     it can be trained."""
+    is_rewarded: bool = False
+    """True if its client rewards it: no judge is asked."""
 
     @property
     def sampled(self) -> int:
@@ -119,6 +121,9 @@ class VerdictRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A teacher's scores belong to it: without them the turn cannot be trained."""
     parts: tuple[tuple[str, float], ...] = ()
     """Name and value of each reward of a client that is in the score."""
+    group: tuple[float, float, int] | None = None
+    """Mean, standard deviation and number of the rewards that the score is compared with; None: it is
+    compared with the running mean."""
 
 
 _HEAD = msgspec.msgpack.Decoder(TurnHead)
