@@ -114,6 +114,9 @@ def check_pairs(oracle: Oracle) -> dict[str, int]:
             found["mixed_users"] += 1
         elif said and any(k <= number or any(number < other < k for other in following) for _, k in said):
             found["wrong_pairs"] += 1
+            oracle.findings.examples.append(
+                f"wrong_pairs: {number} of {conversation} got {next_state}, {following}"
+            )
         elif not said and following:
             found["wrong_ends"] += 1
         else:

@@ -183,12 +183,13 @@ class Run:
         with sqlite3.connect(self.folder / "run" / "ledger.sqlite") as ledger:
             states.update(dict(ledger.execute("SELECT state, count(*) FROM turns GROUP BY state")))
         certain, possible = self.oracle.due()
-        ended = states["trained"] + states["expired"]
+        ended = states["trained"] + states["expired"] + states["unpaired"]
         branches: Counter[str] = Counter()
         side: Counter[str] = Counter()
         for counters in self.gateway.counters:
             branches += counters.branches
             side += counters.side
+        pairs = check_pairs(self.oracle) if self.rewriting else {}
         report = {
             "conversations": conversations,
             "turns": len(self.scene.records.all),
@@ -201,6 +202,6 @@ class Run:
             **asdict(self.oracle.findings),
             "lost_turns": max(0, certain - ended) + max(0, ended - possible),
             "discrepancies": audit.discrepancies,
-            **(check_pairs(self.oracle) if self.rewriting else {}),
+            **pairs,
         }
         return report

@@ -62,7 +62,8 @@ def test_templates_and_labels_that_are_no_texts_are_refused(body):
     [
         ({"path": "p", "headers": {"x-session-id": "h"}}, "p"),
         ({"headers": {"session_id": "h2", "x-session-id": "h1"}, "session_id": "b"}, "h1"),
-        ({"headers": {"x-session-affinity": "h3"}, "session_id": "b"}, "h3"),
+        ({"headers": {"x-session-affinity": "h3"}, "session_id": "b"}, "b"),
+        ({"headers": {"x-session-affinity": "h3"}}, None),
         ({"session_id": "b", "response": "r"}, "b"),
         ({"response": "r", "user": User("anna", session="k")}, "r"),
         ({"user": User("anna", session="k")}, "k"),
