@@ -112,7 +112,7 @@ def check_pairs(oracle: Oracle) -> dict[str, int]:
         said = questions_of(next_state)
         if {n for n, _ in said} - {conversation}:
             found["mixed_users"] += 1
-        elif said and any(k <= number or any(number < other < k for other in following) for _, k in said):
+        elif said and (min(said)[1] <= number or any(number < k < min(said)[1] for k in following)):
             found["wrong_pairs"] += 1
             oracle.findings.examples.append(
                 f"wrong_pairs: {number} of {conversation} got {next_state}, {following}"
