@@ -2,7 +2,7 @@
 
     tick ──► request, streamed ──► [DONE] and the end of the stream ──► answered()
                 │                                                          │
-                └── 429, a broken connection: the same request again       └──► next tick
+                └── 503, a broken connection: the same request again       └──► next tick
 
 A user speaks at the ticks of a clock of its own, and misses those that come before its last answer has. So
 the rate of answers is that of the ticks as long as nobody makes the users wait.

@@ -32,7 +32,8 @@ class LimitsConfig(Section):
     concurrent: int = Field(
         default=1024,
         ge=1,
-        description="Largest number of answers that a process generates at a time; beyond it, HTTP 429.",
+        description="Largest number of answers that a process generates at a time; beyond it, HTTP 503, "
+        "or 529 to Anthropic's clients.",
     )
     requests_per_minute: float | None = Field(
         default=None,

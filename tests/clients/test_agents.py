@@ -152,10 +152,11 @@ def test_an_image_that_a_tool_reads_does_not_end_the_conversation(thinking, plac
     agent.ask([text(f"#say {THOUGHT}{CALLS}")])
     calls = [block for block in agent.messages[-1]["content"] if block["type"] == "tool_use"]
     blocks = [{"type": "tool_result", "tool_use_id": call["id"], "content": "x"} for call in calls]
+    seen = [image, text(f"#say {THOUGHT}I see.")]
     if place == "result":
-        blocks[-1]["content"] = [image]
+        blocks[-1]["content"] = seen
     else:
-        blocks.append(image)
+        blocks += seen
     agent.ask(blocks)
     agent.ask([text(f"#say {THOUGHT}bye")])
     recorded = thinking.recorded()

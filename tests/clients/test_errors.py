@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.words import WORDS, Protocols, error_body, words_of
+from tests.gateway_process import GatewayProcess
 
 LONG = "x" * 3000
 
@@ -237,3 +238,28 @@ def test_every_row_of_the_table_can_be_said_by_every_protocol():
             error = error_body(refused, protocol)["error"]
             assert set(error) >= {"type", "message"} and "{" not in error["message"]
     assert "try again in 2s" in words_of(Refusal(429, "x", retry_after_s=1.5), Protocols.OPENAI).phrase
+
+
+@pytest.fixture(scope="module")
+def limited(chat_model):
+    """A gateway with small quotas of each key."""
+    with GatewayProcess(chat_model, limits={"requests_per_minute": 3, "tokens_per_minute": 60}) as process:
+        yield process
+
+
+def test_quotas_of_a_key_are_rate_limits_with_the_time_until_it_may_go_on(limited):
+    with openai.OpenAI(base_url=f"{limited.url}/v1", api_key="key-anna", max_retries=0) as client:
+        chat(client, "#say " + "a" * 120)  # a key may use more than it has left, and pays for it
+        with pytest.raises(openai.RateLimitError, match="60 tokens a minute") as caught:
+            chat(client)
+    error = caught.value
+    assert (error.type, error.code) == ("tokens", "rate_limit_exceeded")
+    assert int(error.response.headers["retry-after"]) > 60
+    with anthropic.Anthropic(base_url=limited.url, api_key="key-berta", max_retries=0) as client:
+        for _ in range(3):
+            with pytest.raises(anthropic.BadRequestError):
+                message(client, max_tokens=0)
+        with pytest.raises(anthropic.RateLimitError, match="3 requests a minute") as caught:
+            message(client, max_tokens=0)
+    assert caught.value.body["error"]["type"] == "rate_limit_error"
+    assert 1 <= int(caught.value.response.headers["retry-after"]) <= 20

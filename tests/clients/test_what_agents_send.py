@@ -37,16 +37,6 @@ def prompt_of(gateway) -> str:
     return gateway.control()["arrivals"][-1]["text"]
 
 
-@pytest.fixture(scope="module", params=["plain", "auto"])
-def unreasoning(request, chat_model, gateway):
-    """A policy without reasoning, and one whose template suggests no parser of it."""
-    if request.param == "plain":
-        yield gateway
-        return
-    with GatewayProcess(chat_model, tool_parser="qwen25", reasoning_parser="auto") as process:
-        yield process
-
-
 WISHES = [
     (MESSAGES, "thinking", {"thinking": {"type": "adaptive"}}),
     (MESSAGES, "thinking", {"thinking": {"type": "enabled", "budget_tokens": 2048}}),
@@ -80,12 +70,12 @@ WISHES = [
 
 
 @pytest.mark.parametrize(("path", "wish", "more"), WISHES, ids=str)
-def test_a_wish_that_the_policy_cannot_grant_is_ignored_and_counted(unreasoning, path, wish, more):
-    before = figure(unreasoning, "wishes_ignored", wish)
-    reply = unreasoning.http.post(path, json=body(path, **more), headers=ANNA)
+def test_a_wish_that_the_policy_cannot_grant_is_ignored_and_counted(gateway, path, wish, more):
+    before = figure(gateway, "wishes_ignored", wish)
+    reply = gateway.http.post(path, json=body(path, **more), headers=ANNA)
     assert reply.status_code == 200, reply.text
     assert "Hello" in reply.text
-    assert figure(unreasoning, "wishes_ignored", wish) == before + 1
+    assert figure(gateway, "wishes_ignored", wish) == before + 1
 
 
 @pytest.mark.parametrize(("path", "wish", "more"), WISHES, ids=str)
@@ -428,3 +418,16 @@ def test_settings_refuse_all_that_cannot_be_served_at_once(strict):
     assert (
         strict.http.post(CHAT, json=body(CHAT, f"#say {CALLS}", tools=TOOLS), headers=ANNA).status_code == 200
     )
+
+
+# ---- helpers
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_an_agents_own_help_is_a_side_turn_unless_the_request_says_otherwise(gateway, path):
+    said = "You are a title generator. You output ONLY a thread title. #say Weather"
+    for headers, kind in (({}, "side"), ({"x-turn-type": "main"}, "main")):
+        reply = gateway.http.post(path, json=body(path, said), headers={**ANNA, **headers})
+        assert reply.status_code == 200, reply.text
+        [*_, (_, turn)] = gateway.recorded().turns.items()
+        assert (turn["type"], turn["reason"]) == (kind, "helper: title" if kind == "side" else "")
