@@ -23,7 +23,6 @@ from slipstream.rollout.gateway.conversations import (
     User,
 )
 from slipstream.rollout.gateway.serving import replies
-from slipstream.rollout.gateway.serving.call import FULL_AGAIN_S
 from slipstream.rollout.gateway.serving.handling import RequestHandler, path_session
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.rewarding import (
@@ -62,7 +61,7 @@ class SessionRoutes:
                 user, opening.count, opening.tags, is_group=opening.is_group, now_s=self._clock()
             )
         except TooManySessions as error:
-            raise Refusal(429, str(error), retry_after_s=FULL_AGAIN_S) from error
+            raise Refusal(429, str(error), retry_after_s=error.retry_after_s) from error
         await self._entries.durable(self._entries.append(entries)[-1])
         return replies.json_reply({"sessions": names})
 
