@@ -179,7 +179,7 @@ def assemble(
         trainer_gpus=lambda: trainer.gpus,
         left=lambda: trainer.left,
     )
-    counts = EngineCounts(len(placement.engines), engine.fewest, engine.most, engine.patience_s)
+    counts = EngineCounts(len(placement.engines), engine.fewest_left, engine.most, engine.patience_s)
     supervisor = Supervisor(handles, roster, weights, limit=engine_limit(config), counts=counts, note=note)
     expected, folder = partial(facts_of, config, limits), config.run.folder
     checkpoints = _checkpoints(config, state, trainer, weights, listener)

@@ -21,7 +21,7 @@ class EngineConfig(Section):
         default=None,
         ge=1,
         description="Smallest number of engines with which a run begins if nodes are missing, and goes on "
-        "when nodes are lost. null: `count`.",
+        "when nodes are lost. null: it begins with `count`, and goes on with one.",
     )
     max_count: int | None = Field(
         default=None,
@@ -133,8 +133,13 @@ class EngineConfig(Section):
 
     @property
     def fewest(self) -> int:
-        """Number of engines below which a run waits for nodes."""
+        """Number of engines below which no run begins."""
         return self.count if self.min_count is None else self.min_count
+
+    @property
+    def fewest_left(self) -> int:
+        """Number of engines below which a run waits for nodes."""
+        return self.min_count or 1
 
     @property
     def most(self) -> int:

@@ -131,7 +131,7 @@ async def _course(
         roster,
         InitialWeights(),
         limit=engine_limit(config),
-        counts=EngineCounts(len(placement.engines), engines.fewest, engines.most, engines.patience_s),
+        counts=EngineCounts(len(placement.engines), engines.fewest_left, engines.most, engines.patience_s),
         note=progress.note,
     )
     serving = asyncio.Event()
