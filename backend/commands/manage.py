@@ -19,7 +19,7 @@ from slipstream.backend.driver.start.job import SUBMITTED, job_in
 from slipstream.backend.driver.start.run_folder import LOGS, OF_A_RUN
 from slipstream.backend.monitor.course import read_course
 from slipstream.backend.monitor.progress import DRIVER_LOG
-from slipstream.backend.monitor.summary import read_summary
+from slipstream.backend.monitor.summary import read_end
 from slipstream.backend.monitor.units import clock_face
 from slipstream.rollout.ledger.lease.driver_file import DRIVER, Driver, Machine, look
 
@@ -118,8 +118,8 @@ def status(run: str, say: Say) -> None:
 
 
 def _place(now: Standing) -> str:
-    summary = read_summary(now.folder) if now.folder is not None else None
-    ended = f"the run has ended: {summary.exit}" if summary else "the run has no summary, so it was killed"
+    end = read_end(now.folder) if now.folder is not None else None
+    ended = f"the run has ended: {end}" if end else "the run has no summary, so it was killed"
     if now.facts is not None:
         return f"job {now.job} {_of_job(now.facts)}" + (
             f"; {ended}" if now.facts.is_over and now.folder is not None else ""

@@ -15,7 +15,7 @@ from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.monitor.course import Course, Record, read_course
 from slipstream.backend.monitor.metrics import METRICS_FILE
 from slipstream.backend.monitor.progress import ETA_STEPS
-from slipstream.backend.monitor.summary import read_summary
+from slipstream.backend.monitor.summary import read_end
 from slipstream.backend.monitor.units import clock_face, count, reward
 
 EVERY_S = 2.0
@@ -29,6 +29,9 @@ LATE = 3
 
 BARS = " ▁▂▃▄▅▆▇█"
 
+BAR, SPARKS = 28, 40
+"""Characters of the bar and of the curve, which stand beside each other on 80."""
+
 
 def watch(run: Path, *, once: bool) -> None:
     """Show the run until Ctrl-C, or until it has ended. Raises WrongInput."""
@@ -38,7 +41,7 @@ def watch(run: Path, *, once: bool) -> None:
         )
     console = Console(highlight=False)
     if once or not console.is_terminal:
-        console.print(view(run.resolve().name, read_course(run), _end(run), time.time()))
+        console.print(view(run.resolve().name, read_course(run), read_end(run), time.time()))
         return
     read, changed = read_course(run), _stamp(run)
     try:
@@ -46,7 +49,7 @@ def watch(run: Path, *, once: bool) -> None:
             while True:
                 if (now := _stamp(run)) != changed:
                     read, changed = read_course(run), now
-                end = _end(run)
+                end = read_end(run)
                 live.update(view(run.resolve().name, read, end, time.time()), refresh=True)
                 if end is not None:
                     return
@@ -67,30 +70,39 @@ def view(name: str, course: Course, end: str | None, now: float) -> RenderableTy
     title = Text.assemble((name, "bold"), f"  step {steps[-1]}" + (f"/{total}" if total else ""), "  ")
     title.append(end or _pace(course, now), style=_style(end))
     line = Table.grid(padding=(0, 2, 0, 0))
-    curve = Text(f"reward {sparkline([value for _, value in course.series('reward/mean')])}", style="green")
-    line.add_row(*([ProgressBar(total, steps[-1], width=40)] if total else []), curve)
+    shown = "reward" if course.series("reward/mean") else "loss"
+    points = course.series("reward/mean") or course.series("train/loss")
+    curve = Text(f"{shown} {sparkline([value for _, value in points], SPARKS)}", style="green")
+    line.add_row(*([ProgressBar(total, steps[-1], width=BAR)] if total else []), curve)
     return Group(title, line, _history(course), _queues(last))
 
 
 def _history(course: Course) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("step", "reward", "held out", "lag", "tok/s", "waits", "s/step"):
-        table.add_column(heading, justify="right")
+    rows: list[dict[str, str]] = []
     for step in list(course.steps)[-ROWS:]:
         record, evaluation = course.steps[step], course.evaluations.get(step, {})
         head, bound = record.get("staleness/head_max"), course.bound
         lag = "-" if head is None else f"{head}" if bound is None else f"{head}/{bound}"
         wait = record.get("perf/trainer_wait_fraction")
         rate, took = record.get("perf/generate_tokens_per_s"), record.get("perf/step_s")
-        table.add_row(
-            str(step),
-            _number(record, "reward/mean"),
-            _number(evaluation, "eval/reward"),
-            Text(lag, style="magenta"),
-            "-" if rate is None else count(rate),
-            "-" if wait is None else f"{wait:.0%}",
-            "-" if took is None else f"{took:.1f}",
+        rows.append(
+            {
+                "step": str(step),
+                "loss": _number(record, "train/loss") if "reward/mean" not in record else "-",
+                "reward": _number(record, "reward/mean"),
+                "held out": _number(evaluation, "eval/reward"),
+                "lag": lag,
+                "tok/s": "-" if rate is None else count(rate),
+                "waits": "-" if wait is None else f"{wait:.0%}",
+                "s/step": "-" if took is None else f"{took:.1f}",
+            }
         )
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    headings = [heading for heading in rows[0] if any(row[heading] != "-" for row in rows)]
+    for heading in headings:
+        table.add_column(heading, justify="right", style="magenta" if heading == "lag" else None)
+    for row in rows:
+        table.add_row(*(row[heading] for heading in headings))
     return table
 
 
@@ -153,8 +165,3 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 def _stamp(run: Path) -> tuple[int, int]:
     stat = (run / METRICS_FILE).stat()
     return stat.st_size, stat.st_mtime_ns
-
-
-def _end(run: Path) -> str | None:
-    summary = read_summary(run)
-    return None if summary is None else summary.exit

@@ -41,7 +41,9 @@ class Course:
 
     @property
     def bound(self) -> int | None:
-        """Bound of staleness in versions; None: it is not known."""
+        """Bound of staleness in versions; None: it is not known, or nothing is stale, as in ``sft``."""
+        if self.steps and not any("staleness/head_max" in record for record in self.steps.values()):
+            return None
         rollout = self.recipe.get("rollout")
         settings = cast("Mapping[str, object]", rollout) if isinstance(rollout, dict) else {}
         bound = settings.get("max_head_offpolicyness")

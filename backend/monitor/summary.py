@@ -1,10 +1,11 @@
 """The result of a run: ``summary.json`` for programs, a small table for people."""
 
+import json
 import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TextIO
+from typing import Annotated, Literal, TextIO, cast
 
 from pydantic import (
     BaseModel,
@@ -137,6 +138,21 @@ def read_summary(folder: Path) -> RunSummary | None:
         return RunSummary.model_validate_json((folder / SUMMARY_FILE).read_bytes())
     except (OSError, ValidationError):
         return None
+
+
+def write_end(folder: Path, end: Literal["done", "failed", "stopped"], steps: int) -> None:
+    """Write how a run without engines has ended, after so many training steps."""
+    write_durably(folder / SUMMARY_FILE, json.dumps({"exit": end, "steps": steps}) + "\n")
+
+
+def read_end(folder: Path) -> str | None:
+    """Return how the run in a folder has ended; None: it has not, or was killed."""
+    try:
+        summary: object = json.loads((folder / SUMMARY_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    end = cast("dict[str, object]", summary).get("exit") if isinstance(summary, dict) else None
+    return end if isinstance(end, str) else None
 
 
 def print_summary(summary: RunSummary, stream: TextIO, folder: Path) -> None:

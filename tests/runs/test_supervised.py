@@ -185,6 +185,7 @@ def test_slipstream_sft_trains_and_writes_a_checkpoint(recipe, tmp_path: Path):
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs/sft"
     assert done.stdout.strip() == str(folder / "checkpoint-hf")
+    assert json.loads((folder / "summary.json").read_text()) == {"exit": "done", "steps": 12}
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [record["train/loss"] for record in records if "train/loss" in record]
     assert len(losses) == 12

@@ -8,11 +8,11 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from slipstream.backend.batch.train_batch import demonstrated
 from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError, describe
@@ -50,6 +50,7 @@ from slipstream.backend.driver.weights.ranked_trainer import RankedTrainer
 from slipstream.backend.driver.weights.skipped import SkippedUpdateLimit, skipped_in
 from slipstream.backend.monitor.metrics import METRICS_FILE, MetricsLog
 from slipstream.backend.monitor.progress import Progress
+from slipstream.backend.monitor.summary import SUMMARY_FILE, write_end
 from slipstream.backend.monitor.trackers.opened import open_trackers
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
@@ -137,7 +138,8 @@ async def _run(
     with permissions(config), ExitStack() as stack:
         lease, checkpoint = await open_folder(config, progress, resume, accept_changes, overwrite)
         stack.enter_context(lease.held(stop.fail))
-        folder = config.run.folder
+        folder, position = config.run.folder, RunPosition(0, 0, 0, GroupCounts())
+        stack.enter_context(_end_written(folder, position))
         progress.keep_in(folder)
         recipe = recipe_text(config)
         metrics = MetricsLog(folder, open_trackers(config, recipe, progress.note))
@@ -153,7 +155,7 @@ async def _run(
         stack.callback(trainer.kill)
         progress.phase("starting the trainer")
         await trainer.connect()
-        position, ended = RunPosition(0, 0, 0, GroupCounts()), asyncio.Event()
+        ended = asyncio.Event()
         if checkpoint is not None:
             position.version = _unused_version(folder, checkpoint)
             position.step = await trainer.restore(checkpoint.path)
@@ -180,6 +182,21 @@ async def _run(
         progress.phase("writing the trained model")
         await trainer.export_hf(folder / CHECKPOINT_HF)
     return folder / CHECKPOINT_HF
+
+
+@contextmanager
+def _end_written(folder: Path, position: RunPosition) -> Iterator[None]:
+    """Leave in the run folder how the block has ended."""
+    (folder / SUMMARY_FILE).unlink(missing_ok=True)
+    end: Literal["done", "failed", "stopped"] = "failed"
+    try:
+        yield
+        end = "done"
+    except (Stopped, asyncio.CancelledError):
+        end = "stopped"
+        raise
+    finally:
+        write_end(folder, end, position.step)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jinja2
 import yaml
@@ -14,7 +14,7 @@ from markupsafe import Markup
 from slipstream.backend.monitor.course import Course, read_course
 from slipstream.backend.monitor.report.episodes import choose_episodes
 from slipstream.backend.monitor.report.timeline import read_events, timeline
-from slipstream.backend.monitor.summary import SUMMARY_FILE, read_summary, summary_rows, untested_row
+from slipstream.backend.monitor.summary import read_end, read_summary, summary_rows, untested_row
 from slipstream.backend.monitor.tags import TAGS
 
 PARTS = Path(__file__).parent
@@ -101,7 +101,7 @@ def run_data(folder: Path, audit: AuditResult, *, episode_bytes: int) -> dict[st
         "timeline": timeline(read_events(folder)),
         "audit": vars(audit),
         "recipe": yaml.safe_dump(dict(course.recipe), sort_keys=False, allow_unicode=True),
-        "log": _last_lines(folder / "driver.log") if summary is None or summary.exit == "failed" else [],
+        "log": _last_lines(folder / "driver.log") if read_end(folder) in (None, "failed") else [],
         "episodes": chosen.rows,
         "recorded": chosen.recorded,
         **_end(course),
@@ -116,12 +116,8 @@ def _untested(recipe: Mapping[str, object]) -> dict[str, str]:
 
 def _state(folder: Path, audit: AuditResult) -> str:
     """Return how a run has ended, or what is known of one without a summary."""
-    try:
-        summary: object = json.loads((folder / SUMMARY_FILE).read_bytes())
-    except (OSError, ValueError):
-        summary = None
-    if isinstance(summary, dict) and "exit" in summary:
-        return str(cast("dict[str, object]", summary)["exit"])
+    if (end := read_end(folder)) is not None:
+        return end
     if audit.state == "none":
         return "running" if audit.lines == RUNNING else "running or killed"
     return "killed"
