@@ -41,6 +41,7 @@ _PATTERNS = {
     r"^0?7[0-7][0145]$": "permissions in octal and in quotes, such as '0750': all for you, and no right to "
     "write for everybody",
     r"^https?://[^/\s]+(/[^\s?#]*)?$": "an address such as http://sandboxes.internal:8700",
+    r"^[A-Za-z0-9_-]+(:.*)?$": "NAME or NAME: VALUE of a header",
     r"^[A-Za-z_]\w*$": "the name of an environment variable",
 }
 """What texts match the patterns of the schema."""

@@ -34,9 +34,13 @@ LANGUAGES = ("bash", "console", "json", "python", "text", "yaml")
 # or the output of a program, whose figures differ from run to run: only that of a wrong recipe is compared.
 
 PROGRAMS = {
+    "aider": "an agent",
     "apptainer": "builds an image",
     "cat": "reads a file",
     "cd": "changes the folder",
+    "claude": "an agent",
+    "cline": "an agent",
+    "curl": "asks a running gateway",
     "docker": "builds or runs an image; a command of Slipstream in it is checked",
     "echo": "writes a file",
     "enroot": "builds an image",
@@ -45,6 +49,7 @@ PROGRAMS = {
     "ls": "reads a folder",
     "openssl": "makes a random key",
     "pip": "downloads packages",
+    "qwen": "an agent",
     "sbatch": "submits a job",
     "scontrol": "asks for a running job",
     "source": "changes the shell",

@@ -71,7 +71,7 @@ class LimitsConfig(Section):
 class TurnRule(Section):
     """A rule for requests that do not say whether their turn is trained. All conditions must hold."""
 
-    type: Literal["main", "side"] = Field(
+    turn_type: Literal["main", "side"] = Field(
         description="Type of the turn. A turn of the type `side` is not trained, and is nobody's next state."
     )
     key: str = Field(default="*", min_length=1, description="Name of the API key; `*` stands for anything.")

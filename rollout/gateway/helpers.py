@@ -94,7 +94,7 @@ class TurnTypes:
             if rule.text is not None and texts is None:
                 texts = list(_texts(body))
             if _holds(rule, key, headers, body, texts or ()):
-                return TypedTurn(TurnType[rule.type.upper()], f"{HELPER}rule {number}")
+                return TypedTurn(TurnType[rule.turn_type.upper()], f"{HELPER}rule {number}")
         if not self._known_helpers:
             return None
         kind = SUBAGENTS.get(headers.get("x-openai-subagent", "")) or _shape(

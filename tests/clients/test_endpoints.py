@@ -327,7 +327,8 @@ class TestSessions:
         [
             ("/sessions/p" + CHAT, {"x-session-id": "h"}, {"session_id": "b"}, "p"),
             (CHAT, {"x-session-id": "h"}, {"session_id": "b"}, "h"),
-            (CHAT, {"session_id": "h2"}, {"session_id": "b"}, "h2"),
+            (CHAT, {"session_id": "h2"}, {"session_id": "b"}, "b"),
+            (CHAT, {"session_id": "h2"}, {}, "h2"),
             (CHAT, {"x-session-affinity": "h3"}, {}, "h3"),
             (CHAT, {}, {"session_id": "two words ~100%"}, "two words ~100%"),
             (CHAT, {}, {"session_id": 7}, "7"),

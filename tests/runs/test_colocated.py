@@ -24,7 +24,7 @@ def test_partial_answers_go_on_behind_the_trainers_turns_and_a_signal_ends_behin
     wait_for_step(run, 4)
     wait_for_record(run, lambda record: record["rollout/multi_version_fraction"] > 0)
     run.process.send_signal(signal.SIGTERM)
-    assert finish(run, 60) == 1
+    assert finish(run, 60) == 3
     found = summary(run)
     assert (found["exit"], found["engine_restarts"]) == ("stopped", 0)
     assert found["groups"]["trained"] == 4 * found["steps"]

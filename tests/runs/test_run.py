@@ -137,7 +137,7 @@ def test_a_signal_ends_everything_behind_a_checkpoint(launch: Launch):
     run = launch("run.steps=1000", "rollout.max_head_offpolicyness=2", "checkpoint.every=500")
     wait_for_step(run, 2)
     run.process.send_signal(signal.SIGTERM)
-    assert finish(run, 30) == 1
+    assert finish(run, 30) == 3
     assert summary(run)["exit"] == "stopped"
     [checkpoint] = run.folder.glob("checkpoints/v????????")
     assert int(checkpoint.name[1:]) == summary(run)["versions"]
@@ -151,7 +151,7 @@ def test_a_second_signal_waits_for_nothing(launch: Launch):
     run.process.send_signal(signal.SIGINT)
     time.sleep(0.05)
     run.process.send_signal(signal.SIGINT)
-    assert finish(run, 30) == 1
+    assert finish(run, 30) == 3
     assert summary(run)["exit"] == "stopped"
     run.assert_nothing_left()
 

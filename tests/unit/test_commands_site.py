@@ -19,6 +19,7 @@ from slipstream.backend.commands.submit import batch_script
 from slipstream.backend.driver.start.job import SUBMITTED
 from slipstream.backend.driver.start.run_folder import start_folder
 from slipstream.configs.load import load_recipe, load_site, site_file
+from slipstream.configs.rules.inputs import NO_INPUTS
 from slipstream.configs.schema import RunConfig
 from tests.unit.test_driver_run_folder import Silent, config, live
 from tests.unit.test_rollout_gpu_environment import VALID
@@ -44,7 +45,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to submit from, with a recipe, a site file and an sbatch that repeats its arguments."""
     monkeypatch.chdir(tmp_path)
     reward = "slipstream.rollout.reward.FinalAnswer"
-    content = {**VALID, "rollout": {**VALID["rollout"], "reward": reward}, "prepare": "slipstream.x"}
+    content = {**VALID, "rollout": {**VALID["rollout"], "reward": reward}, "prepare": NO_INPUTS}
     (tmp_path / "recipe.yaml").write_text(json.dumps(content))
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(SITE))
     (tmp_path / "bin").mkdir()

@@ -414,7 +414,7 @@ def test_nothing_heavy_is_imported_for_a_submission():
 def test_submit_prints_the_command_of_a_recipe(tmp_path):
     path = tmp_path / "recipe.yaml"
     reward = "slipstream.rollout.reward.FinalAnswer"
-    content = {**VALID, "rollout": {**VALID["rollout"], "reward": reward}, "prepare": "slipstream.x"}
+    content = {**VALID, "rollout": {**VALID["rollout"], "reward": reward}, "prepare": NO_INPUTS}
     path.write_text(json.dumps(content))
     image = '{"runtime": "apptainer", "image": "/images/s.sif"}'
     ended = subprocess.run(

@@ -277,6 +277,7 @@ LISTS_OF_SECTIONS = (
     ("actor", "metrics"),
     ("data", "sources"),
     ("eval", "sets"),
+    ("gateway", "turns"),
 )
 LEAVES = sorted(
     {
@@ -310,6 +311,7 @@ TYPE_THAT_HAS = {
     "actor.optimizer.decay.": "cosine",
     "critic.optimizer.decay.": "cosine",
     "cluster.": "slurm",
+    "live.credit.": "discount",
     "rollout.consumption.fraction": "windowed",
     "rollout.consumption.on_stale": "ready_first",
     "simulate.layout.": "cluster",

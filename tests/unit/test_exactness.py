@@ -42,7 +42,7 @@ def test_nothing_is_wrong(report, wrong):
 
 def test_the_ledger_is_in_order_and_every_turn_has_ended(report):
     assert report["discrepancies"] == []
-    assert report["ends"].keys() <= {"trained", "expired", "side", "cancelled", "filtered"}
+    assert report["ends"].keys() <= {"trained", "expired", "side", "cancelled", "filtered", "unpaired"}
 
 
 def test_everything_has_happened(report):

@@ -53,10 +53,10 @@ def test_probes_and_headers_of_codex_are_help():
 
 def test_the_first_rule_that_holds_counts_and_goes_before_known_shapes():
     rules = [
-        {"type": "main", "key": "bot-*", "text": "sentence-case"},
-        {"type": "side", "model": "*haiku*"},
-        {"type": "side", "header": "X-App: help*"},
-        {"type": "main", "key": "anna", "header": "x-always"},
+        {"turn_type": "main", "key": "bot-*", "text": "sentence-case"},
+        {"turn_type": "side", "model": "*haiku*"},
+        {"turn_type": "side", "header": "X-App: help*"},
+        {"turn_type": "main", "key": "anna", "header": "x-always"},
     ]
     title = chat(SHAPES["title"][0])
     assert typed(title, "bot-1", rules) == (TurnType.MAIN, "helper: rule 1")
@@ -81,10 +81,10 @@ def test_known_helpers_can_be_turns_as_all_others():
 @pytest.mark.parametrize(
     "rule",
     [
-        {"type": "side"},
-        {"type": "side", "key": "*"},
-        {"type": "both", "key": "a"},
-        {"type": "side", "header": "a b"},
+        {"turn_type": "side"},
+        {"turn_type": "side", "key": "*"},
+        {"turn_type": "both", "key": "a"},
+        {"turn_type": "side", "header": "a b"},
     ],
 )
 def test_a_rule_without_a_condition_or_with_a_wrong_one_is_refused(rule):

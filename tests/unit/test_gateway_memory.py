@@ -22,6 +22,7 @@ from slipstream.rollout.gateway.serving.text import GrowingText
 from slipstream.rollout.gateway.sessions.placing import SessionLimits
 from slipstream.rollout.gateway.sessions.sessions import Sessions
 from slipstream.rollout.gateway.source import TokenRequest
+from slipstream.rollout.live import table
 from slipstream.rollout.live.driver_address import DriverAddress
 from slipstream.rollout.tokens.trajectory import Finish
 from slipstream.rollout.tokens.turn_entries import TurnType
@@ -185,7 +186,8 @@ class Gateway:
             await asyncio.sleep(TIDY_S / 10)
 
 
-def test_turns_that_are_over_leave_nothing_behind(tmp_path: Path):
+def test_turns_that_are_over_leave_nothing_behind(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(table, "PAST_KEPT", 500)  # there are more turns before the first look
     looks: list[Counter[str]] = []
 
     async def publish(version: int) -> None: ...
@@ -214,7 +216,14 @@ def test_turns_that_are_over_leave_nothing_behind(tmp_path: Path):
             gateway.journal.close()
             driver.close()
         assert gateway.sessions.sessions == gateway.sessions.size == 0
-        assert set(driver.core.live.ends) == {"trained", "side", "cancelled", "expired", "forgotten"}
+        assert set(driver.core.live.ends) == {
+            "trained",
+            "side",
+            "cancelled",
+            "expired",
+            "forgotten",
+            "unpaired",
+        }
 
     asyncio.run(main())
     before, after = looks

@@ -306,6 +306,8 @@ def test_train_refuses_the_wrong_kind_before_it_reads_anything(tmp_path):
         **VALID,
         "rollout": {**VALID["rollout"], "reward": "slipstream.rollout.reward.FinalAnswer"},
         "prepare": "slipstream.no_such.thing",
+        "model": {"path": ".made/model"},
+        "data": {"path": ".made/train.jsonl"},
         "cluster": {"type": "local", "device": "cpu"},
     }
     recipe.write_text(json.dumps(content))

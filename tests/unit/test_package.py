@@ -31,7 +31,7 @@ def test_the_wheel_holds_every_file_of_the_product(names):
         for path in (ROOT / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    api = {"backend/api/__init__.py": "__init__.py", "backend/api/py.typed": "py.typed"}
+    api = {f"backend/api/{name}": name for name in ("__init__.py", "client.py", "py.typed")}
     expected = {f"slipstream/{api.get(file, file)}" for file in files}
     assert {name for name in names if name.startswith("slipstream/")} == expected
 
