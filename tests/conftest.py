@@ -4,9 +4,17 @@ import gc
 import importlib.util
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+with suppress(ImportError):  # a machine for the tests on GPUs may lack it
+    from hypothesis import settings
+
+    settings.register_profile("unhurried", deadline=None)  # an example may wait for a busy core
+    if "CI" not in os.environ:  # there hypothesis has a profile of its own, without a deadline too
+        settings.load_profile("unhurried")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """One thread for the tensors of each process, here and in whatever a test starts: models are tiny, and

@@ -1,6 +1,7 @@
 """``slipstream``, the command line: names and options of its commands. Groups of commands have modules.
 
-Exit codes: 0 done, 1 the work failed or was stopped, 2 the input was wrong.
+Exit codes: 0 done, 1 the work has failed, 2 the input was wrong, 3 a user has stopped it, 75 it goes on in a
+further start of its Slurm job.
 """
 
 import json

@@ -428,19 +428,17 @@ def test_a_setting_of_another_type_is_refused_with_those_of_the_type_that_is_cho
 
 def test_nothing_heavy_is_imported():
     program = (
-        "import sys, time; start = time.perf_counter()\n"
+        "import sys\n"
         "from pathlib import Path\n"
         "from slipstream.configs.load import load_recipe\n"
         "overrides = ['actor.megatron.deterministic_mode=true', 'run.steps=3']\n"
         "load_recipe(Path('quickstart'), overrides)\n"
-        "print(time.perf_counter() - start)\n"
         "ours = {f'slipstream.{name}' for name in ('rollout', 'backend', 'bridge')}\n"
         "heavy = ours | {'torch', 'sglang', 'megatron', 'ray', 'transformers'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
-    assert float(ended.stdout) < 5  # about 0.3 s; the rest is for a loaded machine
 
 
 SCALARS = st.one_of(

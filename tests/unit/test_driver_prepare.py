@@ -3,7 +3,6 @@
 import asyncio
 import os
 import textwrap
-import time
 
 import pytest
 
@@ -128,8 +127,6 @@ def test_a_cancelled_run_leaves_no_process_behind(config):
             await task
         return pid
 
-    start = time.monotonic()
     pid = asyncio.run(cancelled())
-    assert time.monotonic() - start < 30
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
