@@ -54,6 +54,9 @@ ELSEWHERE = (
 NO_INPUTS = "slipstream.backend.simulate.only_simulated"
 """A ``prepare`` that excuses missing models and prompts: the run is planned or simulated, not trained."""
 
+SELF_REWARDING = ("slipstream.rollout.workflow.Verifiers",)
+"""Workflows whose episodes have a reward of their own."""
+
 LONGEST_NAME = 255
 """Bytes in one path component, on every file system in use."""
 
@@ -127,8 +130,10 @@ def prompts_come_from_one_place(config: RunConfig) -> Iterator[Violation]:
 
 
 def reward_is_given(config: RunConfig) -> Iterator[Violation]:
-    """A reward or a hook that rewards is given, unless the run has neither prompts nor an evaluation."""
+    """A reward, or a hook or workflow that rewards, is given if there are prompts or an evaluation."""
     hooks = config.rollout.hooks
+    if config.rollout.workflow.path in SELF_REWARDING:
+        return
     if hooks is not None and (hooks.custom_rm or hooks.rm_type or hooks.custom_generate_function):
         return  # they reward
     if config.rollout.reward is None and (config.has_prompts or config.eval is not None):
@@ -312,7 +317,10 @@ RULES = (
         ),
     ),
     Rule(prompts_come_from_one_place, ("data", "rollout.data_source", "rollout.hooks.data_source")),
-    Rule(reward_is_given, ("rollout.reward", "rollout.hooks", "rollout.data_source", "data", "eval")),
+    Rule(
+        reward_is_given,
+        ("rollout.reward", "rollout.workflow", "rollout.hooks", "rollout.data_source", "data", "eval"),
+    ),
     Rule(prompts_are_named_once, PROMPTS),
     Rule(template_takes_the_place_of_a_column, PROMPTS),
     Rule(prompts_have_a_known_format, PROMPTS),

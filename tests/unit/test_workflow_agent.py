@@ -6,6 +6,7 @@ from slipstream.backend.driver.start.inputs import InputError, read_inputs
 from slipstream.backend.driver.start.plugin_checks import plugin_problems
 from slipstream.configs.load import load_recipe
 from slipstream.configs.schema import PluginConfig
+from slipstream.configs.violations import RecipeError
 from slipstream.rollout.system import plugins
 from slipstream.rollout.system.plugins import PluginError
 from slipstream.rollout.workflow import Agent
@@ -79,3 +80,13 @@ def test_an_endpoint_that_nobody_needs_is_a_problem_of_the_recipe():
     lost = config.rollout.model_copy(update={"workflow": PluginConfig(path="nowhere.Agent")})
     [problem] = plugin_problems(config.model_copy(update={"rollout": lost}))
     assert problem.startswith("rollout.workflow: ")
+
+
+def test_an_environment_of_verifiers_is_no_plug_in_and_rewards_by_itself():
+    environment = "{taskset: {id: my-taskset}, agent: {runtime: {type: subprocess}}}"
+    workflow = f"{{path: slipstream.rollout.workflow.Verifiers, args: {{environment: {environment}}}}}"
+    settings = [f"rollout.workflow={workflow}", "rollout.reward=null", "rollout.endpoint={sampling: recipe}"]
+    config = load_recipe(ROOT / "configs/recipes/quickstart.yaml", [*settings, "eval=null"])
+    assert plugin_problems(config) == []
+    with pytest.raises(RecipeError, match=r"rollout\.reward: missing"):
+        load_recipe(ROOT / "configs/recipes/quickstart.yaml", ["rollout.reward=null"])

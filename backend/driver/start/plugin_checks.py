@@ -187,8 +187,8 @@ def _check_workflow(config: RunConfig) -> None:
     if settings.path.startswith(OURS):
         plugins.build(settings)
     environment = settings.args.get("environment")
-    if settings.path.startswith(OURS) and isinstance(environment, str | dict):
-        path = environment if isinstance(environment, str) else str(environment.get("path"))
+    path = environment.get("path") if isinstance(environment, dict) else environment  # verifiers' have none
+    if settings.path.startswith(OURS) and isinstance(path, str):
         _check_methods(path, plugins.resolve(path), ENVIRONMENT)
 
 

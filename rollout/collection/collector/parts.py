@@ -86,7 +86,7 @@ async def surroundings_of(
     Raises PluginError, JudgeStartFailed and OSError.
     """
     rollout = config.rollout
-    reward = rollout.reward or UNREWARDED  # without hooks there are no episodes without a reward
+    reward = rollout.reward or UNREWARDED  # hooks and some workflows reward by themselves
     serve_endpoint = None
     if needs_endpoint(rollout):
         from slipstream.rollout.gateway.endpoint.load import load
