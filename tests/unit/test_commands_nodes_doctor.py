@@ -58,7 +58,8 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Makes nodes, of which ``faults`` has the arguments of some."""
     monkeypatch.setattr(nodes_doctor, "STREAM_BYTES", 2**20)
     monkeypatch.setattr(nodes_doctor, "WRITE_BYTES", 2**20)
-    monkeypatch.setattr(nodes_doctor, "SLOW_DISK", 1.0)
+    monkeypatch.setattr(nodes_doctor, "SLOW_DISK", 1.0)  # the machine may be busy
+    monkeypatch.setattr(nodes_doctor, "SLOW_LINK", 1e12)
     made: list[Here] = []
 
     def make(faults: dict[str, dict[str, Any]] | None = None, classes: dict[str, type[Probe]] | None = None):
