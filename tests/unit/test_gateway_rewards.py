@@ -8,6 +8,7 @@ from slipstream.rollout.gateway.conversations import (
     AmbiguousTurn,
     ClientReward,
     GivenBefore,
+    TooManySessions,
     UnknownTurn,
     User,
 )
@@ -18,6 +19,7 @@ from slipstream.rollout.gateway.serving.rewarding import (
     read_session_reward,
     reply_of,
 )
+from slipstream.rollout.gateway.sessions.placing import SessionLimits
 from slipstream.rollout.tokens.turn_entries import UserReward
 from tests.unit.talking import Gateway, assistant, tool, user, written_call
 
@@ -292,6 +294,19 @@ def test_a_group_is_compared_once_each_of_its_sessions_has_a_reward(gateway, res
         gateway.restart()
     with pytest.raises(GivenBefore, match="has its rewards"):
         give(gateway, session=names[0], is_whole=True)
+
+
+@pytest.mark.parametrize(("fits", "running"), [(2, 0), (4, 2)])
+def test_of_a_group_that_does_not_fit_no_session_stays(fits, running):
+    """It would push its own first sessions out, and could never be compared."""
+    gateway = Gateway(SessionLimits(1000, 1 << 30, 1800.0, per_key=fits))
+    for number in range(running):
+        gateway.begin([user(str(number))], session=f"runs {number}")
+    with pytest.raises(TooManySessions, match="3 sessions do not fit"):
+        opened(gateway, 3, is_group=True)
+    assert gateway.sessions.sessions == running
+    assert not gateway.sessions._table._groups
+    assert len(opened(gateway, fits - running, is_group=True)) == fits - running
 
 
 def test_a_turn_of_a_session_in_a_group_has_no_reward_of_its_own(gateway):

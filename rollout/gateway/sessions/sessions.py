@@ -22,6 +22,7 @@ from slipstream.rollout.gateway.conversations import (
     NamedAnswer,
     PromptTooLong,
     TakenReward,
+    TooManySessions,
     User,
 )
 from slipstream.rollout.gateway.sessions.continuing import (
@@ -200,16 +201,27 @@ class Sessions:
         ``is_group``: their rewards are compared with each other. Raises TooManySessions.
         """
         group = self._mint() if is_group else ""
-        names: list[str] = []
-        for _ in range(count):
-            self._make_room(user.name, now_s)
-            session = SessionState(user.name, self._mint(), now_s)
-            self._table.add(session)
-            self._table.opened(session, tags, group, count)
-            self._table.used(session, now_s)
-            self._due.append(Opened(session.name, session.key, group, count, as_json(dict(tags))))
-            names.append(session.name)
-        return names, self._leave()
+        sessions: list[SessionState] = []
+        try:
+            for _ in range(count):
+                self._make_room(user.name, now_s)
+                session = SessionState(user.name, self._mint(), now_s)
+                sessions.append(session)
+                self._table.add(session)
+                self._table.opened(session, tags, group, count)
+                self._table.used(session, now_s)
+                self._due.append(Opened(session.name, session.key, group, count, as_json(dict(tags))))
+            if len(self._there(sessions)) < count:  # the last have pushed the first ones out
+                raise TooManySessions(f"{count} sessions do not fit beside those of this key that run", 60.0)
+        except TooManySessions:
+            for session in self._there(sessions):
+                self._ended(session, "evicted")
+                self._table.remove(session)
+            raise
+        return [session.name for session in sessions], self._leave()
+
+    def _there(self, sessions: Iterable[SessionState]) -> list[SessionState]:
+        return [each for each in sessions if self._table.get(each.key, each.name) is each]
 
     def listed(self, user: User, name: str | None = None) -> list[ListedSession]:
         """Return the sessions of a user, or the one of a name. Raises UnknownTurn."""
