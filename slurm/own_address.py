@@ -22,7 +22,8 @@ RETRY_S = 0.2
 
 
 def route_source(host: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect((host, 9))  # a datagram socket only looks up the route; the port is arbitrary
         return str(sock.getsockname()[0])
 

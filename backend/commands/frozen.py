@@ -21,20 +21,8 @@ from slipstream.configs.document import read_document
 from slipstream.configs.schema.run import RunSection
 
 RECORDED = (
-    *(
-        "CUDA_",
-        "GLOO_",
-        "HF_",
-        "LD_",
-        "LOADEDMODULES",
-        "NCCL_",
-        "NVIDIA_",
-        "OMP_",
-        "PATH",
-        "PYTHON",
-        "PYTORCH_",
-    ),
-    *("RAY_", "SGLANG_", "SLIPSTREAM_", "TORCH_", "TRITON_", "UCX_", "VIRTUAL_ENV"),
+    *("CUDA_", "GLOO_", "HF_", "LD_", "LOADEDMODULES", "NCCL_", "NVIDIA_", "OMP_", "PATH", "PYTHON"),
+    *("PYTORCH_", "RAY_", "SGLANG_", "SLIPSTREAM_", "TORCH_", "TRITON_", "UCX_", "VIRTUAL_ENV"),
 )
 """Beginnings of the variables that are recorded: those that change what a run does."""
 

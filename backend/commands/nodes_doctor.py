@@ -21,6 +21,7 @@ from typing import Any
 from slipstream.backend.commands.doctor import Finding
 from slipstream.backend.commands.node_probe import CONNECT_S, REDUCE_S, STREAM_S
 from slipstream.backend.commands.outcome import WrongInput
+from slipstream.backend.commands.slurm_jobs import called
 
 PROBE = "slipstream.backend.commands.node_probe"
 HELLO_S, WRITE_S = 60.0, 40.0
@@ -115,14 +116,14 @@ class Nodes:
 
 
 def allocated(count: int, folder: Path, variables: Mapping[str, str]) -> Nodes:
-    """Start a probe on ``count`` nodes of the allocation of this process. Raises WrongInput."""
+    """Start a probe on ``count`` nodes of the allocation of this process. Raises WrongInput and Failed."""
     nodes = variables.get("SLURM_JOB_NODELIST")
     if not nodes or shutil.which("srun") is None or shutil.which("scontrol") is None:
         raise WrongInput(
             f"--nodes: no allocation of Slurm found: call it in one, after `salloc --nodes={count}`, or "
             f"`sbatch --nodes={count} --wrap 'slipstream doctor --nodes {count}'`"
         )
-    names = _said_by("scontrol", "show", "hostnames", nodes).split()
+    names = called("scontrol", "show", "hostnames", nodes).stdout.split()
     if not 2 <= count <= len(names):
         raise WrongInput(f"--nodes: {count} found, from 2 to the allocation's {len(names)} nodes expected")
     names = names[:count]
@@ -145,12 +146,8 @@ def allocated(count: int, folder: Path, variables: Mapping[str, str]) -> Nodes:
 
 
 def _address(node: str) -> str:
-    shown = _said_by("scontrol", "--oneliner", "show", "node", node)
+    shown = called("scontrol", "--oneliner", "show", "node", node).stdout
     return next((word[9:] for word in shown.split() if word.startswith("NodeAddr=")), node)
-
-
-def _said_by(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout
 
 
 def examine_nodes(nodes: Nodes, folder: Path, ray_port: int) -> Iterator[Finding]:

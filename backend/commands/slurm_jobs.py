@@ -54,7 +54,7 @@ def is_here() -> bool:
 
 def job_facts(job: str) -> JobFacts | None:
     """Return what Slurm says of a job; None if it does not know the job, or not any more. Raises Failed."""
-    ended = _called("scontrol", "--oneliner", "show", "job", job)
+    ended = called("scontrol", "--oneliner", "show", "job", job)
     if ended.returncode:
         if _UNKNOWN.search(ended.stderr):
             return None
@@ -87,12 +87,13 @@ def parsed(record: str) -> JobFacts | None:
 
 def cancel(job: str, *options: str) -> None:
     """Run ``scancel OPTIONS JOB``. Raises Failed."""
-    ended = _called("scancel", *options, job)
+    ended = called("scancel", *options, job)
     if ended.returncode:
         raise Failed(f"scancel {job}: {ended.stderr.strip() or f'exit code {ended.returncode}'}")
 
 
-def _called(*command: str) -> subprocess.CompletedProcess[str]:
+def called(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of Slurm's. Raises Failed if it is missing, or does not answer."""
     try:
         return subprocess.run(
             command,

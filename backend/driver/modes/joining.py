@@ -37,6 +37,7 @@ from slipstream.rollout.engine.adapters import POLICY
 from slipstream.rollout.engine.server_process import ServerAccess
 from slipstream.rollout.system import plugins
 from slipstream.rollout.system.key import Key
+from slipstream.slurm.own_address import route_source
 
 LOOKED_AGAIN_S = 1.0
 """Seconds before a driver is asked again that has not answered."""
@@ -129,7 +130,7 @@ async def join(
     Raises InputError, EngineStartError and NotAnswered.
     """
     await service.check_room()
-    own = host or _address_towards(service.url)
+    own = host or route_source(urlsplit(service.url).hostname or "")
     actor = _actor(config, run, own)
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -207,15 +208,6 @@ def _actor(config: RunConfig, run: Path, host: str) -> EngineActor:
         start_timeout_s=engine.start_timeout_s,
         facts=facts_of(config, limits),
     )
-
-
-def _address_towards(url: str) -> str:
-    """Return the address of this machine from which packets to ``url`` leave."""
-    parts = urlsplit(url)
-    family = socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as way:
-        way.connect((parts.hostname, parts.port))
-        return str(way.getsockname()[0])
 
 
 def _reason(answer: bytes) -> str:

@@ -19,7 +19,8 @@ from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingRespons
 
 from slipstream.rollout.gateway.serving.answering import DATA, Chatting, begin, reading
 from slipstream.rollout.gateway.serving.call import LiveCall
-from slipstream.rollout.gateway.serving.client_tools import StreamedItems, read_tools, response_in_form
+from slipstream.rollout.gateway.serving.client_calls import StreamedItems, response_in_form
+from slipstream.rollout.gateway.serving.client_tools import read_tools
 from slipstream.rollout.gateway.serving.marks import marked
 from slipstream.rollout.gateway.serving.messages import as_template_reads
 from slipstream.rollout.gateway.serving.stand_in import StandIn

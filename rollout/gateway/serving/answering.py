@@ -37,7 +37,7 @@ from slipstream.rollout.engine import patches
 from slipstream.rollout.engine.whole_calls import WholeCalls
 from slipstream.rollout.gateway.conversations import Arrival, ChatMessage
 from slipstream.rollout.gateway.serving.call import LiveCall
-from slipstream.rollout.gateway.serving.client_tools import StreamedChatCalls
+from slipstream.rollout.gateway.serving.client_calls import StreamedChatCalls
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.messages import StreamedMessages, as_template_reads
 from slipstream.rollout.gateway.serving.stand_in import StandIn

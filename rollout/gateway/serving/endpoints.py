@@ -17,7 +17,7 @@ from slipstream.rollout.gateway.serving import fields
 from slipstream.rollout.gateway.serving.answered_responses import Responses
 from slipstream.rollout.gateway.serving.answering import Chat, Messages, TextCompletion
 from slipstream.rollout.gateway.serving.call import LiveCall
-from slipstream.rollout.gateway.serving.client_tools import chat_call, response_in_form
+from slipstream.rollout.gateway.serving.client_calls import chat_call, response_in_form
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.native import GenerateBody, Native
 from slipstream.rollout.gateway.serving.preferences import TIERS, Abilities
