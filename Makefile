@@ -1,6 +1,6 @@
 # make quickstart   sets everything up and trains a small policy on this machine; GPU=1: on one GPU of it
 # make test         sets everything up and runs the tests
-# make test-fast    the unit tests only: no engine, no Ray, no Slurm; a quarter of an hour
+# make test-fast    the unit tests only: no engine, no Ray, no Slurm; some ten minutes
 # make property-sweep SEEDS=20 N=2000   random schedules of the control core, N for each seed (some minutes)
 # make crash-cases                every known harm to a run once: kills, stops, damage (more than an hour); ONLY="damage"
 # make exactness N=1000 SEED=1    random conversations: is what is trained what the engines have sampled? (some minutes)
@@ -44,26 +44,26 @@ quickstart: install
 	@kind=$$(sh $(ENVIRONMENT)/kind.sh '$(VENV)' '$(GPU)') && \
 	  $(BIN)/slipstream train configs/recipes/quickstart.yaml $$([ $$kind = cpu ] || echo '$(ON_ONE_GPU)')
 
-# Four lanes for two cores, so that none is idle until the end: whole runs and clusters often wait for processes
-# to start. Clusters follow the numerics, which are done first. Ray's workers have a niceness of 15, and so have
-# the tests beside whole runs: else those would stand still while there are others.
+# Five lanes for two cores, so that none is idle: whole runs, clusters and judges often wait for processes to start.
+# Ray's workers have a niceness of 15, and so have the tests beside whole runs: else those would stand still while
+# there are others.
 test: install $(VENV)/.triton $(VENV)/.docs
 	bash tests/cluster/install_slurm.sh
-	@$(MAKE) --jobs=4 --keep-going --output-sync=target --no-print-directory BESIDE='nice -n 15' \
-	  AFTER=test-numerics test-runs test-cluster test-unit-0 test-unit-1
+	@$(MAKE) --jobs=5 --keep-going --output-sync=target --no-print-directory BESIDE='nice -n 15' \
+	  test-runs test-numerics test-cluster test-unit-0 test-unit-1
 
 test-numerics: install
 	$(BESIDE) $(BIN)/python -m pytest tests/integration tests/gpu
 
-test-cluster: install $(AFTER)
+test-cluster: install
 	bash tests/cluster/install_slurm.sh
-	$(BESIDE) $(BIN)/python -m pytest tests/cluster
+	$(BIN)/python -m pytest tests/cluster
 
 test-runs: install
 	$(BIN)/python -m pytest tests/runs tests/clients tests/agents
 
 test-fast: install $(VENV)/.triton $(VENV)/.docs
-	$(BIN)/python -m pytest tests/unit
+	@$(MAKE) --jobs=2 --keep-going --output-sync=target --no-print-directory test-unit-0 test-unit-1
 
 # Every second file of the unit tests.
 test-unit-0 test-unit-1: install $(VENV)/.triton $(VENV)/.docs

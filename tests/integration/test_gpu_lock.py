@@ -26,7 +26,9 @@ def test_the_versions_resolve_as_they_are():
     assert re.fullmatch(r"ok 2\d\d packages", ended.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("package", "version"), [("numpy", "2.4.6"), ("protobuf", "7.36.2")])
+@pytest.mark.parametrize(
+    ("package", "version"), [("numpy", "2.4.6"), pytest.param("protobuf", "7.36.2", marks=pytest.mark.slow)]
+)
 def test_a_version_that_a_package_forbids_is_refused(package: str, version: str, tmp_path: Path):
     pins = tmp_path / "pins.txt"
     text = PINS["gpu"].read_text()

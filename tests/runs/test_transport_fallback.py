@@ -5,29 +5,42 @@ import json
 import pytest
 
 from slipstream.backend.commands.audit import audit_run
+from tests.runs.conftest import LaunchedRun
 from tests.runs.test_run import Launch, finish, records, summary
 
 BOUND = "rollout.max_head_offpolicyness=2"
 GIVEN_UP = "perf/weight_transports_given_up"
 
 
-def test_a_run_whose_shards_do_not_arrive_goes_on_with_tensor_and_so_does_its_resume(launch: Launch):
-    settings = (BOUND, "rollout.engine.count=2", "actor.parallel.tensor=2", "checkpoint.every=2")
-    run = launch("run.steps=4", *settings, fault="break:1")
-    assert finish(run) == 0, run.output()
-    run = launch("run.steps=6", *settings, resume=True)
-    assert finish(run) == 0, run.output()
+SETTINGS = (BOUND, "rollout.engine.count=2", "actor.parallel.tensor=2", "checkpoint.every=2")
+
+
+def assert_went_on_with_tensor(run: LaunchedRun, steps: int) -> None:
     found = summary(run)
     assert run.output().count("gives up weights.transport shards and goes on with tensor") == 1
     assert json.loads((run.folder / "transports.json").read_text())["proven"] == ["tensor"]
     logged = records(run)
-    assert [record["step"] for record in logged] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in logged] == list(range(1, steps + 1))
     assert {record[GIVEN_UP] for record in logged} == {1}
-    assert (found["steps"], found["engine_restarts"], found["groups"]["failed"]) == (6, 0, 0)
+    assert (found["steps"], found["engine_restarts"], found["groups"]["failed"]) == (steps, 0, 0)
     assert max(record["staleness/head_max"] for record in logged) <= 2
     assert max(record.get("mismatch/logprob_abs_max", 0.0) for record in logged) < 1e-3
     assert audit_run(run.folder, print).discrepancies == []
     run.assert_nothing_left()
+
+
+def test_a_run_whose_shards_do_not_arrive_goes_on_with_tensor(launch: Launch):
+    run = launch("run.steps=4", *SETTINGS, fault="break:1")
+    assert finish(run) == 0, run.output()
+    assert_went_on_with_tensor(run, 4)
+
+
+@pytest.mark.slow  # test_driver_transports.py has what a resume reads
+def test_a_resume_begins_with_the_transport_that_has_worked(launch: Launch):
+    assert finish(launch("run.steps=4", *SETTINGS, fault="break:1")) == 0
+    run = launch("run.steps=6", *SETTINGS, resume=True)
+    assert finish(run) == 0, run.output()
+    assert_went_on_with_tensor(run, 6)
 
 
 @pytest.mark.slow

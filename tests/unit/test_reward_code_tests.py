@@ -52,9 +52,11 @@ def score(label, program, **args):
 )
 def test_a_program_gets_the_share_of_the_cases_that_it_passes(label, program, share):
     assert score(label, program, sandbox=LIMITS | {"cpu_s": 1, "wall_s": 3}) == share
-    assert score(label, program, sandbox=LIMITS | {"cpu_s": 1, "wall_s": 3}, reward="all") == float(
-        share == 1
-    )
+
+
+@pytest.mark.parametrize(("program", "reward"), [(ADDS, 1.0), ("print(5)", 0.0), ("print(6)", 0.0)])
+def test_a_program_that_must_pass_all_cases_gets_nothing_for_a_share(program, reward):
+    assert score(SUMS, program, reward="all") == reward
 
 
 CALLS = {"fn_name": "double", "inputs": [[2], [-1]], "outputs": [4, -2]}
