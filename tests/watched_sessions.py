@@ -63,6 +63,10 @@ class MemoryLog:
         self.entries += entries
         return range(first, len(self.entries) + 1)
 
+    @property
+    def last(self) -> int:
+        return len(self.entries)
+
     async def durable(self, number: int) -> None:
         await self._durable.wait()
 

@@ -134,7 +134,7 @@ class Client:
 
     def session(self, **tags: str | float | bool) -> RewardedSession:
         """Open a session. ``tags``: what lists call it. Raises GatewayRefused."""
-        [name] = self.post("/sessions", {"tags": tags})["sessions"]
+        [name] = self.post("/sessions", {"tags": tags, "key": uuid.uuid4().hex})["sessions"]
         return RewardedSession(self, name)
 
     def group(self, prompt: object, n: int, **tags: str | float | bool) -> list[RewardedSession]:
@@ -143,7 +143,8 @@ class Client:
         They are trained once each has a reward. ``prompt``: what they have in common. It is not sent. Raises
         GatewayRefused.
         """
-        names = self.post("/sessions", {"count": n, "group": True, "tags": tags})["sessions"]
+        body = {"count": n, "group": True, "tags": tags, "key": uuid.uuid4().hex}
+        names = self.post("/sessions", body)["sessions"]
         return [RewardedSession(self, name, prompt) for name in names]
 
     def episode(self, function: Callable[Concatenate[RewardedSession, P], R]) -> Callable[P, R]:

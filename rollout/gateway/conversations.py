@@ -231,11 +231,16 @@ class AmbiguousTurn(ValueError):
 
 
 class GivenBefore(ValueError):
-    """A client has used the name of a giving for another reward."""
+    """A client has used the name of a request for another one."""
 
 
 class EntryLog(Protocol):
     """The journal, as far as the endpoints need it."""
+
+    @property
+    def last(self) -> int:
+        """Number of the last entry; 0: there is none."""
+        ...
 
     def append(self, entries: Sequence[Entry]) -> Sequence[int]:
         """Give entries their numbers, and begin to write them."""

@@ -147,9 +147,11 @@ class Opened(msgspec.Struct, array_like=True, frozen=True, gc=False):
     group: str
     """Name that all sessions of its group have in common; empty: it belongs to none."""
     size: int
-    """Number of sessions in the group."""
+    """Number of sessions in the group, or that were opened together."""
     tags: msgspec.Raw
     """JSON object: what the client calls it, for lists of sessions."""
+    once: str = ""
+    """Name that the client has given the request, so that sending it again opens nothing; empty: none."""
 
 
 class HeldReward(msgspec.Struct, array_like=True, frozen=True, gc=False):

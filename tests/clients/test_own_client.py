@@ -3,6 +3,7 @@
 import asyncio
 
 import anthropic
+import httpx
 import openai
 import pytest
 
@@ -54,6 +55,49 @@ def test_a_group_is_held_until_each_session_has_a_reward(client):
     assert [each.get("waits_for") for each in told] == [2, 1, None]
     with pytest.raises(GatewayRefused, match="409: the group"):
         sessions[0].reward(1)
+
+
+@pytest.mark.parametrize("opens", ["session", "group"])
+def test_a_connection_that_breaks_while_sessions_are_opened_opens_them_once(client, monkeypatch, opens):
+    """The gateway opens them, and its reply is lost."""
+    send, broken = client._http.request, []
+
+    def breaking(*args, **kwargs):
+        reply = send(*args, **kwargs)
+        if not broken:
+            broken.append(reply.json()["sessions"])
+            raise httpx.ReadError("the connection is gone")
+        return reply
+
+    before = {each["session"] for each in client.sessions()}
+    monkeypatch.setattr(client._http, "request", breaking)
+    monkeypatch.setattr("slipstream.client.FIRST_PAUSE_S", 0.0)
+    sessions = [client.session()] if opens == "session" else client.group("What?", 3)
+    names = [session.name for session in sessions]
+    assert broken == [names]
+    assert {each["session"] for each in client.sessions()} - before == {*names}
+
+
+def test_sessions_that_are_opened_again_are_named_when_they_are_durable(gateway):
+    """The first reply is held back by the disk, and its client does not wait for it."""
+    body, headers = {"count": 2, "key": "slow"}, {"authorization": "Bearer key-anna"}
+    gateway.control(hold_log=True)
+    try:
+        for _ in range(2):
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{gateway.url}/sessions", json=body, headers=headers, timeout=0.5)
+    finally:
+        gateway.control(release_log=True)
+    again = httpx.post(f"{gateway.url}/sessions", json=body, headers=headers, timeout=60)
+    named = httpx.post(
+        f"{gateway.url}/sessions",
+        json={"count": 2},
+        headers=headers | {"idempotency-key": "slow"},
+        timeout=60,
+    )
+    assert again.json() == named.json() and len(again.json()["sessions"]) == 2
+    other = httpx.post(f"{gateway.url}/sessions", json={**body, "count": 3}, headers=headers, timeout=60)
+    assert other.status_code == 409 and "was used to open other sessions" in other.text
 
 
 def test_a_function_is_an_episode(client):

@@ -253,9 +253,9 @@ def test_a_client_is_told_what_has_become_of_its_reward(gateway, outcomes, statu
 # ---- sessions that clients open, and groups of them
 
 
-def opened(gateway, count=1, *, key="key", is_group=False) -> list[str]:
+def opened(gateway, count=1, *, key="key", is_group=False, once="") -> list[str]:
     names, entries = gateway.sessions.open_sessions(
-        User(key), count, {"task": "sums"}, is_group=is_group, now_s=gateway.now
+        User(key), count, {"task": "sums"}, is_group=is_group, once=once, now_s=gateway.now
     )
     gateway.append(entries)
     return names
@@ -270,6 +270,30 @@ def test_turns_of_a_session_that_its_client_has_opened_say_so(gateway, restarts)
     other = gateway.talk([user("a")], ODD, session="other")
     assert (gateway.turn(own).is_rewarded, gateway.turn(other).is_rewarded) == (True, False)
     assert gateway.sessions.listed(User("key"), name)[0].tags == {"task": "sums"}
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("is_group", [False, True])
+def test_an_opening_that_is_sent_again_opens_nothing(gateway, is_group, restarts):
+    names = opened(gateway, 3, is_group=is_group, once="k")
+    if restarts:
+        gateway.restart()
+    entries = len(gateway.journal)
+    assert opened(gateway, 3, is_group=is_group, once="k") == names
+    assert (gateway.sessions.sessions, len(gateway.journal)) == (3, entries)
+    for count, grouped in ((2, is_group), (3, not is_group)):
+        with pytest.raises(GivenBefore, match="'k' was used to open other sessions"):
+            opened(gateway, count, is_group=grouped, once="k")
+    assert not {*names} & {*opened(gateway, 3, key="other", once="k"), *opened(gateway, 3)}
+
+
+def test_an_opening_is_remembered_as_long_as_one_of_its_sessions(gateway):
+    names = opened(gateway, 2, once="k")
+    gateway.append(gateway.sessions.forget(names[0], "key"))
+    assert opened(gateway, 2, once="k") == names
+    gateway.append(gateway.sessions.forget(names[1], "key"))
+    assert not gateway.sessions._table._openings
+    assert opened(gateway, 2, once="k") != names
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -357,5 +381,5 @@ def test_a_list_shows_versions_ids_and_rewards_of_the_users_own_turns(gateway):
 )
 def test_sessions_are_not_opened_by_a_wrong_body(body, told):
     with pytest.raises(Refusal) as refused:
-        read_opening(body.encode())
+        read_opening(body.encode(), None)
     assert told in refused.value.message

@@ -48,7 +48,8 @@ class Attempts:
         self._version = version
         self._decode = decode
         self._names = count()
-        self._numbers = count(1)
+        self.last = 0
+        """Number of the last entry."""
         self._by_key: dict[bytes, Attempt] = {}
         self._by_name: dict[str, Attempt] = {}
 
@@ -106,7 +107,7 @@ class Attempts:
         raise UnknownTurn("an episode takes no reward of a turn: its agent returns that of the episode")
 
     def open_sessions(
-        self, user: User, count: int, tags: Mapping[str, object], *, is_group: bool, now_s: float
+        self, user: User, count: int, tags: Mapping[str, object], *, is_group: bool, once: str, now_s: float
     ) -> tuple[list[str], Sequence[Entry]]:
         """Refuse to open a session. Raises TooManySessions."""
         raise TooManySessions("an episode is one session: its agent returns its reward", 60.0)
@@ -137,7 +138,8 @@ class Attempts:
 
     def append(self, entries: Sequence[Entry]) -> Sequence[int]:
         """Number entries, and keep the turns among them."""
-        numbers = [next(self._numbers) for _ in entries]
+        numbers = range(self.last + 1, self.last + 1 + len(entries))
+        self.last += len(entries)
         for number, entry in zip(numbers, entries, strict=True):
             if isinstance(entry, Turn) and (attempt := self._by_name.get(entry.key)) is not None:
                 attempt.keep(number, entry)

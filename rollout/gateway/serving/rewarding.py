@@ -121,6 +121,7 @@ OPENING = {
         f"an object of at most {MOST_TAGS} texts, numbers, true or false, of {LONGEST_NAME} characters each",
         _is_tags,
     ),
+    "key": _ONCE,
 }
 """Fields of ``POST /sessions``."""
 
@@ -196,17 +197,21 @@ class WantedSessions(NamedTuple):
     count: int
     is_group: bool
     tags: Mapping[str, object]
+    once: str
+    """Name of the request, which counts once however often the client sends it; empty: none."""
 
 
-def read_opening(raw: bytes) -> WantedSessions:
-    """Return what a client wants to open. Raises Refusal with 400 that names everything that is wrong."""
-    body = _object(raw) if raw.strip() else {}
+def read_opening(raw: bytes, header: str | None) -> WantedSessions:
+    """Return what a client wants to open, as ``read_reward`` does."""
+    body = _with_key(_object(raw) if raw.strip() else {}, header)
     problems = _problems(body, OPENING, ())
     if body.get("group") is True and not problems and body.get("count", 1) == 1:
         problems.append(("count", "count: expected 2 or more for a group, whose rewards are compared"))
     _raise(problems)
     tags = cast("dict[str, object]", body.get("tags", {}))
-    return WantedSessions(cast(int, body.get("count", 1)), bool(body.get("group", False)), tags)
+    return WantedSessions(
+        cast(int, body.get("count", 1)), bool(body.get("group", False)), tags, cast(str, body.get("key", ""))
+    )
 
 
 def schema_of(fields: Mapping[str, OwnField], required: Sequence[str]) -> dict[str, object]:

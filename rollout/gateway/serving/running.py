@@ -247,11 +247,12 @@ class Conversations(Protocol):
         ...
 
     def open_sessions(
-        self, user: User, count: int, tags: Mapping[str, object], *, is_group: bool, now_s: float
+        self, user: User, count: int, tags: Mapping[str, object], *, is_group: bool, once: str, now_s: float
     ) -> tuple[list[str], Sequence[Entry]]:
-        """Open sessions whose turns the client rewards itself. Return their names, and what to record.
+        """Open sessions whose turns the client rewards itself. Return their names, and what to record, which
+        is nothing where the request named ``once`` has opened them before.
 
-        Raises TooManySessions.
+        Raises TooManySessions and GivenBefore.
         """
         ...
 

@@ -34,7 +34,7 @@ from slipstream.rollout.gateway.serving.rewarding import (
 from slipstream.rollout.gateway.serving.running import Conversations
 
 ONCE_HEADER = "idempotency-key"
-"""Header that may name the giving of a reward, in place of ``key`` of its body."""
+"""Header that may name an opening or the giving of a reward, in place of ``key`` of its body."""
 
 
 class SessionRoutes:
@@ -55,14 +55,22 @@ class SessionRoutes:
     async def open(self, request: Request) -> Response:
         """Open sessions, and return their names."""
         user, raw = await self._handler.own_body(request)
-        opening = read_opening(raw)
+        opening = read_opening(raw, request.headers.get(ONCE_HEADER))
         try:
             names, entries = self._conversations.open_sessions(
-                user, opening.count, opening.tags, is_group=opening.is_group, now_s=self._clock()
+                user,
+                opening.count,
+                opening.tags,
+                is_group=opening.is_group,
+                once=opening.once,
+                now_s=self._clock(),
             )
         except TooManySessions as error:
             raise Refusal(429, str(error), retry_after_s=error.retry_after_s) from error
-        await self._entries.durable(self._entries.append(entries)[-1])
+        except GivenBefore as error:
+            raise Refusal(409, str(error), param="key") from error
+        self._entries.append(entries)
+        await self._entries.durable(self._entries.last)  # those of an earlier request may not be on disk yet
         return replies.json_reply({"sessions": names})
 
     async def list_all(self, request: Request) -> Response:
@@ -119,6 +127,8 @@ class SessionRoutes:
             )
             for turn, outcome in zip(given.turns, outcomes, strict=True):
                 turn.outcome = outcome
+        else:
+            await self._entries.durable(self._entries.last)  # it was given before, maybe just now
         status, content = reply_of(given)
         headers = replies.session_headers(given.session)
         return replies.json_reply(content, status=status, headers=headers)

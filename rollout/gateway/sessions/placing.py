@@ -25,6 +25,7 @@ from slipstream.rollout.gateway.sessions.continuing import last_answer, repeats_
 from slipstream.rollout.gateway.sessions.counters import SessionCounters
 from slipstream.rollout.gateway.sessions.stored import EndedTurn, SessionGroup, SessionState
 from slipstream.rollout.tokens.conversation.sameness import Mark, ids_of_calls, results_of
+from slipstream.rollout.tokens.turn_entries import Opened
 
 Id = tuple[str, str]
 """Name of the API key, and name of the session. Two keys never share a session."""
@@ -87,6 +88,8 @@ class SessionTable:
         """By key and by the id of a request or of a tool call: sessions with a turn that has it."""
         self._groups: dict[tuple[str, str], SessionGroup] = {}
         """By key and name."""
+        self._openings: dict[tuple[str, str], list[Opened]] = {}
+        """Entries of opened sessions, by key and by the names of the requests that have opened them."""
         self._given: dict[tuple[str, str], TakenReward] = {}
         """Rewards by key and by the names of their givings."""
         self.size = 0
@@ -112,13 +115,21 @@ class SessionTable:
         share.sessions[session.key, session.name] = session
         share.size += session.size
 
-    def opened(self, session: SessionState, tags: Mapping[str, object], group: str, size: int) -> None:
-        """Note that a client has opened a session of the group of this name and size; empty: of none."""
-        session.tags = tags
-        if group:
-            named = self._groups.setdefault((session.key, group), SessionGroup(group, size))
+    def opened(self, session: SessionState, tags: Mapping[str, object], entry: Opened) -> None:
+        """Note that a client has opened a session, as its entry says."""
+        session.tags, session.once = tags, entry.once
+        if entry.once:
+            self._openings.setdefault((session.key, entry.once), []).append(entry)
+        if entry.group:
+            group = SessionGroup(entry.group, entry.size)
+            named = self._groups.setdefault((session.key, entry.group), group)
             session.group = named
             named.sessions.append(session)
+
+    def opening(self, key: str, once: str) -> Sequence[Opened]:
+        """Return the entries of the sessions that a request of this name has opened; empty: none has, or all
+        of them are gone."""
+        return self._openings.get((key, once), ())
 
     def of_key(self, key: str) -> list[SessionState]:
         """Return all sessions of a key, the one that has rested longest first."""
@@ -329,6 +340,9 @@ class SessionTable:
                     self._with_id.pop((session.key, id_), None)
         for once in session.given:
             self._given.pop((session.key, once), None)
+        opening = self._openings.get((session.key, session.once), ())
+        if not any((session.key, each.session) in self._sessions for each in opening):
+            self._openings.pop((session.key, session.once), None)
         if session.group is not None:
             session.group.is_over = True
             session.group.sessions.remove(session)

@@ -96,7 +96,7 @@ class Restoring:
             session = SessionState(opened.key, opened.session, 0.0)
             self._table.add(session)
         tags = cast("dict[str, object]", json.loads(bytes(opened.tags)))
-        self._table.opened(session, tags, opened.group, opened.size)
+        self._table.opened(session, tags, opened)
         self._table.used(session, session.used_s)
 
     def _turn(self, number: int, entry: Turn) -> None:

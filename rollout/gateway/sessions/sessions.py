@@ -18,6 +18,7 @@ from slipstream.rollout.gateway.conversations import (
     Answer,
     Arrival,
     ClientReward,
+    GivenBefore,
     ListedSession,
     NamedAnswer,
     PromptTooLong,
@@ -194,12 +195,20 @@ class Sessions:
         return give(self._table, user, reward, self._credit)
 
     def open_sessions(
-        self, user: User, count: int, tags: Mapping[str, object], *, is_group: bool, now_s: float
+        self, user: User, count: int, tags: Mapping[str, object], *, is_group: bool, once: str, now_s: float
     ) -> tuple[list[str], Sequence[Entry]]:
         """Open sessions whose turns the client rewards itself. Return their names, and what to record.
 
-        ``is_group``: their rewards are compared with each other. Raises TooManySessions.
+        ``is_group``: their rewards are compared with each other. ``once``: name of the request; sent again,
+        it opens nothing, as long as one of its sessions is there. Raises TooManySessions and GivenBefore.
         """
+        named = as_json(dict(tags))
+        before = self._table.opening(user.name, once) if once else ()
+        for entry in before:
+            if (entry.size, bool(entry.group), bytes(entry.tags)) != (count, is_group, bytes(named)):
+                raise GivenBefore(f"the key {once!r} was used to open other sessions: give this one its own")
+        if before:
+            return [entry.session for entry in before], ()
         group = self._mint() if is_group else ""
         sessions: list[SessionState] = []
         try:
@@ -208,9 +217,10 @@ class Sessions:
                 session = SessionState(user.name, self._mint(), now_s)
                 sessions.append(session)
                 self._table.add(session)
-                self._table.opened(session, tags, group, count)
+                entry = Opened(session.name, session.key, group, count, named, once)
+                self._table.opened(session, tags, entry)
                 self._table.used(session, now_s)
-                self._due.append(Opened(session.name, session.key, group, count, as_json(dict(tags))))
+                self._due.append(entry)
             if len(self._there(sessions)) < count:  # the last have pushed the first ones out
                 raise TooManySessions(f"{count} sessions do not fit beside those of this key that run", 60.0)
         except TooManySessions:

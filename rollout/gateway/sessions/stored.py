@@ -155,6 +155,8 @@ class SessionState:
     """All its turns, in the order of their entries."""
     tags: Mapping[str, object] | None = None
     """What the client that has opened it calls it, and rewards it; None: nobody has opened it."""
+    once: str = ""
+    """Name that the client has given the request that has opened it; empty: none."""
     group: "SessionGroup | None" = None
     held: HeldReward | None = None
     """Its reward, which waits for those of its group."""
