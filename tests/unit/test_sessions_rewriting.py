@@ -201,6 +201,19 @@ def test_a_conversation_of_which_a_summary_alone_is_left_goes_on():
     assert gateway.next_states() == {first: ["on"]}
 
 
+def test_what_claude_code_leaves_of_a_compacted_conversation_goes_on():
+    """The summary and the new prompt are parts of one message, and a message of the system follows."""
+    gateway = Gateway()
+    first = gateway.talk([system("s"), user("go"), system("Monday")], "well<|end|>", session="s")
+    summary = "This session is being continued from a previous conversation that ran out of context."
+    helper = [system("you search"), user("look it up"), system("Monday")]
+    gateway.talk(helper, "found<|end|>", session="other")
+    gateway.begin([system("s"), user(f"{REMINDER}\n{summary}\non"), system("tools")], session="s")
+    assert gateway.next_states() == {first: [f"{REMINDER}\n{summary}\non"]}
+    gateway.begin([system("s"), user(f"{summary}\non")], session="other")
+    assert list(gateway.next_states()) == [first], "another system message is another agent"
+
+
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_turn_that_has_lost_its_next_state_has_not_ended_its_conversation(restarts):
     gateway = Gateway()

@@ -46,7 +46,12 @@ from slipstream.rollout.tokens.conversation.sameness import (
     is_rewritten,
     results_of,
     role_of,
+    text_of,
 )
+
+CONTINUED = "This session is being continued from a previous conversation"
+"""Phrase of Claude Code's before the summary of a compacted conversation. What is new follows in the same
+message."""
 
 
 class BranchReason(StrEnum):
@@ -140,9 +145,9 @@ def _rewritten(
     if (turn := _with_call(session, messages, last)) is not None:
         return Predecessor(turn, reaction if last >= 0 else _from_results(messages), turn)
     if last < 0:
-        turn = _last_answered(session)
-        is_reaction = turn is not None and _is_same_agent(turn, messages)
-        return Predecessor(None, messages[-1:], turn) if is_reaction else Predecessor(None)
+        turn, new = _last_answered(session), _last_of_user(messages)
+        is_reaction = turn is not None and new and _is_same_agent(turn, messages)
+        return Predecessor(None, new, turn) if is_reaction else Predecessor(None)
     turn, equals = _with_answer(session, messages, marks, last)
     if equals != 1:
         answered = _last_answered(session)
@@ -176,14 +181,20 @@ def _last_answered(session: SessionState) -> ChainTurn | None:
     return last if last is not None and last.waits and not session.running else None
 
 
+def _last_of_user(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+    """Return the user's last message; empty: another one than the system's follows, or there is none."""
+    spoken = [message for message in messages if role_of(message) != "system"]
+    return spoken[-1:] if spoken and role_of(spoken[-1]) == "user" else ()
+
+
 def _is_same_agent(turn: ChainTurn, messages: Sequence[ChatMessage]) -> bool:
     """True if a conversation without any answer goes on after a turn, rather than beginning beside it.
 
-    It then has a message that stands for what was left out, before the one that is new. An answer with calls
-    goes on with their results, and another agent has another system message.
+    It then has something that stands for what was left out, before what is new. An answer with calls goes on
+    with their results, and another agent has another system message.
     """
     users = [message for message in messages if role_of(message) == "user"]
-    if ids_of_calls(turn.message) or len(users) < 2 or messages[-1] is not users[-1]:
+    if ids_of_calls(turn.message) or (len(users) < 2 and CONTINUED not in str(text_of(users[0]))):
         return False
     before = messages_of(turn.node)
     systems = [[m for m in each if role_of(m) == "system"][:1] for each in (before, messages)]
