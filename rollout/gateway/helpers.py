@@ -35,6 +35,8 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "You are performing a CONTEXT CHECKPOINT COMPACTION",  # Codex
         "Provide a detailed prompt for continuing our conversation above",  # opencode
         "You are the component that summarizes internal chat history",  # qwen-code
+        "You are the component that summarizes a conversation when its context window is about to overflow",
+        "First, reason in your <analysis> block. Then, produce the <state_snapshot> XML.",
         "You are a specialized system component responsible for distilling chat history",
         "You are a context summarization assistant",  # pi
         "The messages above are a conversation to summarize",
@@ -57,6 +59,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "The user stepped away and is coming back",  # Claude Code
         "Web page content:\n---",
     ),
+    "memory": ("You are now acting as the managed memory extraction subagent",),  # qwen-code
     "commit": (
         "You are an expert software engineer that generates concise, one-line Git commit messages",  # aider
     ),
