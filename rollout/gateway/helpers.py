@@ -38,6 +38,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "You are the component that summarizes a conversation when its context window is about to overflow",
         "First, reason in your <analysis> block. Then, produce the <state_snapshot> XML.",
         "You are a specialized system component responsible for distilling chat history",
+        "You are a context summarization agent",  # opencode
         "You are a context summarization assistant",  # pi
         "The messages above are a conversation to summarize",
         "*Briefly* summarize this partial conversation about programming",  # aider

@@ -95,13 +95,13 @@ class Dialect:
             model_max_length=CONTEXT,
         )
 
-    def write(self, folder: Path) -> PreTrainedTokenizerFast:
+    def write(self, folder: Path, context: int = CONTEXT) -> PreTrainedTokenizerFast:
         """Write a checkpoint without weights, and return its tokenizer."""
         tokenizer = self.tokenizer()
         tokenizer.save_pretrained(folder)
         Qwen3Config(
             vocab_size=len(tokenizer),
-            max_position_embeddings=CONTEXT,
+            max_position_embeddings=context,
             bos_token_id=None,
             eos_token_id=tokenizer.convert_tokens_to_ids(self.end),
             pad_token_id=tokenizer.convert_tokens_to_ids(self.specials[0]),

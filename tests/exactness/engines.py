@@ -87,8 +87,9 @@ class Records:
 class Fleet:
     """All scripted engines. They hold the same version, as those of a run do."""
 
-    def __init__(self, policy: Policy, seed: int) -> None:
+    def __init__(self, policy: Policy, seed: int, *, context: int = CONTEXT) -> None:
         self.policy = policy
+        self.context = context
         self.records = Records()
         self.version = 0
         self.seed = seed
@@ -101,7 +102,7 @@ class Fleet:
         """Start an engine."""
         self._starts += 1
         name = f"engine-{self._starts}"
-        address = EngineAddress(name, name, 1, len(self.policy.tokenizer), CONTEXT, 60.0)
+        address = EngineAddress(name, name, 1, len(self.policy.tokenizer), self.context, 60.0)
         engine = self._engines[name] = ScriptedEngine(self, address)
         return engine
 
