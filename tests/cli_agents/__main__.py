@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import socket
 import struct
 import sys
@@ -44,7 +45,10 @@ def enter_cage() -> None:
         sys.exit("agents are caged by `unshare`, which is not here: install util-linux")
     rights = () if os.geteuid() == 0 else ("--user", "--map-root-user")
     again = (sys.executable, "-m", "tests.cli_agents", *sys.argv[1:], "--caged")
-    os.execvp("unshare", ["unshare", *rights, "--net", *again])
+    # What agents leave running ends with the first process of this name space.
+    os.execvp(
+        "unshare", ["unshare", *rights, "--net", "--pid", "--fork", "--kill-child", "--mount-proc", *again]
+    )
 
 
 def script_of(agent: Agent, scene: str) -> tuple[dict[str, Any], list[list[str]]]:
@@ -103,7 +107,7 @@ async def run_command(command: list[str], agent: Agent, home: Path, url: str) ->
         **{name: value.replace("GATEWAY", url) for name, value in agent.env.items()},
     }
     process = await asyncio.create_subprocess_exec(
-        *command,
+        *(part.replace("GATEWAY", url) for part in command),
         cwd=home / "work",
         env=variables,
         stdin=asyncio.subprocess.DEVNULL,
@@ -118,10 +122,18 @@ async def run_command(command: list[str], agent: Agent, home: Path, url: str) ->
         return f"`{command[0]}` has not ended within {COMMAND_S:.0f} s"
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
+            os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
     text = output.decode(errors="replace")
     return f"`{command[0]}` has ended with {process.returncode}: {text[-1500:]}" if process.returncode else ""
+
+
+def end_left(home: Path) -> None:
+    """End what an agent has left running: all processes with its home folder."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"HOME={home}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 async def play(agent: Agent, scene: str, folder: Path, wire: Path | None) -> tuple[list[str], str]:
@@ -143,6 +155,7 @@ async def play(agent: Agent, scene: str, folder: Path, wire: Path | None) -> tup
                 wrong.append(problem)
         await world.stop()
     finally:
+        end_left(home)
         if wire is not None:
             write_wire(wire / f"{agent.name}-{scene}.jsonl", world.wire)
     findings = world.oracle.findings
@@ -170,7 +183,7 @@ async def play_all(agents: list[Agent], scenes: list[str], wire: Path | None) ->
             if scene in agent.cannot:
                 print(f"none    {agent.name}: {scene}: {agent.cannot[scene]}", flush=True)
                 continue
-            with tempfile.TemporaryDirectory(prefix="cli-agents-") as folder:
+            with tempfile.TemporaryDirectory(prefix="cli-agents-", ignore_cleanup_errors=True) as folder:
                 try:
                     wrong, seen = await play(agent, scene, Path(folder), wire)
                 except Exception as error:

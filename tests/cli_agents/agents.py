@@ -22,7 +22,7 @@ class Agent:
     talk: Sequence[str]
     """Begins a conversation."""
     again: Sequence[str]
-    """Goes on with the last conversation."""
+    """Goes on with the last conversation; empty: it cannot."""
     env: Mapping[str, str]
     files: Mapping[str, str] = field(default_factory=dict[str, str])
     """By their paths in the home folder."""
@@ -220,4 +220,19 @@ pretty: false
     },
 )
 
-AGENTS = (CLAUDE_CODE, CODEX, OPENCODE, QWEN_CODE, PI, AIDER)
+CLINE = Agent(
+    "cline",
+    "cline",
+    before=("cline", "auth", "-p", "openai", "-k", "key-anna", "-m", "policy", "-b", "GATEWAY/v1"),
+    talk=("cline", "-P", "openai", "--json", "PROMPT"),
+    again=(),
+    env={"CLINE_TELEMETRY": "0"},
+    echo=lambda text: ("run_commands", {"commands": [f"echo {text}"]}),
+    delegate=lambda text: ("spawn_agent", {"systemPrompt": "You say it.", "task": text}),
+    cannot={
+        "resume": "outside of a terminal it refuses a prompt together with `--id`",
+        "compaction": "its command line has no means to bring one about",
+    },
+)
+
+AGENTS = (CLAUDE_CODE, CODEX, OPENCODE, QWEN_CODE, PI, AIDER, CLINE)
