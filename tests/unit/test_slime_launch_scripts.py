@@ -239,8 +239,54 @@ def test_flags_that_a_script_leaves_out_have_the_defaults_of_slime(script):
     script.write_text(LEFT_OUT)
     recipe = yaml.safe_load(imported(script)[1].read_text())
     assert recipe["actor"]["objective"] == {"type": "ppo", "clip_low": 0.2, "clip_high": 0.2}
-    assert recipe["actor"]["optimizer"] == {"weight_decay": 0.01, "beta2": 0.999}
+    optimizer = recipe["actor"]["optimizer"]
+    assert optimizer == {"weight_decay": 0.01, "beta2": 0.999, "distributed": True}
     assert recipe["eval"]["sampling"] == {"temperature": 0.8}
+
+
+def test_one_set_of_held_out_prompts_keeps_its_name(script):
+    script.write_text(LEFT_OUT)
+    recipe = yaml.safe_load(imported(script)[1].read_text())
+    assert recipe["eval"]["sets"] == [{"name": "aime", "path": "/aime.jsonl"}]
+
+
+def test_every_flag_is_reported_and_every_setting_says_where_it_comes_from(script):
+    script.write_text(LEFT_OUT.replace("--num-rollout 3", "--num-rollout 3 --swiglu --made-up 1"))
+    result, out = imported(script)
+    flags = {flag.name for flag in read_launch_script(script).flags}
+    assert not {flag for flag in flags if f"--{flag}" not in result.stdout}
+    assert "mapped: --num-rollout 3 (run.steps)" in result.stdout
+    text = out.read_text()
+    assert "  steps: 3  # --num-rollout 3\n" in text
+    assert "    distributed: true  # slime's default\n" in text
+    assert "  sets:  # --eval-prompt-data aime /aime.jsonl\n" in text
+
+
+def test_a_setting_of_several_lines_is_not_broken_by_its_comment(script):
+    script.write_text(LEFT_OUT.replace("--num-rollout", "--rollout-stop 'a b' 'c\n\nd: # e' --num-rollout"))
+    recipe = yaml.safe_load(imported(script)[1].read_text())
+    assert recipe["rollout"]["sampling"]["stop"] == ["a b", "c\n\nd: # e"]
+
+
+def test_variables_of_the_environment_are_read_but_no_secrets(script, monkeypatch):
+    script.write_text(LEFT_OUT.replace("/m ", "${MY_BASE}/m --wandb-key ${WANDB_API_KEY} "))
+    monkeypatch.setenv("MY_BASE", "/from/the/shell")
+    monkeypatch.setenv("WANDB_API_KEY", "s3cret")
+    result, out = imported(script)
+    assert yaml.safe_load(out.read_text())["model"]["path"] == "/from/the/shell/m"
+    assert "s3cret" not in result.stdout + out.read_text()
+
+
+def test_one_check_says_everything_that_is_wrong_with_an_imported_recipe(script):
+    rows = script.with_name("rows.jsonl")
+    rows.write_text('{"prompt": "x", "label": "1"}\nnot json\n')
+    flags = "--custom-rm-path my_missing.rm --lr -1 --num-rollout"
+    text = LEFT_OUT.replace("/d.jsonl", str(rows)).replace("--rm-type math", "")
+    script.write_text(text.replace("--num-rollout", flags))
+    _, out = imported(script)
+    said = CliRunner().invoke(app, ["check", str(out), "rollout.batch_size=0"]).stderr
+    for wrong in ("model.path", "/aime.jsonl", "rollout.batch_size", "my_missing", "rows.jsonl, line 2"):
+        assert wrong in said
 
 
 def test_the_upper_clip_range_is_the_lower_one_unless_it_is_given(script):
@@ -311,6 +357,11 @@ def test_importance_weights_are_capped_as_in_slime(script):
         refused, recipe = refusals_and_recipe(script, flags)
         assert not refused and recipe["actor"]["correction"]["token"] == {"type": "cap", "cap": cap}
     assert "correction" not in refusals_and_recipe(script, "--tis-clip 3")[1]["actor"]
+    for flags, is_noted in (("--tis-clip 3", True), ("--use-tis", False)):
+        script.write_text(LEFT_OUT.replace("--num-rollout", f"{flags} --num-rollout"))
+        script.with_name("recipe.yaml").unlink()
+        said = imported(script)[0].stdout
+        assert ("without --use-tis slime has no importance weight" in said) is is_noted
     assert refusals_and_recipe(script, "--use-tis --tis-clip-low 0.5")[0] == {"tis-clip-low"}
 
 

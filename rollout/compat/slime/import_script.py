@@ -1,10 +1,9 @@
 """``slipstream import-slime``: a recipe from a slime launch script, which is read and never run."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
-
-import yaml
 
 from slipstream.configs.load import load_recipe
 from slipstream.configs.violations import RecipeError
@@ -38,7 +37,7 @@ def import_slime(script: Path, out: Path, overrides: Sequence[str]) -> ImportedR
 
     Raises OSError, and ValueError for a file that is no launch script, or one of supervised training.
     """
-    launch = read_launch_script(script)
+    launch = read_launch_script(script, os.environ)
     if is_supervised(launch):
         raise UnreadableScript(
             f"{script} trains on given responses (--loss-type sft_loss), expected reinforcement: write a "
@@ -55,7 +54,7 @@ def _keep_what_loads(recipe: ImportedRecipe, out: Path, overrides: Sequence[str]
     """Write the recipe without the settings that the loader refuses."""
     out.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(MOST_ROUNDS):
-        out.write_text(yaml.safe_dump(recipe.nested(), sort_keys=False), encoding="utf-8")
+        out.write_text(recipe.text(), encoding="utf-8")
         try:
             # The model and the prompts may be on another machine.
             load_recipe(out, list(overrides))
@@ -77,11 +76,14 @@ def _keep_what_loads(recipe: ImportedRecipe, out: Path, overrides: Sequence[str]
 
 
 def _lines(recipe: ImportedRecipe, out: Path) -> list[str]:
-    """Return a report for the user: what was mapped, and the rest with its reason."""
+    """Return a report for the user: every flag with its setting, or with the reason why it has none."""
     counts = recipe.counts()
     summary = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
-    rest = [outcome for outcome in recipe.outcomes if outcome.outcome not in (MAPPED, NEEDS_NOTHING)]
-    return [f"{out}: {summary}", *map(_line, rest), *(f"note: {note}" for note in recipe.notes)]
+    order = (MAPPED, NEEDS_NOTHING)  # what the user has to look at comes last
+    outcomes = sorted(
+        recipe.outcomes, key=lambda each: order.index(each.outcome) if each.outcome in order else len(order)
+    )
+    return [f"{out}: {summary}", *map(_line, outcomes), *(f"note: {note}" for note in recipe.notes)]
 
 
 def _line(outcome: FlagOutcome) -> str:

@@ -5,10 +5,13 @@ Slipstream needs nothing for, and flags that it refuses. Whatever is in none of 
 """
 
 import json
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
+
+import yaml
 
 from slipstream.rollout.compat.slime.launch_script import Flag, LaunchScript
 
@@ -384,6 +387,8 @@ class ImportedRecipe:
     """By dotted path."""
     outcomes: list[FlagOutcome] = field(default_factory=list[FlagOutcome])
     notes: list[str] = field(default_factory=list[str])
+    defaults: frozenset[str] = frozenset()
+    """Settings that have slime's default, because the script leaves their flags out."""
 
     def set(self, path: str, value: object) -> str:
         """Set the setting at ``path``, and return the path."""
@@ -400,6 +405,29 @@ class ImportedRecipe:
                 place = place.setdefault(section, {})
             place[name] = value
         return recipe
+
+    def text(self) -> str:
+        """Return the recipe as YAML, with the flag that each setting comes from."""
+        origins = dict.fromkeys(self.defaults, "slime's default")
+        for outcome in self.outcomes:
+            if outcome.outcome == MAPPED:
+                said = " ".join(f"--{outcome.flag.name} {outcome.flag.text}".split())
+                origins[outcome.reason] = ", ".join(filter(None, [origins.get(outcome.reason), said]))
+        return "\n".join(self._lines(self.nested(), "", origins)) + "\n"
+
+    def _lines(self, section: Settings, around: str, origins: Mapping[str, str]) -> Iterator[str]:
+        indent = "  " * len(around.split(".")) if around else ""
+        for name, value in section.items():
+            path = f"{around}.{name}" if around else name
+            origin = f"  # {origins[path]}" if path in origins else ""
+            if isinstance(value, dict) and path not in self.settings:
+                yield f"{indent}{name}:{origin}"
+                yield from self._lines(cast("Settings", value), path, origins)
+                continue
+            first, *others = yaml.safe_dump({name: value}, sort_keys=False, width=math.inf).splitlines()
+            # A text of several lines goes on in the next one, and cannot have a comment.
+            yield f"{indent}{first}{'' if others and not first.endswith(':') else origin}"
+            yield from (f"{indent}{line}" for line in others)
 
     def counts(self) -> Counter[str]:
         """Return the number of flags by outcome."""

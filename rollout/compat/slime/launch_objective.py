@@ -79,6 +79,14 @@ class ObjectiveFlags:
     def caps_weights(self) -> bool:
         return "use-tis" in self._flags and "custom-tis-function-path" not in self._flags
 
+    def weight_notes(self) -> None:
+        """Note the importance weight that slime has only with a flag."""
+        if not self._flags.keys() & {"use-tis", "use-rollout-logprobs", "custom-tis-function-path"}:
+            self._recipe.notes.append(
+                "without --use-tis slime has no importance weight; the recipe has one, which is at most "
+                "actor.correction.token.cap (default 5), and 1 where trainer and engine agree"
+            )
+
     def weights(self, flag: Flag) -> str:
         if "use-tis" not in self._flags:
             return "importance weights are clipped only with --use-tis"

@@ -261,13 +261,12 @@ class _Import:
         words = self._flags["eval-prompt-data"].values
         if not words:
             raise FlagError("it has no value")
-        last = words[len(words) - 1]
-        if len(words) > 2:
+        if len(words) > 1:
             pairs = zip(words[::2], words[1::2], strict=False)
             return self.recipe.set(
                 "eval.sets", [{"name": name, "path": self._prompts(path)} for name, path in pairs]
             )
-        return self.recipe.set("eval.path", self._prompts(last))
+        return self.recipe.set("eval.path", self._prompts(words[0]))
 
     def _stops(self) -> str:
         return self.recipe.set("rollout.sampling.stop", list(self._flags["rollout-stop"].values))
@@ -390,6 +389,7 @@ class _Import:
         self._left_out()
         self._requirements()
         self._objective.teacher_notes()
+        self._objective.weight_notes()
 
     def _left_out(self) -> None:
         """Set slime's defaults of flags that the script leaves out, where Slipstream's are others."""
@@ -398,6 +398,7 @@ class _Import:
             "actor.objective.clip_high": clip,
             "actor.optimizer.weight_decay": 0.01,
             "actor.optimizer.beta2": 0.999,
+            "actor.optimizer.distributed": True,  # slime sets it in its code
         }
         if self._settings["actor.objective.type"] != "cispo":
             defaults["actor.objective.clip_low"] = clip
@@ -407,7 +408,9 @@ class _Import:
             defaults |= {"actor.correction.token.type": "cap", "actor.correction.token.cap": 2.0}
         if self._settings.get("rollout.engine.args.enable_deterministic_inference"):
             defaults["rollout.sampling.seed"] = self._flags.whole("rollout-seed", 42)
-        self._settings |= {path: value for path, value in defaults.items() if path not in self._settings}
+        defaults = {path: value for path, value in defaults.items() if path not in self._settings}
+        self._settings |= defaults
+        self.recipe.defaults = frozenset(defaults)
 
     def _requirements(self) -> None:
         required = {

@@ -6,7 +6,7 @@ command or a variable of the environment, is reported and left out.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,9 @@ _LITERAL_DOLLAR = "\0"
 _SEPARATORS = "\n;&|"
 _DEEPEST = 8
 """Files that source each other."""
+
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
+"""Variables of the environment that no recipe or report may show."""
 
 
 class UnreadableScript(ValueError):
@@ -82,9 +85,12 @@ class _Array:
     words: list[str]
 
 
-def read_launch_script(path: Path) -> LaunchScript:
-    """Read a script and the files that it sources. Raises UnreadableScript and OSError."""
-    reader = _Reader(path)
+def read_launch_script(path: Path, environment: Mapping[str, str] | None = None) -> LaunchScript:
+    """Read a script and the files that it sources. Raises UnreadableScript and OSError.
+
+    ``environment``: variables that the script may read without setting them. Secrets among them are not read.
+    """
+    reader = _Reader(path, environment or {})
     reader.read(path, 0)
     if not reader.script.trainer:
         raise UnreadableScript(f"{path} starts none of {', '.join(_TRAINERS)}, expected a launch script")
@@ -92,8 +98,9 @@ def read_launch_script(path: Path) -> LaunchScript:
 
 
 class _Reader:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, environment: Mapping[str, str]) -> None:
         self.script = LaunchScript()
+        self._environment = {name: value for name, value in environment.items() if not _SECRET.search(name)}
         self._arrays: dict[str, list[str]] = {}
         self._scalars: dict[str, str] = {}
         self._folder = path.resolve().parent
@@ -180,6 +187,8 @@ class _Reader:
         name = match[1] or match[3]
         if name in self._scalars:
             return self._scalars[name]
+        if value := self._environment.get(name):
+            return value
         if match[2] is not None:
             return match[2].strip('"')
         missing.append(name)
