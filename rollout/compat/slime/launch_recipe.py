@@ -266,7 +266,7 @@ class _Import:
             return self.recipe.set(
                 "eval.sets", [{"name": name, "path": self._prompts(path)} for name, path in pairs]
             )
-        return self.recipe.set("eval.path", self._prompts(words[0]))
+        return self.recipe.set("eval.path", self._prompts(words[len(words) - 1]))
 
     def _stops(self) -> str:
         return self.recipe.set("rollout.sampling.stop", list(self._flags["rollout-stop"].values))
