@@ -41,6 +41,11 @@ def _of(bound: int | None) -> str:
     return "" if bound is None else f"/{bound}"
 
 
+def _rate(tokens_per_s: float) -> str:
+    """Return the speed of generation; ``-`` in the last steps, for which everything is generated already."""
+    return count(tokens_per_s) if tokens_per_s > 0 else "-"
+
+
 def _columns(cells: Iterable[str]) -> str:
     return "".join(f"{cell:>{CELL}}" for cell in cells)
 
@@ -206,10 +211,11 @@ class PlainProgress:
             figures.append(f"{self._evaluation} {'-' if held_out is None else str(held_out):>6}")
         figures += [
             f"lag {head_lag:2d}{_of(self._bound)}",
-            f"{count(tokens_per_s):>6} tok/s",
+            f"{_rate(tokens_per_s):>6} tok/s",
             f"left {'-' if left_s is None else clock_face(left_s)}",
         ]
-        self._say("  ".join(figures), waiting_for=f"step {step + 1}")
+        is_last = step >= self._total_steps > 0
+        self._say("  ".join(figures), waiting_for="the end" if is_last else f"step {step + 1}")
 
     def note(self, text: str) -> None:
         self._say(f"note: {text}")
@@ -350,7 +356,7 @@ class LiveProgress:
             "reward": units.reward(reward),
             "held out": "-" if held_out is None else str(held_out),
             "lag": f"{head_lag}{_of(self._bound)}",
-            "tok/s": count(tokens_per_s),
+            "tok/s": _rate(tokens_per_s),
             "took": seconds(now - self._last_step),
             "at": clock_face(now - self._start),
         }
@@ -374,7 +380,7 @@ class LiveProgress:
             if shown.held_out is not None:
                 figures.append(Text(f"{shown.held_out.name} {shown.held_out}", style="green"))
             figures.append(Text(f"lag {shown.head_lag}{_of(self._bound)}", style="magenta"))
-            figures.append(Text(f"{count(shown.tokens_per_s)} tok/s"))
+            figures.append(Text(f"{_rate(shown.tokens_per_s)} tok/s"))
         waited_s = self._clock() - shown.since
         if shown.phase is not None:
             end = [Text(f"{shown.phase} {clock_face(waited_s)}", style="cyan")]

@@ -15,6 +15,7 @@ from slipstream.backend.monitor.progress import (
     open_progress,
 )
 from slipstream.backend.monitor.units import clock_face, count, reward, seconds
+from tests.environment import ROOT
 
 
 class Terminal(io.StringIO):
@@ -94,6 +95,41 @@ def test_the_lag_is_shown_against_its_bound():
     stream, clock = io.StringIO(), Clock()
     a_short_run(open_progress(10, bound=4, stream=stream, clock=clock), clock, {})
     assert "lag  2/4  " in stream.getvalue()
+
+
+def test_the_lines_of_the_readme_are_those_of_a_run():
+    stream, clock = io.StringIO(), Clock()
+    progress = open_progress(50, bound=4, stream=stream, clock=clock)
+    clock.now = 24
+    progress.step(1, reward=0.531, head_lag=0, tokens_per_s=2400.0, held_out=HeldOut(0.317, True))
+    clock.now = 78
+    progress.step(50, reward=0.891, head_lag=2, tokens_per_s=0.0)
+    progress.close()
+    shown = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(lines := stream.getvalue().splitlines()) == 2
+    assert not [line for line in lines if line not in shown]
+
+
+@pytest.mark.parametrize(("step", "waits"), [(1, "step 2"), (2, "the end")])
+def test_silence_after_the_last_step_waits_for_the_end(step, waits):
+    told, said = threading.Event(), []
+
+    class Stream(io.StringIO):
+        def write(self, text: str) -> int:
+            if "..." in text:
+                said.append(text)
+                told.set()
+            return len(text)
+
+    progress = PlainProgress(2, Stream(), Clock(), silence_s=0.01)
+    progress.step(step, reward=0.0, head_lag=0, tokens_per_s=1.0)
+    for _ in range(100):  # a sign of life may be one of before the step
+        assert told.wait(60)
+        told.clear()
+        if "starting" not in said[-1]:
+            break
+    progress.close()
+    assert f"... {waits} (" in said[-1]
 
 
 def test_a_terminal_keeps_a_row_of_each_step(monkeypatch):
