@@ -13,7 +13,7 @@ from slipstream.backend.commands.perfetto_trace import write_trace
 from slipstream.backend.commands.report import report
 from slipstream.backend.monitor.course import read_course
 from slipstream.backend.monitor.report.episodes import choose_episodes
-from slipstream.backend.monitor.report.page import differences
+from slipstream.backend.monitor.report.page import PARTS, differences
 from slipstream.backend.monitor.report.timeline import read_events, running, timeline
 from slipstream.rollout.ledger.episode_log.files import EpisodeFiles
 from tests.unit.run_folders import (
@@ -58,6 +58,20 @@ def test_a_number_that_users_name_has_a_curve_of_its_mean_and_its_extremes(tmp_p
     assert chart["title"] == "episode: calls"
     assert [tag["name"] for tag in chart["tags"]] == ["mean", "smallest", "largest"]
     assert page["runs"][0]["series"]["episode/calls/max"] == [[1, 4.0]]
+
+
+def test_dashed_curves_of_several_runs_are_named_one_after_the_other(tmp_path):
+    more = {"episode/calls": 2.0, "episode/calls/min": 1.0, "episode/calls/max": 4.0}
+    runs = [make_run(tmp_path, "a"), make_run(tmp_path, "b")]
+    for run in runs:
+        write_lines(run / "metrics.jsonl", [metrics_line(1, 1, **more)])
+    said = {}
+    for several in (runs, runs[:1]):
+        charts = island(report(several, None, audit=False))["charts"]
+        said[len(several)] = {chart["title"]: chart["dashed"] for chart in charts}
+    assert said[2]["episode: calls"] == "dashed: smallest, largest" and said[2]["Entropy"] == ""
+    assert set(said[1].values()) == {""}, "colours tell the curves of one run apart"
+    assert "spec.dashed" in (PARTS / "page.js").read_text(encoding="utf-8")
 
 
 def test_what_models_and_users_wrote_is_data_and_never_markup(tmp_path):

@@ -175,8 +175,7 @@ function chart(spec) {
     const next = u.cursor.left < 0 || u.cursor.idx === null ? steps.length - 1 : Math.max(0, Math.min(steps.length - 1, u.cursor.idx + d));
     u.setCursor({ left: u.valToPos(steps[next], "x"), top: u.over.clientHeight / 2 });
   });
-  const note = many ? spec.tags.slice(1).filter(({ tag }) => runs.some((r) => r.series[tag])).map(({ name }) => `dashed: ${name}`).join("") : "";
-  const unit = [note, spec.unit === "1" ? "" : spec.unit].filter(Boolean).join(" · ");
+  const unit = [spec.dashed, spec.unit === "1" ? "" : spec.unit].filter(Boolean).join(" · ");
   const now = lines.length === 1 ? num(lines[0].points.at(-1)[1]) : "";
   return el("figure", {}, el("figcaption", {}, el("h3", { title: spec.meaning }, spec.title), el("span", { class: "now" }, now ? `${now} ${unit}` : unit)), root);
 }

@@ -182,11 +182,17 @@ def _charts(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     named = {chart["title"]: chart for run in runs for chart in run["named"]}
     known = [_chart(title, tags) for title, tags in CHARTS]
     shown = [*known, *named.values()]
-    return [
-        chart
+    drawn = [
+        (chart, [each for each in chart["tags"] if any(each["tag"] in run["series"] for run in runs)])
         for chart in shown
-        if any(each["tag"] in run["series"] for each in chart["tags"] for run in runs)
     ]
+    return [{**chart, "dashed": _dashed(runs, chart, tags)} for chart, tags in drawn if tags]
+
+
+def _dashed(runs: Sequence[object], chart: Mapping[str, Any], tags: Sequence[Mapping[str, str]]) -> str:
+    """Return which curves are dashed: all but the first of each run, where colours tell the runs apart."""
+    names = [each["name"] for each in tags if each != chart["tags"][0]]
+    return f"dashed: {', '.join(names)}" if len(runs) > 1 and names else ""
 
 
 def _chart(title: str, tags: Sequence[tuple[str, str]]) -> dict[str, Any]:
