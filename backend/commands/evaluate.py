@@ -17,12 +17,12 @@ from slipstream.backend.driver.modes.tryout import tryout
 from slipstream.backend.driver.start.length_filter import LengthFilter
 from slipstream.backend.monitor.passes import by_prompt, passes, powers_to
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
-from slipstream.backend.monitor.units import mean
 from slipstream.configs.schema import EvalSamplingConfig, PromptFile, RunConfig
 from slipstream.configs.schema.data import how_held_out
 from slipstream.rollout.collection.collector.trial import TriedEpisode
 from slipstream.rollout.prompts import PromptError, checked_prompts
 from slipstream.rollout.tokens.evaluated_set import HELD_OUT
+from slipstream.rollout.tokens.named_numbers import mean
 from slipstream.rollout.tokens.tokenizer import load_tokenizer
 from slipstream.rollout.tokens.trajectory import Finish, Prompt
 

@@ -19,14 +19,13 @@ from slipstream.backend.driver.modes.tryout import evenly, tryout
 from slipstream.backend.driver.start.inputs import InputError, Inputs
 from slipstream.backend.driver.start.prepare import PrepareFailed
 from slipstream.backend.monitor.tables import pairs_table
-from slipstream.backend.monitor.units import mean
 from slipstream.configs.schema import RunConfig, path_text
 from slipstream.rollout.collection.collector.trial import TriedEpisode
 from slipstream.rollout.engine.engine_pool import NoEngine
 from slipstream.rollout.engine.server_process import EngineStartError
 from slipstream.rollout.reward.judge.judge_errors import JudgeStartFailed
 from slipstream.rollout.system.plugins import PluginError
-from slipstream.rollout.tokens.named_numbers import by_name, mean_of
+from slipstream.rollout.tokens.named_numbers import by_name, mean
 from slipstream.rollout.tokens.tokenizer import Tokenizer
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
 
@@ -188,7 +187,7 @@ def verdict(episodes: Sequence[TriedEpisode], max_new_tokens: int) -> Iterator[s
     if len(rewards) > 1 and min(rewards) == max(rewards):
         yield "  all rewards are equal: if those of a group are, there is nothing to learn from it"
     for name, values in by_name(trajectory.metrics for trajectory in whole).items():
-        yield f"  {name}: {mean_of(values):.3g} on average, {min(values):g} to {max(values):g}"
+        yield f"  {name}: {mean(values):.3g} on average, {min(values):g} to {max(values):g}"
     cut = sum(trajectory.finish is Finish.LENGTH for trajectory in whole)
     if cut:
         yield f"  {cut} cut off at {max_new_tokens} tokens (rollout.sampling.max_new_tokens)"

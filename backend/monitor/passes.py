@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from slipstream.backend.monitor.units import mean
+from slipstream.rollout.tokens.named_numbers import mean
 
 PASSED = 1.0
 """Reward from which a sample passes."""

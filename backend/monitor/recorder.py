@@ -15,12 +15,11 @@ from slipstream.backend.monitor.progress import HeldOut, Progress
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.backend.monitor.summary import GroupTotals, RunSummary, turn_totals
 from slipstream.backend.monitor.trace_log import TraceLog
-from slipstream.backend.monitor.units import mean
 from slipstream.backend.objective.names import BATCH, HOOK
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.slots import State
-from slipstream.rollout.tokens.named_numbers import NamedNumbers, by_name, mean_of
+from slipstream.rollout.tokens.named_numbers import NamedNumbers, by_name, mean
 from slipstream.rollout.tokens.trajectory import Finish, TrajectoryHeader
 
 MOST_NAMES = 128
@@ -32,7 +31,7 @@ def spread(numbers: Iterable[NamedNumbers]) -> dict[str, float]:
     """Return the mean of each name as NAME, and its extremes as NAME/min and NAME/max."""
     spreads: dict[str, float] = {}
     for name, values in by_name(numbers).items():
-        spreads |= {name: mean_of(values), f"{name}/min": min(values), f"{name}/max": max(values)}
+        spreads |= {name: mean(values), f"{name}/min": min(values), f"{name}/max": max(values)}
     return spreads
 
 

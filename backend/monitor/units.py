@@ -1,18 +1,6 @@
-"""Means of numbers, and formats for people who read them on a terminal."""
+"""Formats of numbers for people who read them on a terminal."""
 
 import math
-from collections.abc import Sequence
-
-
-def mean(values: Sequence[float]) -> float:
-    """Return the mean of numbers, which is finite if they are, and lies between them."""
-    if not all(map(math.isfinite, values)):
-        return sum(values)
-    try:
-        rounded = math.fsum(values) / len(values)
-    except OverflowError:  # the sum is too large for a float
-        rounded = math.fsum(value / len(values) for value in values)
-    return min(max(rounded, min(values)), max(values))
 
 
 def seconds(value: float) -> str:

@@ -19,7 +19,7 @@ from slipstream.backend.monitor.summary import (
     summary_text,
     write_summary,
 )
-from slipstream.backend.monitor.units import mean
+from slipstream.rollout.tokens.named_numbers import mean, means_by_name
 
 FIELDS = {
     "exit": "done",
@@ -263,3 +263,4 @@ def test_a_run_that_has_ended_says_what_can_be_done_with_it(tmp_path):
 def test_a_mean_lies_between_its_values(values):
     assert min(values) <= mean(values) <= max(values)
     assert mean([1.0 - 2**-53, 1.0] * 64) <= 1.0
+    assert means_by_name([(("a", value),) for value in values]) == {"a": mean(values)}

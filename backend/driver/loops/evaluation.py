@@ -12,11 +12,10 @@ from slipstream.backend.driver.loops.hooked_batches import HookedBatches
 from slipstream.backend.driver.ports import RunListener
 from slipstream.backend.monitor.course import read_course
 from slipstream.backend.monitor.passes import passes
-from slipstream.backend.monitor.units import mean
 from slipstream.configs.schema import EvalConfig
 from slipstream.rollout.collection.driver.questions import EvaluationTasks
 from slipstream.rollout.tokens.evaluated_set import HELD_OUT, EvaluatedSet
-from slipstream.rollout.tokens.named_numbers import means_by_name
+from slipstream.rollout.tokens.named_numbers import mean, means_by_name
 from slipstream.rollout.tokens.trajectory import Prompt
 
 
