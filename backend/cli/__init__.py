@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from slipstream.backend.cli import convert, engines, jobs, keys
+from slipstream.backend.cli import convert, engines, jobs, keys, runs
 from slipstream.backend.cli.options import (
     AcceptChangedInputs,
     DebugRolloutOnly,
@@ -50,9 +50,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Asynchronous RL training of language models: Megatron trains, SGLang generates, nobody waits.",
 )
-app.add_typer(convert.app, name="convert", rich_help_panel=TOOLS)
-app.add_typer(engines.app, name="engine", rich_help_panel=RUN)
-app.add_typer(keys.app, name="key", rich_help_panel=TOOLS)
+app.add_typer(convert.app, name="convert", cls=reference.Commands, rich_help_panel=TOOLS)
+app.add_typer(engines.app, name="engine", cls=reference.Commands, rich_help_panel=RUN)
+app.add_typer(keys.app, name="key", cls=reference.Commands, rich_help_panel=TOOLS)
 for command in (jobs.submit, jobs.status, jobs.logs, jobs.stop):
     app.command(rich_help_panel=RUN)(command)
 app.command(rich_help_panel=TOOLS)(jobs.slurm_script)
@@ -367,73 +367,8 @@ def simulate(
             raise Failed(f"failed: {error}") from None
 
 
-@app.command(rich_help_panel=LOOK)
-def audit(
-    run: Annotated[Path, typer.Argument(help="The folder of a run that is not running now.")],
-    as_json: Json = False,
-    hints: Annotated[
-        bool,
-        typer.Option("--hints", help="Print the hints of live users' judges instead, a line of JSON each."),
-    ] = False,
-) -> None:
-    """Recount a run from its ledger and checkpoints: nothing lost, nothing trained twice."""
-    with reported():
-        from slipstream.backend.commands import audit as auditing
-        from slipstream.rollout.ledger.storage.database import LedgerError
-
-        try:
-            if hints:
-                for line in auditing.hints_as_json(run):
-                    typer.echo(line)
-                return
-            account = auditing.audit_run(run, lambda text: errors.print(text, markup=False))
-        except LedgerError as error:
-            raise WrongInput(str(error)) from None
-        if as_json:
-            typer.echo(auditing.as_json(account))
-        else:
-            auditing.print_audit(account, Console(soft_wrap=True))
-        if account.discrepancies:
-            raise typer.Exit(Failed.exit_code)
-
-
-@app.command(rich_help_panel=LOOK)
-def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, also running ones.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The page to write; default: report.html in RUN.")
-    ] = None,
-    audit: Annotated[bool, typer.Option(help="Recount the ledgers, which takes long for long runs.")] = True,
-) -> None:
-    """Write curves, staleness, time and episodes of one run or several as one page of HTML."""
-    with reported():
-        from slipstream.backend.commands import report as reporting
-
-        typer.echo(reporting.report(runs, out, audit=audit))
-
-
-@app.command(rich_help_panel=LOOK)
-def trace(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("trace.json"),
-) -> None:
-    """Write the timeline of a run's last start for Perfetto (https://ui.perfetto.dev)."""
-    with reported():
-        from slipstream.backend.commands import perfetto_trace as tracing
-
-        typer.echo(tracing.write_trace(run, out))
-
-
-@app.command(rich_help_panel=LOOK)
-def watch(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, on any machine that sees it.")],
-    once: Annotated[bool, typer.Option("--once", help="Print what there is now, and end.")] = False,
-) -> None:
-    """Show reward, staleness, queues and the time left of a run, from its files alone. Ends with Ctrl-C."""
-    with reported():
-        from slipstream.backend.commands import watch as watching
-
-        watching.watch(run, once=once)
+for command in (runs.audit, runs.report, runs.trace, runs.watch, runs.diagnose):
+    app.command(rich_help_panel=LOOK)(command)
 
 
 @app.command(rich_help_panel=TOOLS)

@@ -285,11 +285,19 @@ def command_with_settings(root: type[Section]) -> type[TyperCommand]:
 
 
 class Commands(TyperGroup):
-    """The command line. It says how settings are written that somebody writes as options."""
+    """The command line. It says how settings are written that somebody writes as options.
+
+    A switch has no value, so that its help names none.
+    """
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_values(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
         parameters = [] if command is None else command.params
+        if command is not None:
+            _without_values(command.get_params(ctx))
         if any(each.name == "overrides" for each in parameters):
             options = {option for each in parameters for option in each.opts}
             for arg in rest:
@@ -298,6 +306,14 @@ class Commands(TyperGroup):
                     as_written = one_of(f"{setting}={value if equals else '...'}" for setting in meant)
                     raise typer.BadParameter(f"{arg}: settings are written without dashes: {as_written}")
         return name, command, rest
+
+
+def _without_values(parameters: list[Any]) -> list[Any]:
+    """Return parameters of which those that are switches have no kind of value in their help."""
+    for each in parameters:
+        if getattr(each, "is_flag", False) and each.metavar is None:
+            each.metavar = ""
+    return parameters
 
 
 def _meant(option: str) -> list[str]:

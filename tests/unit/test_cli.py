@@ -93,6 +93,13 @@ def test_a_wrong_recipe_is_exit_code_2_with_every_mistake_on_standard_error(comm
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("words", [(), ("train",), ("sft",), ("convert",), ("engine", "list"), ("submit",)])
+def test_switches_have_no_kind_of_value_in_their_help(slipstream, words):
+    said = slipstream(*words, "--help")
+    assert said.returncode == 0 and "--help" in said.stdout
+    assert "bool" not in said.stdout
+
+
 @pytest.mark.parametrize("command", ["train", "check"])
 def test_a_recipe_that_is_not_there_is_exit_code_2(slipstream, command, tmp_path):
     ended = slipstream(command, str(tmp_path / "no.yaml"))

@@ -1,0 +1,1 @@
+"""What may keep the reward of a run from rising: evidence from its files, its signs, and their causes."""

@@ -1,0 +1,310 @@
+"""Signs that a run shows: functions from evidence to a weight and figures, or None. Pure.
+
+A weight is the share of the learning signal that the sign explains, from 0 to 1.
+"""
+
+import math
+from collections.abc import Mapping
+from statistics import fmean, median, pstdev
+
+from slipstream.backend.monitor.diagnosis.evidence import Evidence
+
+Sign = tuple[float, str]
+"""Weight, and the figures in words."""
+
+LAST_STEPS = 10
+"""Steps that stand for the state of a run now. One batch is noisy, and older steps may be those of a
+warm-up."""
+
+FEWEST_STEPS = 4
+"""A trend over fewer steps is noise."""
+
+
+def now(evidence: Evidence, tag: str) -> float | None:
+    """Return the median of a tag's finite values over the last steps; None: it has none."""
+    values = [value for value in evidence.series.get(tag, ())[-LAST_STEPS:] if math.isfinite(value)]
+    return median(values) if values else None
+
+
+def rises(evidence: Evidence) -> bool:
+    """True if the last third of the rewards is above the first by more than two standard errors."""
+    values = [value for value in evidence.series.get("reward/mean", ()) if math.isfinite(value)]
+    third = len(values) // 3
+    if len(values) < FEWEST_STEPS or not third:
+        return False
+    first, last = values[:third], values[-third:]
+    spread = math.sqrt((pstdev(first) ** 2 + pstdev(last) ** 2) / third)
+    return fmean(last) - fmean(first) > max(2 * spread, 0.01 * abs(fmean(first)), 1e-9)
+
+
+def share_of_ends(evidence: Evidence, end: str) -> float:
+    """Return the share of the groups that have ended which have ended so."""
+    total = sum(evidence.groups.values())
+    return evidence.groups.get(end, 0) / total if total else 0.0
+
+
+# ---- nothing reaches the trainer
+
+
+SKIPPED = 0.02
+"""Share of updates. A single one is what `run.max_skipped_updates` is for."""
+
+
+def skipped_updates(evidence: Evidence) -> Sign | None:
+    skipped = sum(evidence.series.get("train/skipped_updates", ()))
+    updates = evidence.steps * int(evidence.setting("actor.minibatches") or 1)
+    if not updates or skipped < max(2, SKIPPED * updates):
+        return None
+    share = min(1.0, skipped / updates)
+    return max(0.5, share), f"{skipped:.0f} of {updates} updates skipped ({share:.0%})"
+
+
+FAILED = 0.1
+"""Share of groups. Below it, single prompts are to blame, whose groups other prompts replace."""
+
+MOST_LETTERS = 200
+"""Letters of a line of a reason that are shown."""
+
+TIME_OUT = "rollout.judging.timeout_s"
+"""Stands in the reason of a group whose reward has taken too long."""
+
+
+def _failures(evidence: Evidence, *, late: bool) -> Sign | None:
+    share = share_of_ends(evidence, "failed")
+    reasons = [reason for reason in evidence.failures if (TIME_OUT in reason) == late]
+    ours, all_ = sum(evidence.failures[reason] for reason in reasons), sum(evidence.failures.values())
+    if share < FAILED or (all_ and 2 * ours < all_) or (late and not ours):
+        return None
+    example = max(reasons, key=lambda reason: evidence.failures[reason], default="")
+    return max(0.5, share), f"{share:.0%} of the groups have failed{_said(example)}"
+
+
+def _said(reason: str) -> str:
+    """Return the place and the error of a reason, whose first and last lines they are."""
+    lines = [line.strip()[:MOST_LETTERS] for line in reason.splitlines() if line.strip()]
+    return "".join(f"; {line}" for line in dict.fromkeys((lines[0], lines[-1]))) if lines else ""
+
+
+def reward_timeouts(evidence: Evidence) -> Sign | None:
+    return _failures(evidence, late=True)
+
+
+def failing_groups(evidence: Evidence) -> Sign | None:
+    return _failures(evidence, late=False)
+
+
+MASKED = 0.3
+"""Share of tokens. Corrections that are meant drop a few per cent."""
+
+MASKS = {
+    "actor.correction.token": "train/masked_token_fraction",
+    "actor.correction.sequence": "train/masked_sequence_fraction",
+    "actor.correction.negative": "train/masked_negative_fraction",
+    "rollout.hooks": "train/masked_hook_fraction",
+}
+
+
+def masked(evidence: Evidence) -> Sign | None:
+    if now(evidence, "train/tokens") == 0:
+        return 1.0, "no token carries loss (train/tokens is 0)"
+    shares = {who: now(evidence, tag) or 0.0 for who, tag in MASKS.items()}
+    who = max(shares, key=lambda each: shares[each])
+    return _share(shares[who], MASKED, f"of the tokens get no loss, by {who}")
+
+
+TRUNCATED = 0.3
+
+
+def truncated(evidence: Evidence) -> Sign | None:
+    limit = evidence.setting("rollout.sampling.max_new_tokens")
+    return _share(
+        now(evidence, "rollout/truncated_fraction"), TRUNCATED, f"of the responses end at {limit} tokens"
+    )
+
+
+FILTERED = 0.7
+"""Share of groups. Filters of groups with equal rewards drop half of them in healthy runs."""
+
+
+def filtered(evidence: Evidence) -> Sign | None:
+    return _share(share_of_ends(evidence, "filtered"), FILTERED, "of the groups rejected by the filter")
+
+
+def _share(share: float | None, least: float, words: str) -> Sign | None:
+    return None if share is None or share < least else (share, f"{share:.0%} {words}")
+
+
+# ---- rewards say nothing
+
+
+def _constant(evidence: Evidence) -> float | None:
+    """Return the reward that every episode of the last steps has; None: they differ."""
+    means = evidence.series.get("reward/mean", ())[-LAST_STEPS:]
+    spreads = evidence.series.get("reward/std", ())[-LAST_STEPS:]
+    if not means or max(spreads, default=1.0) > 1e-6 or max(means) - min(means) > 1e-6:
+        return None
+    return means[-1]
+
+
+def all_wrong(evidence: Evidence) -> Sign | None:
+    value = _constant(evidence)
+    return (1.0, f"every reward is {value:g}") if value is not None and value <= 0 else None
+
+
+def all_right(evidence: Evidence) -> Sign | None:
+    value = _constant(evidence)
+    return (1.0, f"every reward is {value:g}") if value is not None and value >= 1 else None
+
+
+def constant_reward(evidence: Evidence) -> Sign | None:
+    value = _constant(evidence)
+    return (1.0, f"every reward is {value:g}") if value is not None and 0 < value < 1 else None
+
+
+EQUAL = 0.7
+"""Share of tokens. At the end of a run that has learned, most groups are all right: `rises` excuses it."""
+
+
+def equal_groups(evidence: Evidence) -> Sign | None:
+    return _share(
+        now(evidence, "train/zero_advantage_fraction"), EQUAL, "of the tokens in groups of equal rewards"
+    )
+
+
+LOW_ENTROPY = 0.01
+"""Nats per token: nearly every token is the likeliest one, and the samples of a group are alike."""
+
+
+def low_entropy(evidence: Evidence) -> Sign | None:
+    entropy = now(evidence, "train/entropy")
+    if entropy is None or entropy > LOW_ENTROPY:
+        return None
+    temperature = evidence.setting("rollout.sampling.temperature")
+    return 1.0, f"entropy {entropy:.2g} nats per token at temperature {temperature}"
+
+
+FEW_PROMPTS = 0.25
+"""Different prompts for each trained group: four passes over the data."""
+
+
+def few_prompts(evidence: Evidence) -> Sign | None:
+    groups, prompts = evidence.logged_groups, evidence.prompts
+    if groups < 2 * LAST_STEPS or prompts > FEW_PROMPTS * groups:
+        return None
+    return 1 - prompts / groups, f"{prompts} different prompts in {groups} groups"
+
+
+# ---- the policy of the data is another one
+
+
+MISMATCH = 0.05
+"""Nats. bfloat16 engines differ by 0.01 to 0.02."""
+
+
+def mismatch(evidence: Evidence) -> Sign | None:
+    gap = now(evidence, "mismatch/logprob_abs_mean")
+    if gap is None or gap < MISMATCH:
+        return None
+    return min(1.0, 0.6 + gap), f"log-probs differ by {gap:.3g} nats at lag 0"
+
+
+EXPIRED = 0.15
+"""Share of groups. Those that are slow, and often long, are missing in what is trained."""
+
+LEAST_ESS = 0.5
+
+
+def stale(evidence: Evidence) -> Sign | None:
+    share, ess = share_of_ends(evidence, "expired"), now(evidence, "train/ess")
+    gap, lag = now(evidence, "mismatch/logprob_abs_mean") or 0.0, now(evidence, "staleness/token_mean") or 0.0
+    if share >= EXPIRED:
+        return max(0.5, share), f"{share:.0%} of the groups given up as too old"
+    if ess is not None and ess < LEAST_ESS and lag > 0 and gap < MISMATCH:
+        return 1 - ess, f"effective sample size {ess:.0%}, mean lag {lag:.1f} versions"
+    return None
+
+
+# ---- steps are too large or too small
+
+
+HIGH_KL = 0.1
+"""Nats per token within one step. Clipping holds healthy steps near 0.001."""
+
+HIGH_DRIFT = 1.0
+"""Nats per token between the policy that sampled and the one that trains."""
+
+EXPLODING = 20.0
+"""Gradient norm, as a multiple of that of the first steps."""
+
+
+def rate_too_high(evidence: Evidence) -> Sign | None:
+    if rises(evidence):
+        return None
+    words = f"lr {now(evidence, 'train/lr') or math.nan:.2g}"
+    for tag, high, where in (
+        ("train/approx_kl", HIGH_KL, "within a step"),
+        ("staleness/kl", HIGH_DRIFT, "from the policy that sampled"),
+    ):
+        # After a collapse nothing moves any more: the third largest value remembers.
+        largest = sorted(filter(math.isfinite, evidence.series.get(tag, ())))[-3:]
+        if len(largest) == 3 and largest[0] > high:
+            return 1.0, f"KL {largest[0]:.2g} nats {where}, {words}"
+    norms = [value for value in evidence.series.get("train/grad_norm", ()) if math.isfinite(value)]
+    first, last = median(norms[:3] or [0.0]), now(evidence, "train/grad_norm")
+    if len(norms) >= FEWEST_STEPS and last is not None and last > EXPLODING * first > 0:
+        return 0.9, f"gradient norm {first:.2g} -> {last:.2g}, {words}"
+    return None
+
+
+LOW_KL = 1e-8
+"""Nats per token within one step, or since the data was sampled. Float32 rounding alone makes 1e-14."""
+
+
+def rate_too_low(evidence: Evidence) -> Sign | None:
+    # In the first update of a step the ratio is 1, and with the data of lag 0 the drift is 0.
+    moves = [now(evidence, "train/approx_kl")] if (evidence.setting("actor.minibatches") or 1) > 1 else []
+    moves += [now(evidence, "staleness/kl")] if (now(evidence, "staleness/token_mean") or 0) > 0 else []
+    known, rate = [move for move in moves if move is not None], now(evidence, "train/lr")
+    has_signal = (now(evidence, "train/zero_advantage_fraction") or 0.0) < EQUAL
+    if not known or max(known) > LOW_KL or rate is None or not has_signal or evidence.steps < FEWEST_STEPS:
+        return None
+    return 0.8, f"the policy moves by a KL of {max(known):.2g} nats, lr {rate:.2g}"
+
+
+SLOWED = 0.5
+"""Share of the rate or of the groups in flight that a limit of drift leaves."""
+
+
+def drift_limit(evidence: Evidence) -> Sign | None:
+    drift = evidence.setting("actor.drift")
+    if not isinstance(drift, Mapping) or evidence.steps < FEWEST_STEPS:
+        return None
+    kl = now(evidence, "staleness/kl")
+    words = f"staleness/kl {kl:.2g}, limit {drift['kl']}" if kl is not None else "its limit binds"
+    if drift.get("slows") == "admission":
+        left, what = _groups_left(evidence), "of the groups in flight"
+    else:
+        left, what = _rate_left(evidence), "of the learning rate"
+    if left is None or left > SLOWED:
+        return None
+    return max(0.8, 1 - left), f"leaves {left:.0%} {what}; {words}"
+
+
+def _rate_left(evidence: Evidence) -> float | None:
+    rate, full = now(evidence, "train/lr"), evidence.setting("actor.optimizer.lr")
+    decay = evidence.setting("actor.optimizer.decay.type")
+    return rate / full if rate is not None and full and decay in (None, "constant") else None
+
+
+def _groups_left(evidence: Evidence) -> float | None:
+    places = ("rollout/groups_in_flight", "rollout/groups_ready")
+    groups = sum(now(evidence, tag) or 0.0 for tag in places)
+    bound, batch = (evidence.setting(f"rollout.{name}") for name in ("max_head_offpolicyness", "batch_size"))
+    return groups / ((bound + 1) * batch) if isinstance(bound, int) and isinstance(batch, int) else None
+
+
+CLIPPED = 0.5
+
+
+def clipped(evidence: Evidence) -> Sign | None:
+    return _share(now(evidence, "train/clip_fraction"), CLIPPED, "of the tokens at the objective's bound")
