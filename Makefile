@@ -4,6 +4,7 @@
 # make property-sweep SEEDS=20 N=2000   random schedules of the control core, N for each seed (some minutes)
 # make crash-cases                every known harm to a run once: kills, stops, damage (more than an hour); ONLY="damage"
 # make exactness N=1000 SEED=1    random conversations: is what is trained what the engines have sampled? (some minutes)
+# make diagnoses                  runs that are broken on purpose, and what diagnose says of them (half an hour)
 # make wrong-inputs               everything wrong that a user can hand in, and every failing episode, with its message (two minutes)
 # make soak                       memory over hours of a simulated run and ten minutes of a real one; MINUTES=60 USERS=50: with users
 # make gateway-memory             memory of a gateway and of the driver's live users over 20,000 turns (some minutes)
@@ -33,7 +34,7 @@ GPU ?=
 # Tests start many processes, and each of them would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-numerics test-cluster test-runs test-fast test-unit-0 test-unit-1 test-slime test-verifiers test-agents test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs soak gateway-memory staleness-study lint format docs docs-serve install clean constraints lock lock-check
+.PHONY: quickstart test test-numerics test-cluster test-runs test-fast test-unit-0 test-unit-1 test-slime test-verifiers test-agents test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs soak gateway-memory staleness-study lint format docs docs-serve install clean constraints lock lock-check diagnoses
 .DELETE_ON_ERROR:
 
 # One GPU is enough: trainer and engine take turns on it. FlashInfer would first compile its sampling kernels.
@@ -128,6 +129,9 @@ exactness: install
 
 wrong-inputs: install
 	$(BIN)/python -m tests.wrong_inputs
+
+diagnoses: install
+	$(BIN)/python -m tests.diagnoses
 
 soak: install
 	$(BIN)/python -m tests.crash.soak --minutes $(or $(MINUTES),10) --users $(or $(USERS),0)
