@@ -16,6 +16,7 @@ WIDTH = 80
 """Columns of the text."""
 
 NOTHING = "nothing alarming"
+NO_STEP = "nothing to judge: driver.log says what the run does, or why it has ended"
 MEANING = "`slipstream metrics NAME` says what a metric is, `slipstream report` draws it."
 
 
@@ -37,12 +38,16 @@ def described(name: str, evidence: Evidence, end: str | None) -> str:
     lines = [_heading(name, evidence, end)]
     for number, each in enumerate(likely_causes(evidence), 1):
         lines += ["", *_explained(number, each)]
-    return "\n".join([*lines, "", MEANING] if len(lines) > 1 else [*lines, NOTHING])
+    if len(lines) > 1:
+        return "\n".join([*lines, "", MEANING])
+    return "\n".join([*lines, NOTHING if evidence.steps else NO_STEP])
 
 
 def _heading(name: str, evidence: Evidence, end: str | None) -> str:
     facts = [f"{name}: {end or 'running or killed'}"]
-    facts.append(f"{evidence.steps} steps" if evidence.steps else "no step is finished yet")
+    facts.append(
+        f"{evidence.steps} step{'s' * (evidence.steps != 1)}" if evidence.steps else "no step is finished yet"
+    )
     if rewards := evidence.series.get("reward/mean"):
         course = "rises" if rises(evidence) else "does not rise"
         facts.append(f"reward {reward(rewards[0])} -> {reward(rewards[-1])} ({course})")
