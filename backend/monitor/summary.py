@@ -172,6 +172,9 @@ def next_commands(summary: RunSummary, folder: Path) -> dict[str, str]:
         f"slipstream report {run}": "its curves and episodes as a page",
         f"tensorboard --logdir {shlex.quote(str(folder.parent))}": "all runs beside each other",
     }
+    before, after = summary.reward_before, summary.reward_after
+    if before is not None and after is not None and after <= before:
+        commands[f"slipstream diagnose {run}"] = "why the reward does not rise"
     if summary.exit == "done" and policy.exists():
         commands[shlex.join(["slipstream", "eval", str(policy), str(recipe)])] = "what the policy gets"
     if summary.exit == "done":

@@ -257,6 +257,8 @@ def test_a_run_that_has_ended_says_what_can_be_done_with_it(tmp_path):
     ]
     assert shlex.split(commands[2])[2:] == [str(folder / "checkpoint-hf"), str(folder / "recipe.yaml")]
     assert len(next_commands(RunSummary(**EARLY_FAILURE), folder)) == 2
+    stays = RunSummary(**FIELDS | {"reward_before": 0.4, "reward_after": 0.4})
+    assert [each for each in next_commands(stays, folder) if "diagnose" in each]
 
 
 @pytest.mark.parametrize("values", [[0.1] * 3, [1.0] * 128, [0.7] * 11, [1e308, 1e308], [-1e308, 1e308]])
