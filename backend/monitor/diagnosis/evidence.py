@@ -68,7 +68,7 @@ def read_evidence(run: Path) -> Evidence:
 
 def _series(course: Course) -> dict[str, Sequence[float]]:
     series: dict[str, list[float]] = {}
-    for record in course.steps.values():
+    for record in (*course.steps.values(), *course.evaluations.values()):
         for tag, value in record.items():
             if value is None or isinstance(value, int | float):
                 series.setdefault(tag, []).append(math.nan if value is None else float(value))

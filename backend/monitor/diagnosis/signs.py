@@ -5,7 +5,7 @@ A weight is the share of the learning signal that the sign explains, from 0 to 1
 
 import math
 from collections.abc import Mapping
-from statistics import fmean, median, pstdev
+from statistics import fmean, median, variance
 
 from slipstream.backend.monitor.diagnosis.evidence import Evidence
 
@@ -26,15 +26,20 @@ def now(evidence: Evidence, tag: str) -> float | None:
     return median(values) if values else None
 
 
-def rises(evidence: Evidence) -> bool:
-    """True if the last third of the rewards is above the first by more than two standard errors."""
-    values = [value for value in evidence.series.get("reward/mean", ()) if math.isfinite(value)]
-    third = len(values) // 3
-    if len(values) < FEWEST_STEPS or not third:
+ERRORS = 3.0
+"""Standard errors by which a later half must be above an earlier one: in two hundred runs that stay as they
+are, about one seems to rise."""
+
+
+def rises(evidence: Evidence, tag: str = "reward/mean") -> bool:
+    """True if the later half of a tag's values is above the earlier one by more than their noise."""
+    values = [value for value in evidence.series.get(tag, ()) if math.isfinite(value)]
+    half = len(values) // 2
+    if half < FEWEST_STEPS:
         return False
-    first, last = values[:third], values[-third:]
-    spread = math.sqrt((pstdev(first) ** 2 + pstdev(last) ** 2) / third)
-    return fmean(last) - fmean(first) > max(2 * spread, 0.01 * abs(fmean(first)), 1e-9)
+    first, last = values[:half], values[-half:]
+    error = math.sqrt((variance(first) + variance(last)) / half)
+    return fmean(last) - fmean(first) > max(ERRORS * error, 1e-9)
 
 
 def share_of_ends(evidence: Evidence, end: str) -> float:
@@ -122,8 +127,8 @@ def truncated(evidence: Evidence) -> Sign | None:
     )
 
 
-FILTERED = 0.7
-"""Share of groups. Filters of groups with equal rewards drop half of them in healthy runs."""
+FILTERED = 0.8
+"""Share of groups. Filters of groups with equal rewards drop half of them and more in healthy runs."""
 
 
 def filtered(evidence: Evidence) -> Sign | None:
@@ -183,13 +188,15 @@ def low_entropy(evidence: Evidence) -> Sign | None:
     return 1.0, f"entropy {entropy:.2g} nats per token at temperature {temperature}"
 
 
-FEW_PROMPTS = 0.25
-"""Different prompts for each trained group: four passes over the data."""
+FEW_PROMPTS = 0.1
+"""Different prompts for each trained group: ten passes over the data."""
 
 
 def few_prompts(evidence: Evidence) -> Sign | None:
     groups, prompts = evidence.logged_groups, evidence.prompts
-    if groups < 2 * LAST_STEPS or prompts > FEW_PROMPTS * groups:
+    held_out = evidence.series.get("eval/reward", ())
+    follows = bool(held_out) and held_out[-1] > held_out[0]
+    if follows or groups < 2 * LAST_STEPS or prompts > FEW_PROMPTS * groups:
         return None
     return 1 - prompts / groups, f"{prompts} different prompts in {groups} groups"
 
