@@ -215,7 +215,7 @@ def mismatch(evidence: Evidence) -> Sign | None:
     return min(1.0, 0.6 + gap), f"log-probs differ by {gap:.3g} nats at lag 0"
 
 
-EXPIRED = 0.15
+EXPIRED = 0.1
 """Share of groups. Those that are slow, and often long, are missing in what is trained."""
 
 LEAST_ESS = 0.5
@@ -234,8 +234,8 @@ def stale(evidence: Evidence) -> Sign | None:
 # ---- steps are too large or too small
 
 
-HIGH_KL = 0.1
-"""Nats per token within one step. Clipping holds healthy steps near 0.001."""
+HIGH_KL = 0.05
+"""Nats per token within one step. Clipping holds healthy steps near 0.001; 0.1 has ruined a run."""
 
 HIGH_DRIFT = 1.0
 """Nats per token between the policy that sampled and the one that trains."""
@@ -310,8 +310,17 @@ def _groups_left(evidence: Evidence) -> float | None:
     return groups / ((bound + 1) * batch) if isinstance(bound, int) and isinstance(batch, int) else None
 
 
-CLIPPED = 0.5
+CLIPPED = 0.3
+"""Share of the tokens whose advantage is not 0. Bounds that are meant act on a few per cent."""
+
+BY_SEQUENCE = "gspo"
+"""Objective whose bound acts on whole sequences, and by design on a large share of them."""
 
 
 def clipped(evidence: Evidence) -> Sign | None:
-    return _share(now(evidence, "train/clip_fraction"), CLIPPED, "of the tokens at the objective's bound")
+    fraction, zero = now(evidence, "train/clip_fraction"), now(evidence, "train/zero_advantage_fraction")
+    signal = 1 - (zero or 0.0)
+    if fraction is None or signal <= 0 or evidence.setting("actor.objective.type") == BY_SEQUENCE:
+        return None
+    words = "of the tokens with an advantage at the objective's bound"
+    return _share(min(1.0, fraction / signal), CLIPPED, words)
