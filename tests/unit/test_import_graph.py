@@ -6,6 +6,7 @@ Every import counts, also one inside a function or under ``TYPE_CHECKING``. ``te
 import ast
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -222,6 +223,17 @@ def test_no_two_classes_share_a_name():
                 owners.setdefault(node.name, []).append(name)
     shared = {name: where for name, where in owners.items() if len(where) > 1}
     assert not shared, shared
+
+
+def test_a_wheel_has_every_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    listed = set(project["tool"]["setuptools"]["packages"])
+    tops = ("backend", "bridge", "configs", "rollout", "slurm")
+    folders = [path.parent.relative_to(ROOT) for top in tops for path in (ROOT / top).rglob("__init__.py")]
+    # Packages in a folder that is none are data, and ``backend/api`` is the package ``slipstream`` itself.
+    found = {folder for folder in folders if set(folder.parents[:-1]) <= set(folders)}
+    named = {".".join(("slipstream", *folder.parts)) for folder in found}
+    assert named - listed == {"slipstream.backend.api"}
 
 
 def loaded_after(code: str) -> set[str]:
