@@ -90,6 +90,23 @@ def test_a_step_of_one_update_is_no_sign_of_a_low_rate():
     assert names(replace(one, recipe={"actor": {"minibatches": 2}})) == ["rate-too-low"]
 
 
+def test_a_rate_is_judged_when_its_warm_up_is_over():
+    series = {
+        "train/lr": [1e-8 * n for n in range(1, 10)],
+        "train/approx_kl": [1e-12] * 9,
+        "staleness/kl": [1e-12] * 9,
+    }
+    drift = {"kl": 0.01, "slows": "learning_rate"}
+
+    def after(warmup: int) -> list[str]:
+        optimizer = {"lr": 1e-6, "warmup_steps": warmup}
+        recipe = {"actor": {"minibatches": 4, "optimizer": optimizer, "drift": drift}}
+        return names(Evidence(steps=9, series=series, recipe=recipe))
+
+    assert after(100) == after(6) == []
+    assert after(5) == ["drift-limit", "rate-too-low"]
+
+
 def test_noise_is_no_rise_and_a_rise_is_one():
     noise = [0.45, 0.55, 0.5, 0.4, 0.6, 0.5, 0.55, 0.5]
     assert not rises(Evidence(steps=8, series={"reward/mean": noise}))

@@ -42,6 +42,11 @@ def rises(evidence: Evidence, tag: str = "reward/mean") -> bool:
     return fmean(last) - fmean(first) > max(ERRORS * error, 1e-9)
 
 
+def is_warm(evidence: Evidence) -> bool:
+    """True if the learning rate has had its full value for some steps."""
+    return evidence.steps >= (evidence.setting("actor.optimizer.warmup_steps") or 0) + FEWEST_STEPS
+
+
 def share_of_ends(evidence: Evidence, end: str) -> float:
     """Return the share of the groups that have ended which have ended so."""
     total = sum(evidence.groups.values())
@@ -273,7 +278,7 @@ def rate_too_low(evidence: Evidence) -> Sign | None:
     moves += [now(evidence, "staleness/kl")] if (now(evidence, "staleness/token_mean") or 0) > 0 else []
     known, rate = [move for move in moves if move is not None], now(evidence, "train/lr")
     has_signal = (now(evidence, "train/zero_advantage_fraction") or 0.0) < EQUAL
-    if not known or max(known) > LOW_KL or rate is None or not has_signal or evidence.steps < FEWEST_STEPS:
+    if not known or max(known) > LOW_KL or rate is None or not has_signal or not is_warm(evidence):
         return None
     return 0.8, f"the policy moves by a KL of {max(known):.2g} nats, lr {rate:.2g}"
 
@@ -284,7 +289,7 @@ SLOWED = 0.5
 
 def drift_limit(evidence: Evidence) -> Sign | None:
     drift = evidence.setting("actor.drift")
-    if not isinstance(drift, Mapping) or evidence.steps < FEWEST_STEPS:
+    if not isinstance(drift, Mapping) or not is_warm(evidence):
         return None
     kl = now(evidence, "staleness/kl")
     words = f"staleness/kl {kl:.2g}, limit {drift['kl']}" if kl is not None else "its limit binds"
@@ -298,9 +303,10 @@ def drift_limit(evidence: Evidence) -> Sign | None:
 
 
 def _rate_left(evidence: Evidence) -> float | None:
-    rate, full = now(evidence, "train/lr"), evidence.setting("actor.optimizer.lr")
+    rates, full = evidence.series.get("train/lr", ()), evidence.setting("actor.optimizer.lr")
     decay = evidence.setting("actor.optimizer.decay.type")
-    return rate / full if rate is not None and full and decay in (None, "constant") else None
+    # Older steps may be those of the warm-up.
+    return median(rates[-FEWEST_STEPS:]) / full if rates and full and decay in (None, "constant") else None
 
 
 def _groups_left(evidence: Evidence) -> float | None:
