@@ -107,6 +107,15 @@ def test_a_rate_is_judged_when_its_warm_up_is_over():
     assert after(5) == ["drift-limit", "rate-too-low"]
 
 
+@pytest.mark.parametrize(("kl", "causes"), [(0.001, []), (0.02, ["drift-limit"])])
+def test_few_groups_in_flight_are_due_to_drift_only_near_its_limit(kl, causes):
+    series = {"rollout/groups_in_flight": [6.0] * 9, "staleness/kl": [kl] * 9, "train/ess": [0.99] * 9}
+    rollout = {"max_head_offpolicyness": 4, "batch_size": 8}
+    drift = {"kl": 0.01, "ess": None, "slows": "admission"}
+    evidence = Evidence(steps=9, series=series, recipe={"rollout": rollout, "actor": {"drift": drift}})
+    assert names(evidence) == causes
+
+
 def test_noise_is_no_rise_and_a_rise_is_one():
     noise = [0.45, 0.55, 0.5, 0.4, 0.6, 0.5, 0.55, 0.5]
     assert not rises(Evidence(steps=8, series={"reward/mean": noise}))

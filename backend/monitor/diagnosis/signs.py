@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from statistics import fmean, median, variance
 
 from slipstream.backend.monitor.diagnosis.evidence import Evidence
+from slipstream.rollout.control.drift import DriftLimits
 
 Sign = tuple[float, str]
 """Weight, and the figures in words."""
@@ -287,19 +288,23 @@ SLOWED = 0.5
 """Share of the rate or of the groups in flight that a limit of drift leaves."""
 
 
+NEAR = 0.7
+"""Strain at which a limit of drift may be what slows a run."""
+
+
 def drift_limit(evidence: Evidence) -> Sign | None:
     drift = evidence.setting("actor.drift")
     if not isinstance(drift, Mapping) or not is_warm(evidence):
         return None
-    kl = now(evidence, "staleness/kl")
-    words = f"staleness/kl {kl:.2g}, limit {drift['kl']}" if kl is not None else "its limit binds"
+    kl, ess = now(evidence, "staleness/kl") or 0.0, now(evidence, "train/ess") or 1.0
+    strain = DriftLimits(drift.get("kl"), drift.get("ess")).strain(kl, ess)
+    left, what = _rate_left(evidence), "of the learning rate"
     if drift.get("slows") == "admission":
-        left, what = _groups_left(evidence), "of the groups in flight"
-    else:
-        left, what = _rate_left(evidence), "of the learning rate"
+        # Few groups are in flight also where engines hold few, and at the end of a run.
+        left, what = _groups_left(evidence) if strain > NEAR else None, "of the groups in flight"
     if left is None or left > SLOWED:
         return None
-    return max(0.8, 1 - left), f"leaves {left:.0%} {what}; {words}"
+    return max(0.8, 1 - left), f"leaves {left:.0%} {what}; strain {strain:.2g}, where 1 is the limit"
 
 
 def _rate_left(evidence: Evidence) -> float | None:
