@@ -64,7 +64,7 @@ BROKEN = (
         (*FAST, "actor.drift={kl: 1e-9}"),
         steps=12,
     ),
-    Case("few prompts", ("few-prompts",), (*FAST,), steps=12, rows=3),
+    Case("few prompts", ("few-prompts",), steps=12, rows=3),
     Case(
         "updates skipped",
         ("skipped-updates",),

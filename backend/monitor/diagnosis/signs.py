@@ -269,6 +269,9 @@ def rate_too_high(evidence: Evidence) -> Sign | None:
     return None
 
 
+NO_SIGNAL = 0.95
+"""Share of tokens with advantage 0 from which no rate moves the policy."""
+
 LOW_KL = 1e-8
 """Nats per token within one step, or since the data was sampled. Float32 rounding alone makes 1e-14."""
 
@@ -278,7 +281,7 @@ def rate_too_low(evidence: Evidence) -> Sign | None:
     moves = [now(evidence, "train/approx_kl")] if (evidence.setting("actor.minibatches") or 1) > 1 else []
     moves += [now(evidence, "staleness/kl")] if (now(evidence, "staleness/token_mean") or 0) > 0 else []
     known, rate = [move for move in moves if move is not None], now(evidence, "train/lr")
-    has_signal = (now(evidence, "train/zero_advantage_fraction") or 0.0) < EQUAL
+    has_signal = (now(evidence, "train/zero_advantage_fraction") or 0.0) < NO_SIGNAL
     if not known or max(known) > LOW_KL or rate is None or not has_signal or not is_warm(evidence):
         return None
     return 0.8, f"the policy moves by a KL of {max(known):.2g} nats, lr {rate:.2g}"
