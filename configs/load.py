@@ -109,7 +109,7 @@ def load_site(file: Path) -> dict[str, object]:
     except (OSError, ValueError) as error:
         reason = f"the site file cannot be read: {getattr(error, 'strerror', None) or error}"
         raise RecipeError([Violation(str(file), ABSENT, reason)], "the site file") from None
-    document = read_text(text, str(file), "partition, account and so on (docs/slurm.md)")
+    document = read_text(text, str(file), "partition, account and so on (docs/cluster.md)")
     _validated(SiteConfig, document, file)
     _raise_any(document.violations, file)
     return document.data or {}
