@@ -1,132 +1,236 @@
-"""kill -9 of a running quickstart: the time until it trains again, and the tokens to generate again.
+"""Deaths of parts of a Slurm job: the seconds until it trains again, and the tokens to generate again.
 
-    python -m benchmarks.recovery [--kills 3] [--seed 1]
+    python -m benchmarks.recovery [--only WORD]      as root, with Slurm: tests/cluster/install_slurm.sh
 
-The driver is killed at seeded instants, its guard ends all other processes, and the run is resumed at once.
-`seconds` lasts from the kill to the end of the next training step, with every process started anew. The
-comparison is a run that keeps checkpoints only, and so loses everything generated since the last one.
+Each kind is a job of its own on a real Slurm of four fake nodes, three of them the job's: the quickstart with
+two engines. `seconds` last from the death to the end of the first training step after the loss was repaired,
+`starting` is the part of them since the new processes were asked for. Then the run is stopped and audited.
+The last line is one JSON object; exit code 1 if a row is bad.
 """
 
 import json
-import random
+import os
+import re
 import shutil
 import signal
-import statistics
-import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.harness import parser
-from slipstream.backend.checkpoint.folder import CheckpointFolder
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 from slipstream.rollout.ledger.audit.account import audit_ledger
 from slipstream.rollout.ledger.rows.samples import SAMPLES, VOID
 from slipstream.rollout.ledger.storage.database import LEDGER, open_for_reading
+from tests.cluster.quickstart_job import submit_quickstart
+from tests.cluster.slurm_cluster import ClusterError, SlurmCluster
 
 SAMPLES_PER_GROUP = 8
-STEP_TIMEOUT_S = 300
-SETTINGS = ("run.steps=10000", "eval.every=0", "eval.max_prompts=50", "checkpoint.every=5")
+TIMEOUT_S = 420.0
+"""For each wait: to a first step, a noticed loss, a restart, an end."""
+LINK_DOWN_S = 20.0
+SETTINGS = (
+    "run.steps=10000",
+    "eval.every=0",
+    "eval.max_prompts=8",
+    "checkpoint.every=5",
+    "rollout.engine.count=2",
+    "rollout.engine.min_count=1",
+)
+STEP = r"step +\d+/10000"
+RESTARTED = "Slurm has started this job again"
 
 
-@dataclass
-class Recovery:
-    """Recovery from one kill. A group has 8 trajectories."""
+class Job:
+    """The quickstart as a job of three nodes: node1 has the driver and a trainer rank, node3 an engine."""
 
+    def __init__(self, cluster: SlurmCluster, folder: Path, *settings: str, **options: object) -> None:
+        self.cluster = cluster
+        self._folder = folder
+        self._settings = settings
+        self._options = options
+        self.run = folder / "runs/quickstart"
+        self.in_memory = 0
+        self.number = 0
+
+    def submit(self, *arguments: str) -> None:
+        """Submit the job, with ``--resume`` once it has run."""
+        self.number = submit_quickstart(
+            self.cluster, self._folder, *SETTINGS, *self._settings, *arguments, nodes=3, **self._options
+        )
+
+    def output(self) -> str:
+        """Return what all starts of the job have written."""
+        out = self._folder / "out.log"
+        return out.read_text(errors="replace") if out.exists() else ""
+
+    def wait_for(self, pattern: str, begin: int, count: int = 1) -> int:
+        """Wait for ``pattern`` in the output from ``begin`` on. Return where its last match ends."""
+
+        def found() -> list[re.Match[str]]:
+            return list(re.finditer(pattern, self.output()[begin:]))
+
+        try:
+            self.cluster.wait_until(repr(pattern), lambda: len(found()) >= count, TIMEOUT_S)
+        except ClusterError as error:
+            raise ClusterError(f"{error}\n---- output ----\n{self.output()[-3000:]}") from None
+        return begin + found()[count - 1].end()
+
+    def kill(self, node: str, part: str) -> None:
+        """kill -9 the processes of ``node`` whose command contains ``part``."""
+        victims = [process.pid for process in self.cluster.processes(node) if part in process.command]
+        if not victims:
+            raise ClusterError(f"no process {part} on {node}")
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+
+    def wait_for_end(self) -> None:
+        self.cluster.wait(self.number, TIMEOUT_S)
+
+    def stop(self) -> None:
+        self.cluster.cancel(self.number, "--batch", "--signal=TERM")
+        self.wait_for_end()
+
+    def count_in_memory(self) -> None:
+        """Note an upper bound on the tokens that were in memory only, once no process writes any more."""
+        self.in_memory = in_memory(self.run)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of death."""
+
+    name: str
+    strike: Callable[[Job], None]
+    again: str = ""
+    """Pattern of the line with which the new processes begin; empty: none is started."""
+    settings: tuple[str, ...] = ()
+
+
+def engine_node(job: Job) -> None:
+    job.cluster.kill_node("node3")
+
+
+def trainer_rank(job: Job) -> None:
+    job.kill("node1", "ray::TrainerActor")
+
+
+def driver(job: Job) -> None:
+    job.kill("node1", "slipstream train")
+    job.wait_for_end()
+    job.count_in_memory()
+    job.submit("--resume")
+
+
+def trainer_node(job: Job) -> None:
+    job.cluster.kill_node("node2")
+
+
+def head_node(job: Job) -> None:
+    job.cluster.kill_node("node1")
+
+
+def link_down(job: Job) -> None:
+    job.cluster.link("node3", "down")
+    threading.Event().wait(LINK_DOWN_S)
+    job.cluster.link("node3", "up")
+
+
+def scancel(job: Job) -> None:
+    job.cluster.cancel(job.number)
+    job.wait_for_end()
+    job.submit("--resume")
+
+
+def requeue(job: Job) -> None:
+    job.cluster.scontrol("requeue", str(job.number))
+
+
+def warning(job: Job) -> None:
+    job.cluster.cancel(job.number, "--batch", "--signal=USR1")
+
+
+def drained(job: Job) -> None:
+    job.cluster.scontrol("update", "nodename=node3", "state=drain", "reason=maintenance")
+    job.wait_for(STEP, len(job.output()), count=3)
+    job.cluster.scontrol("update", "nodename=node3", "state=resume")
+
+
+def two_at_once(job: Job) -> None:
+    trainer_rank(job)
+    engine_node(job)
+
+
+PLACED, REVIVED, RESUMED = "is placed on", "the trainer is started again", "resumed from"
+TWO_TRAINERS = ("cluster.trainer_nodes=2", "actor.parallel.data=2")
+
+KINDS = (
+    Kind("engine node", engine_node, PLACED),
+    Kind("trainer rank", trainer_rank, REVIVED),
+    Kind("driver", driver, RESUMED),
+    Kind("trainer node", trainer_node, RESTARTED, TWO_TRAINERS),
+    Kind("head node", head_node, RESTARTED),
+    Kind("link down 20 s", link_down),
+    Kind("scancel", scancel, RESUMED),
+    Kind("requeue without --resume", requeue, RESTARTED),
+    Kind("Slurm's warning: time limit or preemption", warning, RESTARTED),
+    Kind("node drained and returned", drained),
+    Kind("two at once: trainer rank, engine node", two_at_once, REVIVED),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one death has cost."""
+
+    kind: str
     seconds: float
-    groups_kept: int
-    """Groups that were ready at the kill, or trained since the checkpoint, and are used as they were."""
-    groups_continued: int
-    groups_regenerated: int
-    tokens_regenerated: int
-    """Discarded tokens, and an upper bound on tokens of completions that were in memory only."""
-    tokens_without_ledger: int
-    """Tokens that a run with the same checkpoint and no ledger would have generated again."""
+    starting: float
+    tokens_again: int
+    """Discarded tokens; after the death of all processes also an upper bound on those in memory only."""
+    is_clean: bool
 
 
-class Run:
-    """The quickstart as a process."""
-
-    def __init__(self, root: Path) -> None:
-        self.folder = root / "quickstart"
-        self._root = root
-        self._process = self._started()
-
-    def restart(self) -> None:
-        self._process = self._started()
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        command = [
-            sys.executable,
-            "-m",
-            "slipstream.backend.cli",
-            "train",
-            "quickstart",
-            f"run.root={self._root}",
-        ]
-        with (self._root / "output").open("a") as output:
-            return subprocess.Popen(
-                [*command, *SETTINGS, "--resume"], stdout=output, stderr=subprocess.STDOUT
-            )
-
-    def steps(self) -> int:
-        """Return the number of training steps logged so far, over all lives of the run."""
-        metrics = self.folder / "metrics.jsonl"
-        return metrics.read_text().count('"reward/mean"') if metrics.exists() else 0
-
-    def wait_for_steps(self, steps: int) -> None:
-        deadline = time.monotonic() + STEP_TIMEOUT_S
-        while self.steps() < steps:
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                sys.exit(f"no step in {STEP_TIMEOUT_S} s:\n{(self._root / 'output').read_text()[-2000:]}")
-            time.sleep(0.02)
-
-    def groups_taken_up(self) -> tuple[int, ...]:
-        """Return the groups that the last resume reported: ready, continued, to be generated again."""
-        report = (self._root / "output").read_text().rpartition("resumed from")[2].partition("\n")[0]
-        return tuple(int(part.split()[0]) for part in report.rpartition(": ")[2].split(", "))
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def end(self) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-            self._process.wait(120)
+def recover(kind: Kind, folder: Path) -> Row:
+    """Let a job train, strike, wait until it trains again, stop it, and audit the run."""
+    # A real Slurm gives a silent node minutes; with too little, it ends the job on a node whose link is down.
+    lost_after_s = 60 if kind.strike is link_down else 10
+    with SlurmCluster(nodes=4, lost_after_s=lost_after_s) as cluster:
+        job = Job(cluster, folder, *kind.settings)
+        job.submit()
+        begin = job.wait_for(STEP, 0, count=8)
+        began = asked = time.monotonic()
+        begin = len(job.output())
+        kind.strike(job)
+        if kind.again:
+            begin = job.wait_for(kind.again, begin)
+            asked = time.monotonic()
+        else:
+            begin = len(job.output())
+        job.wait_for(STEP, begin)
+        ended = time.monotonic()
+        job.stop()
+    audit, _ = audit_ledger(job.run)
+    ledger = open_for_reading(job.run / LEDGER)
+    (discarded,) = ledger.execute("SELECT coalesce(sum(tokens), 0) FROM discards").fetchone()
+    ledger.close()
+    starting = round(ended - asked, 1) if kind.again else 0.0
+    return Row(
+        kind.name, round(ended - began, 1), starting, discarded + job.in_memory, not audit.discrepancies
+    )
 
 
-def recover(run: Run, delay_s: float) -> Recovery:
-    """Kill the run, count what is left, and resume it."""
-    run.wait_for_steps(run.steps() + 12)
-    time.sleep(delay_s)
-    began = time.monotonic()
-    run.kill()
-    looking = time.monotonic()
-    in_memory, without_ledger = look(run.folder)
-    looked_s = time.monotonic() - looking
-    run.restart()
-    run.wait_for_steps(run.steps() + 1)
-    seconds = time.monotonic() - began - looked_s
-    kept, continued, regenerated = run.groups_taken_up()
-    return Recovery(round(seconds, 1), kept, continued, regenerated, in_memory, without_ledger)
-
-
-def look(folder: Path) -> tuple[int, int]:
-    """Return an upper bound on the tokens in memory only, and the tokens that are lost without a ledger."""
+def in_memory(run: Path) -> int:
+    """Return an upper bound on the tokens of completions that the processes of ``run`` had in memory only."""
     with tempfile.TemporaryDirectory() as scratch:
-        for file in folder.glob(f"{LEDGER}*"):
+        for file in run.glob(f"{LEDGER}*"):
             shutil.copy(file, scratch)
         ledger = open_for_reading(Path(scratch) / LEDGER)
-        checkpoint = CheckpointFolder(folder / "checkpoints", keep_last=1).latest()
-        version = checkpoint.record.version if checkpoint else 0
-        mean, since = ledger.execute(
-            "SELECT avg(tokens), sum(tokens * (state = 'ready' OR step > ?)) FROM groups "
-            "WHERE tokens IS NOT NULL",
-            (version,),
-        ).fetchone()
+        (mean,) = ledger.execute("SELECT avg(tokens) FROM groups WHERE tokens IS NOT NULL").fetchone()
         (begun,) = ledger.execute("SELECT count(*) FROM groups WHERE state = 'admitted'").fetchone()
         (written,) = ledger.execute(
             "SELECT count(DISTINCT key) FROM samples JOIN groups ON groups.id = key / ? "
@@ -134,37 +238,40 @@ def look(folder: Path) -> tuple[int, int]:
             (SAMPLES, VOID),
         ).fetchone()
         ledger.close()
-    return (
-        round(mean / SAMPLES_PER_GROUP * (SAMPLES_PER_GROUP * begun - written)),
-        round(since + mean * begun),
-    )
+    return round((mean or 0) / SAMPLES_PER_GROUP * (SAMPLES_PER_GROUP * begun - written))
 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--kills", type=int, default=3)
-    options.add_argument("--seed", type=int, default=1)
-    arguments = options.parse_args()
-    rng = random.Random(arguments.seed)
-    with tempfile.TemporaryDirectory(prefix="slipstream-recovery-") as root:
-        run = Run(Path(root))
-        try:
-            recoveries = [recover(run, rng.uniform(0, 1)) for _ in range(arguments.kills)]
-        finally:
-            run.end()
-        audit, _ = audit_ledger(run.folder)
-        ledger = open_for_reading(run.folder / LEDGER)
-        discarded = dict(ledger.execute("SELECT epoch, sum(tokens) FROM discards GROUP BY epoch"))
-        ledger.close()
-    for epoch, recovery in enumerate(recoveries, start=1):
-        recovery.tokens_regenerated += discarded.get(epoch, 0)
-    rows = list(map(asdict, recoveries))
-    columns: Columns[dict[str, float]] = {
-        name.replace("_", " "): lambda row, name=name: f"{row[name]:,}" for name in rows[0]
-    }
-    table_console().print(rows_table("kills", rows, columns))
-    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    print(json.dumps({**medians, "kills": len(rows), "audit_clean": not audit.discrepancies}))
+    options.add_argument("--only", default="", metavar="WORD", help="only kinds whose name contains WORD")
+    word = options.parse_args().only
+    kinds = [kind for kind in KINDS if word in kind.name]
+    if not kinds:
+        print(
+            f"--only {word}: no such kind; expected a part of {', '.join(k.name for k in KINDS)}",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    rows: list[Row] = []
+    bad: dict[str, str] = {}
+    for kind in kinds:
+        with tempfile.TemporaryDirectory(prefix="slipstream-recovery-") as folder:
+            try:
+                rows.append(recover(kind, Path(folder)))
+                print(rows[-1], flush=True)
+            except ClusterError as error:
+                bad[kind.name] = str(error)
+                print(f"{kind.name}: {error}", file=sys.stderr)
+    bad |= {row.kind: "the audit is not clean" for row in rows if not row.is_clean}
+    columns: Columns[Row] = (
+        {name.replace("_", " "): lambda row, name=name: str(asdict(row)[name]) for name in asdict(rows[0])}
+        if rows
+        else {}
+    )
+    table_console().print(rows_table("deaths", rows, columns))
+    worst = max((row.seconds for row in rows), default=0.0)
+    print(json.dumps({"kinds": len(rows), "bad": sorted(bad), "worst_s": worst}))
+    sys.exit(1 if bad else 0)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,15 @@ from slipstream.backend.quickstart import prepare
 from tests.cluster.slurm_cluster import SlurmCluster
 
 
-def submit_quickstart(cluster: SlurmCluster, folder: Path, *overrides: str, nodes: int) -> int:
-    """Submit the job, with its inputs and its runs in ``folder``. Returns its number."""
+def submit_quickstart(
+    cluster: SlurmCluster, folder: Path, *arguments: str, nodes: int, **options: object
+) -> int:
+    """Submit the job, with its inputs and its runs in ``folder``. Returns its number.
+
+    ``arguments``: those of `slipstream train` after the recipe. ``options``: further ones of sbatch.
+    """
     inputs = folder / "inputs"
-    inputs.mkdir()
+    inputs.mkdir(exist_ok=True)
     model, data, held_out = inputs / "policy", inputs / "train.jsonl", inputs / "heldout.jsonl"
     prepare(model, data, held_out, say=lambda _: None, warm_start_steps=5)
     script = subprocess.run(
@@ -28,7 +33,7 @@ def submit_quickstart(cluster: SlurmCluster, folder: Path, *overrides: str, node
         f"data.path={data}",
         f"eval.path={held_out}",
         "rollout.batch_size=4",
-        *overrides,
+        *arguments,
         cwd=inputs,  # no clone is there
         env={
             "SLIPSTREAM_VENV": sys.prefix,
@@ -39,4 +44,5 @@ def submit_quickstart(cluster: SlurmCluster, folder: Path, *overrides: str, node
         nodes=nodes,
         gpus_per_node=0,
         output=folder / "out.log",
+        **options,
     )

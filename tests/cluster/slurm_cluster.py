@@ -116,7 +116,7 @@ SlurmdParameters=config_overrides
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
 ReturnToService=2
-SlurmdTimeout=10
+SlurmdTimeout={lost_after_s}
 KillWait={kill_wait_s}
 EnforcePartLimits=ALL
 MinJobAge=3600
@@ -160,7 +160,8 @@ class SlurmCluster:
         assert cluster.processes("node2") == []
 
     `gpus_per_node` fake GPUs are /dev/null: Slurm counts and hands them out, CUDA does not see them.
-    `kill_wait_s` is what scancel leaves between SIGTERM and SIGKILL (30 on most clusters).
+    `kill_wait_s` is what scancel leaves between SIGTERM and SIGKILL (30 on most clusters), `lost_after_s` how
+    long a node may be silent before Slurm gives it up (300 on most).
     """
 
     def __init__(
@@ -172,6 +173,7 @@ class SlurmCluster:
         memory_mb: int = 16_000,
         shm_bytes: int = 2 << 30,
         kill_wait_s: int = 10,
+        lost_after_s: int = 10,
     ) -> None:
         self.node_ips = {f"node{i}": f"{SUBNET}.{10 + i}" for i in range(1, nodes + 1)}
         self.cpus_per_node = cpus_per_node
@@ -179,6 +181,7 @@ class SlurmCluster:
         self.memory_mb = memory_mb
         self.shm_bytes = shm_bytes
         self.kill_wait_s = kill_wait_s
+        self.lost_after_s = lost_after_s
         self._children: list[subprocess.Popen[bytes]] = []
         self._room_pid = 0
         self._base = Path()
@@ -247,6 +250,10 @@ class SlurmCluster:
         # The interface first: with the namespace it would go too, but at some later time.
         for thing in ("link", "netns"):
             self._client(*self._enter_room(), "ip", thing, "delete", name)
+
+    def link(self, name: str, state: str) -> None:
+        """Pull the node's network cable out (`down`), or put it in again (`up`)."""
+        self._client(*self._enter_room(), "ip", "link", "set", name, state)
 
     # ---- jobs ----------------------------------------------------------------------------------------------
 
@@ -374,6 +381,7 @@ class SlurmCluster:
             base=base,
             controller_ip=CONTROLLER_IP,
             kill_wait_s=self.kill_wait_s,
+            lost_after_s=self.lost_after_s,
             nodes=count,
             first_ip=f"{SUBNET}.[11-{10 + count}]",
             cpus=self.cpus_per_node,
