@@ -1,7 +1,9 @@
 """A model's parts on this rank, run over packed micro-batches by Megatron's pipeline schedule."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import TypeVar, cast
 
 import numpy as np
@@ -17,7 +19,7 @@ from slipstream.backend.megatron.delta_net import PackedDeltaNet
 from slipstream.backend.megatron.device_batch import DeviceBatch, copied, moved_together, on_device
 from slipstream.backend.megatron.groups import groups
 from slipstream.backend.megatron.local_layers import PackedAttention
-from slipstream.backend.megatron.router import Router
+from slipstream.backend.megatron.router import Router, RouteReplay
 from slipstream.backend.objective.distillation import divergence_from_top_tokens
 from slipstream.backend.objective.logprob import (
     Implementation,
@@ -38,14 +40,23 @@ class PackedModel:
     """A model that takes packed micro-batches.
 
     All ranks call its methods together, each with the micro-batches of its data-parallel rank.
+
+    replays: updates send each token to the experts of the pass before whose ``routes_kept``.
     """
 
-    def __init__(self, parts: Sequence[torch.nn.Module], device: torch.device) -> None:
+    def __init__(
+        self, parts: Sequence[torch.nn.Module], device: torch.device, *, replays: bool = False
+    ) -> None:
         self.parts = list(parts)
         self._device = device
         modules = [module for part in parts for module in part.modules()]
         self._unpacks = any(isinstance(module, PackedAttention | PackedDeltaNet) for module in modules)
         self._routers = [module for module in modules if isinstance(module, Router)]
+        self._replays = {id(part): _with_replays(part) if replays else [] for part in self.parts}
+        """Of the routers of each part."""
+        self._routes: dict[int, tuple[MicroBatch, dict[int, list[Tensor]]]] = {}
+        """By micro-batch, which lives as long, so that its id is no other's: by part, routes by router."""
+        self._keeps_routes = False
         self._on_device: dict[int, DeviceBatch] = {}
         self._in_pass = False
 
@@ -59,7 +70,11 @@ class PackedModel:
             with_loss = sum(len(micro.index_M) for micro in microbatches)
             for router in self._routers:
                 router.loss_share = with_loss / tokens
+        for replay in chain.from_iterable(self._replays.values()):
+            replay.begin_update()
         results = cast("list[R]", self._run(microbatches, heads, forward_only=False))
+        for micro in microbatches:
+            self._routes.pop(id(micro), None)
         return results if groups.is_pipeline_last_stage() else []
 
     def evaluate(
@@ -92,7 +107,7 @@ class PackedModel:
             iterator: Iterator[MicroBatch], part: torch.nn.Module
         ) -> tuple[Tensor, Callable[..., object]]:
             micro = next(iterator)
-            return self._forward(micro, part), head_of[id(micro)]
+            return self._routed(micro, part, trains=not forward_only), head_of[id(micro)]
 
         try:
             return get_forward_backward_func()(
@@ -136,6 +151,29 @@ class PackedModel:
         size = groups.get_context_parallel_world_size()
         return share_of(micro, size, groups.get_context_parallel_rank())
 
+    @contextmanager
+    def routes_kept(self) -> Iterator[None]:
+        """Keep the experts that tokens take in the passes inside, for the next update of each micro-batch."""
+        self._routes.clear()
+        self._keeps_routes = True
+        try:
+            yield
+        finally:
+            self._keeps_routes = False
+
+    def _routed(self, micro: MicroBatch, part: torch.nn.Module, *, trains: bool) -> Tensor:
+        """Run a part forward, with the kept routes if it ``trains``."""
+        replays = self._replays[id(part)]
+        _, kept = self._routes.get(id(micro), (micro, dict[int, list[Tensor]]()))
+        given = kept.get(id(part)) if trains else None
+        for number, replay in enumerate(replays):
+            replay.begin(None if given is None else given[number], trains=trains)
+        output = self._forward(micro, part)
+        if replays and self._keeps_routes:
+            chosen = [replay.chosen_tk for replay in replays if replay.chosen_tk is not None]
+            self._routes.setdefault(id(micro), (micro, {}))[1][id(part)] = chosen
+        return output
+
     def _forward(self, micro: MicroBatch, part: torch.nn.Module) -> Tensor:
         batch = self.on_device(micro)
         return part(
@@ -144,6 +182,16 @@ class PackedModel:
             attention_mask=None,
             packed_seq_params=batch.pack,
         )
+
+
+def _with_replays(part: torch.nn.Module) -> list[RouteReplay]:
+    """Give each router of a part a replay of its own, and return these."""
+    replays: list[RouteReplay] = []
+    for router in part.modules():
+        if isinstance(router, Router):
+            replays.append(RouteReplay())
+            router.router_replay = replays[-1]  # pyright: ignore[reportAttributeAccessIssue]
+    return replays
 
 
 def _without_flag(
@@ -170,8 +218,9 @@ class LanguageModel(PackedModel):
         vocab: int,
         float32_logits: bool,
         implementation: Implementation,
+        replays: bool = False,
     ) -> None:
-        super().__init__(parts, device)
+        super().__init__(parts, device, replays=replays)
         self._vocab = vocab
         self._float32_logits = float32_logits
         self._implementation: Implementation = implementation

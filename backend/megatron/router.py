@@ -1,13 +1,75 @@
 """Megatron's router of experts, with auxiliary losses and single experts of its own.
 
-Shapes: t tokens of this rank, E experts.
+Shapes: t tokens of this rank, E experts, k experts of a token.
 """
+
+from collections.abc import Callable
 
 import torch
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+
+
+class RouteReplay:
+    """The experts of one router's tokens, kept in one pass and taken again in another.
+
+    Takes the place of Megatron's ``RouterReplay``, which must be told which micro-batch a backward pass
+    computes again. Only the choice is replayed: scores, and so gates and gradients, are those of the router's
+    present weights.
+    """
+
+    def __init__(self) -> None:
+        self.chosen_tk: Tensor | None = None
+        """Experts that the last pass has chosen, uint8 up to 256 experts, int16 beyond."""
+        self._given_tk: Tensor | None = None
+        self._trains = False
+        self._again: list[Tensor | None] = []
+        """What micro-batches were given whose activations the backward pass computes again, in order."""
+
+    def begin_update(self) -> None:
+        """Forget what a pass has left that ended with an error."""
+        self._again.clear()
+
+    def begin(self, given_tk: Tensor | None, *, trains: bool) -> None:
+        """Route the next micro-batch to ``given_tk``; None: to the experts that the router chooses.
+
+        ``trains``: a backward pass follows, in which micro-batches come in the same order.
+        """
+        self._given_tk, self._trains = given_tk, trains
+
+    def get_replay_topk(
+        self,
+        scores_tE: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores and indices of each token's experts, [t, k]. Megatron calls this method.
+
+        Raises RuntimeError if the routes are of another number of tokens.
+        """
+        assert default_compute_topk is not None
+        given_tk = self._given_tk
+        if self._trains and not torch.is_grad_enabled():
+            self._again.append(given_tk)  # a checkpoint: the backward pass calls the router again
+        elif self._trains and self._again:
+            given_tk = self._again.pop(0)
+        if given_tk is None:
+            scores_tk, index_tk = default_compute_topk(
+                scores_tE, topk, num_groups=num_groups, group_topk=group_topk
+            )
+            self.chosen_tk = index_tk.to(torch.uint8 if scores_tE.shape[1] <= 256 else torch.int16)
+            return scores_tk, index_tk
+        if given_tk.shape != (len(scores_tE), topk):
+            raise RuntimeError(
+                f"routes of {tuple(given_tk.shape)} tokens and experts are replayed, expected "
+                f"{(len(scores_tE), topk)}: they are of another micro-batch"
+            )
+        index_tk = given_tk.long()
+        return scores_tE.gather(1, index_tk), index_tk
 
 
 class Router(TopKRouter):

@@ -102,6 +102,7 @@ class TrainerRank(CheckpointedRank):
             vocab=self._spec.geometry.vocab,
             float32_logits=actor.fp32_lm_head,
             implementation=fusions.head_implementation(actor, fusions.KernelSupport.present()),
+            replays=actor.routing_replay == "recompute",
         )
         self._parameters = [model.named_shards(part) for part in parts]
         self._adapter = None if actor.lora is None else model.adapter_export(parts, self._spec, actor)

@@ -98,7 +98,8 @@ class Scorers:
             return given
         if self._before is not None:
             self._before(policy.parts, "policy")
-        return given + policy.log_probs(recomputed, temperature)
+        with policy.routes_kept():
+            return given + policy.log_probs(recomputed, temperature)
 
     def follow(self, policy: Sequence[Mapping[str, Tensor]]) -> None:
         """Let the average, if there is one, take in the policy's shards after a step."""

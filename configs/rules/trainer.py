@@ -5,7 +5,14 @@ import math
 from collections.abc import Iterator
 from functools import partial
 
-from slipstream.configs.rules.models import MODELS, model_number, model_words
+from slipstream.configs.rules.models import (
+    EXPERT_COUNTS,
+    MODELS,
+    POLICY,
+    model_config,
+    model_number,
+    model_words,
+)
 from slipstream.configs.rules.rule import Rule
 from slipstream.configs.schema import OptimizerConfig, RunConfig
 from slipstream.configs.violations import Violation
@@ -109,6 +116,26 @@ def auxiliary_losses_have_an_effect(config: RunConfig) -> Iterator[Violation]:
         )
 
 
+def replayed_routes_exist(config: RunConfig) -> Iterator[Violation]:
+    actor = config.actor
+    if actor.routing_replay == "off":
+        return
+    whys: list[str] = []
+    if model_config(config, POLICY) is not None and not any(model_number(config, n) for n in EXPERT_COUNTS):
+        whys.append("the model has no experts")
+    if actor.interpolate_logprobs or not actor.recompute_logprobs:
+        whys.append("no pass for proximal log-probs is made; set actor.recompute_logprobs to true")
+    elif actor.minibatches == 1:
+        whys.append(
+            "the only mini-batch has no pass for proximal log-probs; set actor.minibatches to 2 or more"
+        )
+    if actor.megatron.get("moe_router_fusion"):
+        whys.append("the fused router takes no routes; leave actor.megatron.moe_router_fusion out")
+    if whys:
+        reason = "; ".join([*whys, "or set this to off"])
+        yield Violation("actor.routing_replay", actor.routing_replay, reason)
+
+
 def transformer_engine_can_be_used(config: RunConfig) -> Iterator[Violation]:
     if config.actor.layer_spec != "transformer_engine":
         return
@@ -151,6 +178,17 @@ RULES = (
             (model, "actor.recompute", "actor.megatron", "actor.parallel"),
         )
         for model in MODELS
+    ),
+    Rule(
+        replayed_routes_exist,
+        (
+            "actor.routing_replay",
+            "actor.recompute_logprobs",
+            "actor.interpolate_logprobs",
+            "actor.minibatches",
+            "actor.megatron",
+            "model.path",
+        ),
     ),
     Rule(auxiliary_losses_have_an_effect, ("actor.megatron",)),
     Rule(transformer_engine_can_be_used, ("actor.layer_spec", "actor.lora", "cluster.device")),

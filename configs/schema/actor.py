@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from slipstream.configs.schema.advantage import (
     AdvantageNorm,
@@ -266,6 +266,19 @@ class ActorConfig(TrainedConfig):
         "`actor.recompute_logprobs` makes for every mini-batch but the first. Only with "
         "`actor.use_decoupled_loss`.",
     )
+    routing_replay: Literal["off", "recompute"] = Field(
+        default="off",
+        description="Mixtures of experts. `recompute`: each update sends a token to the experts that it took "
+        "in the pass for its proximal log-probs, so that the ratio to them does not jump where the router "
+        "chooses others. Gates and gradients are those of the present router. The first mini-batch has no "
+        "such pass and needs none.",
+    )
+
+    @field_validator("routing_replay", mode="before")
+    @classmethod
+    def _off_is_no_boolean(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML 1.1 reads `off` as false
+
     drift: DriftConfig | None = Field(
         default=None,
         description="Without the section the drift has no limit.",

@@ -83,6 +83,19 @@ def violations(file, *overrides: str) -> dict[str, str]:
         (["actor.recompute_logprobs=false"], "actor.recompute_logprobs", "use_decoupled_loss to false"),
         (["actor.recompute_logprobs=false", "actor.interpolate_logprobs=true"], None, ""),
         (["actor.interpolate_logprobs=true"], "actor.interpolate_logprobs", "recompute_logprobs to false"),
+        (["actor.routing_replay=recompute"], "actor.routing_replay", "set actor.minibatches to 2 or more"),
+        (["actor.routing_replay=recompute", "actor.minibatches=2"], "actor.routing_replay", "no experts"),
+        (["actor.routing_replay=off"], None, ""),
+        (
+            [
+                "actor.routing_replay=recompute",
+                "actor.minibatches=2",
+                "actor.megatron={moe_router_fusion: true}",
+                "actor.untested=[moe_router_fusion]",
+            ],
+            "actor.routing_replay",
+            "the fused router takes no routes",
+        ),
         (
             [
                 "actor.interpolate_logprobs=true",
