@@ -50,6 +50,7 @@ PROGRAMS = {
     "openssl": "makes a random key",
     "pip": "downloads packages",
     "qwen": "an agent",
+    "salloc": "starts a process in an allocation; a command of Slipstream in it is checked",
     "sbatch": "submits a job",
     "scontrol": "asks for a running job",
     "source": "changes the shell",
