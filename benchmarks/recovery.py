@@ -54,19 +54,25 @@ class Job:
         self._settings = settings
         self._options = options
         self.run = folder / "runs/quickstart"
+        self._earlier = ""
         self.in_memory = 0
         self.number = 0
 
     def submit(self, *arguments: str) -> None:
         """Submit the job, with ``--resume`` once it has run."""
+        self._earlier = self.output()
+        self._out.unlink(missing_ok=True)  # another job would write over it
         self.number = submit_quickstart(
             self.cluster, self._folder, *SETTINGS, *self._settings, *arguments, nodes=3, **self._options
         )
 
     def output(self) -> str:
         """Return what all starts of the job have written."""
-        out = self._folder / "out.log"
-        return out.read_text(errors="replace") if out.exists() else ""
+        return self._earlier + (self._out.read_text(errors="replace") if self._out.exists() else "")
+
+    @property
+    def _out(self) -> Path:
+        return self._folder / "out.log"
 
     def wait_for(self, pattern: str, begin: int, count: int = 1) -> int:
         """Wait for ``pattern`` in the output from ``begin`` on. Return where its last match ends."""
@@ -106,8 +112,8 @@ class Kind:
 
     name: str
     strike: Callable[[Job], None]
-    again: str = ""
-    """Pattern of the line with which the new processes begin; empty: none is started."""
+    again: tuple[str, ...] = ()
+    """Patterns of the lines with which new processes begin; empty: none is started."""
     settings: tuple[str, ...] = ()
 
 
@@ -169,17 +175,17 @@ PLACED, REVIVED, RESUMED = "is placed on", "the trainer is started again", "resu
 TWO_TRAINERS = ("cluster.trainer_nodes=2", "actor.parallel.data=2")
 
 KINDS = (
-    Kind("engine node", engine_node, PLACED),
-    Kind("trainer rank", trainer_rank, REVIVED),
-    Kind("driver", driver, RESUMED),
-    Kind("trainer node", trainer_node, RESTARTED, TWO_TRAINERS),
-    Kind("head node", head_node, RESTARTED),
+    Kind("engine node", engine_node, (PLACED,)),
+    Kind("trainer rank", trainer_rank, (REVIVED,)),
+    Kind("driver", driver, (RESUMED,)),
+    Kind("trainer node", trainer_node, (RESTARTED,), TWO_TRAINERS),
+    Kind("head node", head_node, (RESTARTED,)),
     Kind("link down 20 s", link_down),
-    Kind("scancel", scancel, RESUMED),
-    Kind("requeue without --resume", requeue, RESTARTED),
-    Kind("Slurm's warning: time limit or preemption", warning, RESTARTED),
+    Kind("scancel", scancel, (RESUMED,)),
+    Kind("requeue without --resume", requeue, (RESTARTED,)),
+    Kind("Slurm's warning: time limit or preemption", warning, (RESTARTED,)),
     Kind("node drained and returned", drained),
-    Kind("two at once: trainer rank, engine node", two_at_once, REVIVED),
+    Kind("two at once: trainer rank, engine node", two_at_once, (REVIVED, PLACED)),
 )
 
 
@@ -206,12 +212,11 @@ def recover(kind: Kind, folder: Path) -> Row:
         began = asked = time.monotonic()
         begin = len(job.output())
         kind.strike(job)
-        if kind.again:
-            begin = job.wait_for(kind.again, begin)
+        repaired = 0 if kind.again else len(job.output())
+        for pattern in kind.again:
+            repaired = max(repaired, job.wait_for(pattern, begin))
             asked = time.monotonic()
-        else:
-            begin = len(job.output())
-        job.wait_for(STEP, begin)
+        job.wait_for(STEP, repaired)
         ended = time.monotonic()
         job.stop()
     audit, _ = audit_ledger(job.run)

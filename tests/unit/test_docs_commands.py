@@ -175,7 +175,7 @@ def problems_of_make(arguments: tuple[str, ...]) -> Iterator[str]:
 
 def problems(command: Command) -> Iterator[str]:
     words = tuple(word for word in command.words if word not in LEFT_OUT)
-    if "slipstream" in words and (words[0] == "srun" or words[:2] == ("docker", "run")):
+    if "slipstream" in words and (words[0] in ("srun", "salloc") or words[:2] == ("docker", "run")):
         words = words[len(words) - 1 - words[::-1].index("slipstream") :]
     program, arguments = words[0].rpartition("bin/")[2], words[1:]
     if program == "slipstream":
