@@ -113,13 +113,14 @@ def test_a_failed_run_fails_the_job_with_its_own_exit_code(jobs: Jobs) -> None:
 
 
 def test_scancel_lets_the_run_save_its_state_while_ray_is_still_up(jobs: Jobs) -> None:
-    job = jobs.submit({"linger": True, "leave_behind": True}, nodes=2)
+    job = jobs.submit({"linger": True, "exit_code": 3, "leave_behind": True}, nodes=2)
     jobs.cluster.wait_for_output(job, "FACTS", JOB_TIMEOUT_S)
     modes = [folder.stat().st_mode & 0o777 for folder in temporary_folders(job)]
     jobs.cluster.cancel(job)
     result = jobs.finish(job)
     assert modes == [0o700, 0o700]
     assert result.state == "CANCELLED", result.output
+    assert "start the job again" not in result.output
     assert (jobs.folder / "saved").read_text() == "1 signal(s)", result.output
 
 
