@@ -1,6 +1,6 @@
 # make quickstart   sets everything up and trains a small policy on this machine; GPU=1: on one GPU of it
 # make test         sets everything up and runs the tests
-# make test-fast    the unit tests only: no engine, no Ray, no Slurm; some ten minutes
+# make test-fast    the unit tests only: no engine, no Ray, no Slurm; less than ten minutes
 # make property-sweep SEEDS=20 N=2000   random schedules of the control core, N for each seed (some minutes)
 # make crash-cases                every known harm to a run once: kills, stops, damage (more than an hour); ONLY="damage"
 # make exactness N=1000 SEED=1    random conversations: is what is trained what the engines have sampled? (some minutes)
@@ -34,7 +34,7 @@ GPU ?=
 # Tests start many processes, and each of them would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-numerics test-cluster test-runs test-fast test-unit-0 test-unit-1 test-slime test-verifiers test-agents test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs soak gateway-memory staleness-study lint format docs docs-serve install clean constraints lock lock-check diagnoses
+.PHONY: quickstart test test-numerics test-cluster test-runs test-fast test-unit-0 test-unit-1 test-slime test-verifiers test-agents test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs diagnoses soak gateway-memory staleness-study lint format docs docs-serve install clean constraints lock lock-check
 .DELETE_ON_ERROR:
 
 # One GPU is enough: trainer and engine take turns on it. FlashInfer would first compile its sampling kernels.

@@ -48,11 +48,10 @@ RESTARTED = "Slurm has started this job again"
 class Job:
     """The quickstart as a job of three nodes: node1 has the driver and a trainer rank, node3 an engine."""
 
-    def __init__(self, cluster: SlurmCluster, folder: Path, *settings: str, **options: object) -> None:
+    def __init__(self, cluster: SlurmCluster, folder: Path, *settings: str) -> None:
         self.cluster = cluster
         self._folder = folder
         self._settings = settings
-        self._options = options
         self.run = folder / "runs/quickstart"
         self._earlier = ""
         self.in_memory = 0
@@ -63,7 +62,7 @@ class Job:
         self._earlier = self.output()
         self._out.unlink(missing_ok=True)  # another job would write over it
         self.number = submit_quickstart(
-            self.cluster, self._folder, *SETTINGS, *self._settings, *arguments, nodes=3, **self._options
+            self.cluster, self._folder, *SETTINGS, *self._settings, *arguments, nodes=3
         )
 
     def output(self) -> str:
@@ -191,7 +190,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Row:
-    """What one death has cost."""
+    """The cost of one death."""
 
     kind: str
     seconds: float

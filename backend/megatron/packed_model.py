@@ -53,9 +53,10 @@ class PackedModel:
         self._unpacks = any(isinstance(module, PackedAttention | PackedDeltaNet) for module in modules)
         self._routers = [module for module in modules if isinstance(module, Router)]
         self._replays = {id(part): _with_replays(part) if replays else [] for part in self.parts}
-        """Of the routers of each part."""
+        """By the id of each part: a replay for each of its routers, in their order."""
         self._routes: dict[int, tuple[MicroBatch, dict[int, list[Tensor]]]] = {}
-        """By micro-batch, which lives as long, so that its id is no other's: by part, routes by router."""
+        """By the id of a micro-batch: the micro-batch, which is kept so that no other gets its id, and by the
+        id of each part the routes of its routers."""
         self._keeps_routes = False
         self._on_device: dict[int, DeviceBatch] = {}
         self._in_pass = False

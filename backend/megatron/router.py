@@ -26,7 +26,7 @@ class RouteReplay:
         self._given_tk: Tensor | None = None
         self._trains = False
         self._again: list[Tensor | None] = []
-        """What micro-batches were given whose activations the backward pass computes again, in order."""
+        """Routes of the micro-batches whose activations the backward pass computes again, in its order."""
 
     def begin_update(self) -> None:
         """Forget what a pass has left that ended with an error."""

@@ -18,7 +18,7 @@ class Agent:
 
     name: str
     package: str
-    """What is installed, of ``package.json`` or ``requirements.txt``."""
+    """Name of its package in ``package.json`` or ``requirements.txt``."""
     talk: Sequence[str]
     """Begins a conversation."""
     again: Sequence[str]
@@ -35,7 +35,7 @@ class Agent:
     much: int = 0
     """Words of the first message where they bring a compaction about."""
     goes_on: str = ""
-    """What the agent says by itself after such a compaction."""
+    """Text that the agent itself adds after such a compaction."""
     echo: Callable[[str], ToolCall] | None = None
     """Returns the call of a tool that prints a text; None: the agent has no tools."""
     delegate: Callable[[str], ToolCall] | None = None

@@ -44,14 +44,14 @@ ANSWERED = re.compile(r"ANSWER-([a-z0-9]+)")
 
 @dataclass(frozen=True)
 class Step:
-    """What the policy answers to one word of the script."""
+    """The policy's answer to one word of the script."""
 
     calls: Callable[[str], Sequence[Call]] = lambda _: ()
     """Returns what it calls, given what was said last."""
     says: str = ""
-    """What follows the name of the answer."""
+    """Text after the name of the answer."""
     then: str = ""
-    """What stands in the next state of the answer; empty: nothing follows."""
+    """Text that the next state of the answer must have; empty: nothing follows."""
     is_apart: bool = False
     """A sub-agent says it, whose conversation may have a session of its own."""
     follow: str = ""

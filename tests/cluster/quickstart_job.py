@@ -8,12 +8,10 @@ from slipstream.backend.quickstart import prepare
 from tests.cluster.slurm_cluster import SlurmCluster
 
 
-def submit_quickstart(
-    cluster: SlurmCluster, folder: Path, *arguments: str, nodes: int, **options: object
-) -> int:
+def submit_quickstart(cluster: SlurmCluster, folder: Path, *arguments: str, nodes: int) -> int:
     """Submit the job, with its inputs and its runs in ``folder``. Returns its number.
 
-    ``arguments``: those of `slipstream train` after the recipe. ``options``: further ones of sbatch.
+    ``arguments``: those of `slipstream train` after the recipe.
     """
     inputs = folder / "inputs"
     inputs.mkdir(exist_ok=True)
@@ -44,5 +42,4 @@ def submit_quickstart(
         nodes=nodes,
         gpus_per_node=0,
         output=folder / "out.log",
-        **options,
     )

@@ -1,1 +1,1 @@
-"""What may keep the reward of a run from rising: evidence from its files, its signs, and their causes."""
+"""Reasons why the reward of a run may not rise: evidence from its files, signs in it, and their causes."""

@@ -168,7 +168,8 @@ CAUSES = (
         signs.few_prompts,
     ),
 )
-"""Of two causes with strong signs the first is named first: causes stand before their effects."""
+"""Where several signs are strong, the cause that stands first here is named first. Causes come before their
+effects."""
 
 STRONG = 0.7
 """Weight from which a sign alone explains a reward that does not rise."""

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from slipstream.backend.monitor.course import Course, read_course
+from slipstream.rollout.control.ends import Loss
+from slipstream.rollout.control.slots import State
 from slipstream.rollout.ledger.episode_log.files import episode_files, read_rows
 from slipstream.rollout.ledger.episode_log.rows import TRAINED
 from slipstream.rollout.ledger.storage.database import FAILURES, LEDGER, LedgerError, open_for_reading
@@ -18,15 +20,13 @@ from slipstream.rollout.ledger.storage.database import FAILURES, LEDGER, LedgerE
 MOST_ROWS = 20_000
 """Newest rows of the episode log that are read."""
 
-ENDS = ("trained", "filtered", "expired", "failed")
+ENDS = tuple(state.value for state in (State.TRAINED, State.FILTERED, State.EXPIRED, State.FAILED))
 """Ends of groups, as metrics and the ledger count them."""
-
-FAILED = "failed"
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a run."""
+    """The course of a run in numbers: its metrics, its groups and their ends."""
 
     steps: int
     """Number of training steps that have metrics."""
@@ -93,7 +93,11 @@ def _newest_rows(run: Path) -> Iterator[Mapping[str, Any]]:
 
 def _failures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the reasons of failed groups, each group once."""
-    reasons = {row["group"]: row["reason"] for row in rows if row.get("end") == FAILED and row.get("reason")}
+    reasons = {
+        row["group"]: row["reason"]
+        for row in rows
+        if row.get("end") == Loss.FAILED.value and row.get("reason")
+    }
     return dict(Counter(map(str, reasons.values())))
 
 
@@ -106,7 +110,8 @@ def _from_ledger(path: Path) -> tuple[dict[str, int], dict[str, int]]:
     try:
         ends = ledger.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall()
         notes = ledger.execute(
-            "SELECT note, count(*) FROM groups WHERE state = ? AND note IS NOT NULL GROUP BY note", (FAILED,)
+            "SELECT note, count(*) FROM groups WHERE state = ? AND note IS NOT NULL GROUP BY note",
+            (State.FAILED.value,),
         ).fetchall()
     except FAILURES:
         return {}, {}

@@ -4,7 +4,7 @@ A weight is the share of the learning signal that the sign explains, from 0 to 1
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from statistics import fmean, median, variance
 
 from slipstream.backend.monitor.diagnosis.evidence import Evidence
@@ -148,28 +148,25 @@ def _share(share: float | None, least: float, words: str) -> Sign | None:
 # ---- rewards say nothing
 
 
-def _constant(evidence: Evidence) -> float | None:
-    """Return the reward that every episode of the last steps has; None: they differ."""
+def _every_reward(evidence: Evidence, fits: Callable[[float], bool]) -> Sign | None:
+    """Return the sign of a reward that every episode of the last steps has, if its value ``fits``."""
     means = evidence.series.get("reward/mean", ())[-LAST_STEPS:]
     spreads = evidence.series.get("reward/std", ())[-LAST_STEPS:]
     if not means or max(spreads, default=1.0) > 1e-6 or max(means) - min(means) > 1e-6:
         return None
-    return means[-1]
+    return (1.0, f"every reward is {means[-1]:g}") if fits(means[-1]) else None
 
 
 def all_wrong(evidence: Evidence) -> Sign | None:
-    value = _constant(evidence)
-    return (1.0, f"every reward is {value:g}") if value is not None and value <= 0 else None
+    return _every_reward(evidence, lambda value: value <= 0)
 
 
 def all_right(evidence: Evidence) -> Sign | None:
-    value = _constant(evidence)
-    return (1.0, f"every reward is {value:g}") if value is not None and value >= 1 else None
+    return _every_reward(evidence, lambda value: value >= 1)
 
 
 def constant_reward(evidence: Evidence) -> Sign | None:
-    value = _constant(evidence)
-    return (1.0, f"every reward is {value:g}") if value is not None and 0 < value < 1 else None
+    return _every_reward(evidence, lambda value: 0 < value < 1)
 
 
 EQUAL = 0.7
