@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from slipstream.configs.schema.advantage import (
     AdvantageNorm,
@@ -273,11 +273,6 @@ class ActorConfig(TrainedConfig):
         "chooses others. Gates and gradients are those of the present router. The first mini-batch has no "
         "such pass and needs none.",
     )
-
-    @field_validator("routing_replay", mode="before")
-    @classmethod
-    def _off_is_no_boolean(cls, value: object) -> object:
-        return "off" if value is False else value  # YAML 1.1 reads `off` as false
 
     drift: DriftConfig | None = Field(
         default=None,

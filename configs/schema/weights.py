@@ -100,9 +100,6 @@ class VerifyOff(Section):
 
 
 def _from_type(value: object) -> object:
-    # YAML 1.1 parsers read a bare `off` as false.
-    if value is False:
-        value = "off"
     return {"type": value} if isinstance(value, str) else value
 
 
