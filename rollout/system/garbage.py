@@ -20,7 +20,6 @@ import gc
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
-from ctypes.util import find_library
 
 HEAPS = 2
 """Heaps of a process."""
@@ -40,7 +39,7 @@ def keep_few_heaps() -> None:
     if VARIABLE in os.environ:
         return
     os.environ[VARIABLE] = str(HEAPS)
-    libc = ctypes.CDLL(find_library("c"))
+    libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and hasattr(libc, "gnu_get_libc_version"):
         libc.mallopt(_M_ARENA_MAX, HEAPS)
 
@@ -50,7 +49,7 @@ def return_free_memory() -> None:
 
     It takes milliseconds in which threads that allocate wait, and the interpreter's lock is not held.
     """
-    libc = ctypes.CDLL(find_library("c"))
+    libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
 

@@ -1,6 +1,5 @@
 """Keeps a reward within its bounds inside its process: time, memory, forks, the working directory."""
 
-import ctypes
 import faulthandler
 import gc
 import os
@@ -9,6 +8,8 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+
+from slipstream.rollout.system.garbage import return_free_memory
 
 SHARE = 0.75
 """Part of the memory above the start's that may be in use between two questions."""
@@ -45,7 +46,6 @@ class MemoryWatch:
         if memory_mb is not None:
             start = self._used()
             self._most = start + SHARE * max(0, (memory_mb << 20) - start)
-        self._libc = ctypes.CDLL(None)
 
     def verdict(self) -> str | None:
         """Return why the process should be replaced; None: it may go on."""
@@ -53,8 +53,7 @@ class MemoryWatch:
             if self._most is None or self._used() <= self._most:
                 return None
             gc.collect()
-            with suppress(AttributeError):  # only glibc has it
-                self._libc.malloc_trim(0)
+            return_free_memory()
             used = self._used()
         except OSError as error:  # user code leaks file descriptors
             return f"it cannot open files any more: {error}"
