@@ -84,4 +84,4 @@ def as_note(text: str) -> str:
     if len(text) > LONGEST_NOTE:
         head = LONGEST_NOTE // 2
         text = f"{text[:head]}\n[... {len(text) - 2 * head} characters left out ...]\n{text[-head:]}"
-    return text.encode("utf-8", "backslashreplace").decode()
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
