@@ -577,7 +577,7 @@ def test_no_reply_in_time_from_a_server_that_is_not_well_is_a_loss():
 
 def test_silence_of_a_server_that_is_well_condemns_the_request_and_not_the_server():
     async def main():
-        async with serving(streaming(*THREE, 30.0), timeout_s=0.1) as (server, client):
+        async with serving(streaming(*THREE, 30.0), timeout_s=0.5) as (server, client):
             partial = GrowingCompletion()
             with pytest.raises(Silent, match="nothing came for 0 s") as caught:
                 await client.generate([1], SAMPLING, partial, version=3)
