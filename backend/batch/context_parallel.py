@@ -48,6 +48,8 @@ class ContextShare:
     """Place of each token with loss in the concatenation of all ranks' ``target_m``, in order of rank."""
     counts: tuple[int, ...]
     """Number of tokens with loss that each rank predicts."""
+    routes_tW: np.ndarray | None
+    """uint16: as ``MicroBatch.routes_TW``."""
 
 
 def share_of(micro: MicroBatch, size: int, rank: int) -> ContextShare:
@@ -55,7 +57,13 @@ def share_of(micro: MicroBatch, size: int, rank: int) -> ContextShare:
     if size == 1:
         everything = np.arange(len(micro.index_M))
         return ContextShare(
-            micro.tokens_T, micro.position_T, micro.index_M, micro.target_M, everything, (len(everything),)
+            micro.tokens_T,
+            micro.position_T,
+            micro.index_M,
+            micro.target_M,
+            everything,
+            (len(everything),),
+            micro.routes_TW,
         )
     holder_T, local_T = np.empty_like(micro.tokens_T), np.empty_like(micro.tokens_T)
     for other in range(size):
@@ -71,4 +79,5 @@ def share_of(micro: MicroBatch, size: int, rank: int) -> ContextShare:
         target_m=micro.target_M[is_here_M],
         order_M=np.argsort(np.argsort(holder_M, kind="stable")),
         counts=tuple(np.bincount(holder_M, minlength=size).tolist()),
+        routes_tW=None if micro.routes_TW is None else micro.routes_TW[place_t],
     )

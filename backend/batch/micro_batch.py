@@ -8,6 +8,7 @@ from numpy.typing import DTypeLike
 
 from slipstream.backend.batch.packing import Pack
 from slipstream.backend.batch.train_batch import TrainBatch
+from slipstream.rollout.tokens.routes import placed_routes
 from slipstream.rollout.tokens.teacher import TeacherScores, placed
 from slipstream.rollout.tokens.trajectory import Trajectory
 
@@ -46,6 +47,8 @@ class MicroBatch:
     """Factor from a mean of the recipe's units to a sum of token losses (``averaging.mean_scale``)."""
     teacher: TeacherScores | None = None
     """A teacher's scores of the M tokens. None: no trajectory of the pack has any."""
+    routes_TW: np.ndarray | None = None
+    """uint16: the engine's experts of all tokens (``Trajectory.routes_TW``). None: no trajectory has any."""
 
     @property
     def is_last_M(self) -> np.ndarray:
@@ -119,6 +122,7 @@ def assemble(
         share_N=share_N[list(indices)],
         scale=scale,
         teacher=_taught(parts, starts, predicted_M),
+        routes_TW=_routed(parts, starts, len(tokens_T) + padding),
     )
 
 
@@ -130,6 +134,16 @@ def _taught(parts: Sequence[Trajectory], starts: np.ndarray, predicted_M: np.nda
         if part.teacher is not None
     ]
     return placed(int(starts[-1]), scores).take(predicted_M) if scores else None
+
+
+def _routed(parts: Sequence[Trajectory], starts: np.ndarray, tokens: int) -> np.ndarray | None:
+    """Return the engine's experts of the ``tokens`` of a pack, padding included, if any are known."""
+    routes = [
+        (int(start), part.routes_TW)
+        for start, part in zip(starts, parts, strict=False)
+        if part.routes_TW is not None
+    ]
+    return placed_routes(tokens, routes) if routes else None
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: DTypeLike, multiple: int) -> np.ndarray:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.rollout.tokens.record import decode_trajectory
+from slipstream.rollout.tokens.routes import is_known
 from slipstream.rollout.tokens.trajectory import (
     Completion,
     Finish,
@@ -202,3 +203,35 @@ def check_staleness(batch: TrainBatch, max_lag: int) -> None:
                 f"{lag_T.min()}..{lag_T.max()} at version {batch.version}; "
                 f"rollout.max_head_offpolicyness allows 0..{max_lag}"
             )
+
+
+def unrouted(batch: TrainBatch, layers: Sequence[bool], per_token: int, experts: int) -> float:
+    """Return the share of tokens whose experts no engine has told, without the last one of each trajectory.
+
+    layers: of each layer, whether it has experts. per_token: experts of a token. experts: their number in a
+    layer. Raises ValueError for experts of another model, and if an engine has not told those of a layer.
+    """
+    missing = total = 0
+    for index, trajectory in enumerate(batch.trajectories):
+        routes_TW, length = trajectory.routes_TW, len(trajectory.tokens_T) - 1
+        total += length
+        if routes_TW is None:
+            missing += length
+            continue
+        where = f"trajectory {index} of group {batch.group_N[index]}"
+        is_known_T = is_known(routes_TW)
+        ids_RW = routes_TW[is_known_T]
+        highest = int(np.max(ids_RW, initial=0))
+        if ids_RW.shape[1] != len(layers) * per_token or highest >= experts:
+            raise ValueError(
+                f"{where} has routes of {ids_RW.shape[1]} choices, up to expert {highest}; expected "
+                f"{len(layers)} layers * {per_token} choices among {experts} experts, as in the trained model"
+            )
+        ids_RLk = ids_RW.reshape(-1, len(layers), per_token)[:, np.array(layers)]
+        if per_token > 1 and (ids_RLk[:, :, 0] == ids_RLk[:, :, 1]).any():
+            raise ValueError(
+                f"{where} has tokens that take the same expert twice: the engine does not tell its routes; "
+                "set rollout.engine.args.moe_runner_backend to triton, or actor.routing_replay to off"
+            )
+        missing += length - int(np.count_nonzero(is_known_T[:-1]))
+    return missing / max(1, total)

@@ -15,7 +15,7 @@ from slipstream.configs.schema.judge import OwnEngines
 from slipstream.rollout.collection.collector.spec import CollectorSpec
 from slipstream.rollout.engine.actor import EngineActor
 from slipstream.rollout.engine.adapters import AdapterServing
-from slipstream.rollout.engine.server_process import LIVE_SERVER_ARGS, ReplicaSpec
+from slipstream.rollout.engine.server_process import LIVE_SERVER_ARGS, ROUTES_SERVER_ARGS, ReplicaSpec
 from slipstream.rollout.system import gpu_environment
 from slipstream.rollout.system.network import LOOPBACK
 from slipstream.rollout.system.restarts import NodeLost
@@ -118,6 +118,7 @@ def engine_settings(config: RunConfig, device: str, adapters: AdapterServing | N
         "pipeline_parallel": engine.pipeline_parallel,
         "args": ({} if adapters is not None else weight_loader(config))
         | ({} if config.gateway is None else dict(LIVE_SERVER_ARGS))
+        | (dict(ROUTES_SERVER_ARGS) if config.actor.routing_replay == "rollout" else {})
         | engine.args,
         "environment": environment if on_gpus else {},
         "replica": None if adapters is not None else replica_of(config),

@@ -156,6 +156,8 @@ class DeviceBatch:
     """Place of each trajectory in the batch."""
     trajectories: Tensor
     """int32 scalar: N."""
+    routes_tW: Tensor | None = None
+    """int16: the engine's experts, -1 where they are not known."""
 
 
 def on_device(micro: MicroBatch, share: ContextShare, device: torch.device, *, unpacks: bool) -> DeviceBatch:
@@ -179,6 +181,8 @@ def on_device(micro: MicroBatch, share: ContextShare, device: torch.device, *, u
         "trajectory_N": micro.trajectory_M[is_last_M],
         "trajectories": np.array(np.count_nonzero(is_last_M), np.int32),
     }
+    if share.routes_tW is not None:
+        arrays["routes_tW"] = share.routes_tW.view(np.int16)  # NO_ROUTE is -1
     boundaries, shapes = _boundaries(micro.cu_seqlens, unpacks=unpacks)
     tensors = copied(arrays | boundaries, device)
     pack = _pack(

@@ -27,6 +27,7 @@ from slipstream.backend.objective.logprob import (
     fused_logprob_and_entropy,
     fused_logprobs,
 )
+from slipstream.configs.schema import RoutingReplay
 from slipstream.rollout.tokens.teacher import TeacherScores
 
 R = TypeVar("R")
@@ -41,19 +42,22 @@ class PackedModel:
 
     All ranks call its methods together, each with the micro-batches of its data-parallel rank.
 
-    replays: updates send each token to the experts of the pass before whose ``routes_kept``.
+    replay: where the experts of tokens come from (``actor.routing_replay``). ``recompute``: updates take
+    those of the pass before whose ``routes_kept``. ``rollout``: every pass takes those of the engine, where
+    they are known, and updates take the rest as with ``recompute``.
     """
 
     def __init__(
-        self, parts: Sequence[torch.nn.Module], device: torch.device, *, replays: bool = False
+        self, parts: Sequence[torch.nn.Module], device: torch.device, *, replay: RoutingReplay = "off"
     ) -> None:
         self.parts = list(parts)
         self._device = device
         modules = [module for part in parts for module in part.modules()]
         self._unpacks = any(isinstance(module, PackedAttention | PackedDeltaNet) for module in modules)
         self._routers = [module for module in modules if isinstance(module, Router)]
-        self._replays = {id(part): _with_replays(part) if replays else [] for part in self.parts}
-        """By the id of each part: a replay for each of its routers, in their order."""
+        self._replay: RoutingReplay = replay
+        self._replays = {id(part): _with_replays(part) if replay != "off" else [] for part in self.parts}
+        """By the id of each part: its routers, in their order, each with a replay."""
         self._routes: dict[int, tuple[MicroBatch, dict[int, list[Tensor]]]] = {}
         """By the id of a micro-batch: the micro-batch, which is kept so that no other gets its id, and by the
         id of each part the routes of its routers."""
@@ -71,7 +75,7 @@ class PackedModel:
             with_loss = sum(len(micro.index_M) for micro in microbatches)
             for router in self._routers:
                 router.loss_share = with_loss / tokens
-        for replay in chain.from_iterable(self._replays.values()):
+        for _, replay in chain.from_iterable(self._replays.values()):
             replay.begin_update()
         results = cast("list[R]", self._run(microbatches, heads, forward_only=False))
         for micro in microbatches:
@@ -163,17 +167,32 @@ class PackedModel:
             self._keeps_routes = False
 
     def _routed(self, micro: MicroBatch, part: torch.nn.Module, *, trains: bool) -> Tensor:
-        """Run a part forward, with the kept routes if it ``trains``."""
+        """Run a part forward, with the kept routes if it ``trains``, or with those of the engine."""
         replays = self._replays[id(part)]
         _, kept = self._routes.get(id(micro), (micro, dict[int, list[Tensor]]()))
         given = kept.get(id(part)) if trains else None
-        for number, replay in enumerate(replays):
-            replay.begin(None if given is None else given[number], trains=trains)
+        for number, (router, replay) in enumerate(replays):
+            routes = self._engines_routes(micro, router) if given is None else given[number]
+            replay.begin(routes, trains=trains)
         output = self._forward(micro, part)
         if replays and self._keeps_routes:
-            chosen = [replay.chosen_tk for replay in replays if replay.chosen_tk is not None]
+            chosen = [replay.chosen_tk for _, replay in replays if replay.chosen_tk is not None]
             self._routes.setdefault(id(micro), (micro, {}))[1][id(part)] = chosen
         return output
+
+    def _engines_routes(self, micro: MicroBatch, router: Router) -> Tensor | None:
+        """Return the engine's experts [t, k] of the tokens that come to a router of this rank, below 0 where
+        they are not known; None: the recipe does not ask for them, or they are not known of any token."""
+        routes_tW = self.on_device(micro).routes_tW if self._replay == "rollout" else None
+        if routes_tW is None:
+            return None
+        assert router.layer_number is not None
+        first = (router.layer_number - 1) * router.topk
+        routes_tk = routes_tW[:, first : first + router.topk]
+        if not router.config.sequence_parallel:
+            return routes_tk
+        size, rank = groups.get_tensor_model_parallel_world_size(), groups.get_tensor_model_parallel_rank()
+        return routes_tk.chunk(size)[rank]
 
     def _forward(self, micro: MicroBatch, part: torch.nn.Module) -> Tensor:
         batch = self.on_device(micro)
@@ -185,13 +204,14 @@ class PackedModel:
         )
 
 
-def _with_replays(part: torch.nn.Module) -> list[RouteReplay]:
-    """Give each router of a part a replay of its own, and return these."""
-    replays: list[RouteReplay] = []
+def _with_replays(part: torch.nn.Module) -> list[tuple[Router, RouteReplay]]:
+    """Give each router of a part a replay of its own, and return both."""
+    replays: list[tuple[Router, RouteReplay]] = []
     for router in part.modules():
         if isinstance(router, Router):
-            replays.append(RouteReplay())
-            router.router_replay = replays[-1]  # pyright: ignore[reportAttributeAccessIssue]
+            replay = RouteReplay()
+            replays.append((router, replay))
+            router.router_replay = replay  # pyright: ignore[reportAttributeAccessIssue]
     return replays
 
 
@@ -219,9 +239,9 @@ class LanguageModel(PackedModel):
         vocab: int,
         float32_logits: bool,
         implementation: Implementation,
-        replays: bool = False,
+        replay: RoutingReplay = "off",
     ) -> None:
-        super().__init__(parts, device, replays=replays)
+        super().__init__(parts, device, replay=replay)
         self._vocab = vocab
         self._float32_logits = float32_logits
         self._implementation: Implementation = implementation

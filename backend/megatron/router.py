@@ -22,7 +22,7 @@ class RouteReplay:
 
     def __init__(self) -> None:
         self.chosen_tk: Tensor | None = None
-        """Experts that the last pass has chosen, uint8 up to 256 experts, int16 beyond."""
+        """Experts of the tokens in the last pass, uint8 up to 256 experts, int16 beyond."""
         self._given_tk: Tensor | None = None
         self._trains = False
         self._again: list[Tensor | None] = []
@@ -33,7 +33,7 @@ class RouteReplay:
         self._again.clear()
 
     def begin(self, given_tk: Tensor | None, *, trains: bool) -> None:
-        """Route the next micro-batch to ``given_tk``; None: to the experts that the router chooses.
+        """Route the next micro-batch to ``given_tk``; None, and below 0: to experts that the router chooses.
 
         ``trains``: a backward pass follows, in which micro-batches come in the same order.
         """
@@ -57,19 +57,19 @@ class RouteReplay:
             self._again.append(given_tk)  # a checkpoint: the backward pass calls the router again
         elif self._trains and self._again:
             given_tk = self._again.pop(0)
-        if given_tk is None:
-            scores_tk, index_tk = default_compute_topk(
-                scores_tE, topk, num_groups=num_groups, group_topk=group_topk
-            )
-            self.chosen_tk = index_tk.to(torch.uint8 if scores_tE.shape[1] <= 256 else torch.int16)
-            return scores_tk, index_tk
-        if given_tk.shape != (len(scores_tE), topk):
-            raise RuntimeError(
-                f"routes of {tuple(given_tk.shape)} tokens and experts are replayed, expected "
-                f"{(len(scores_tE), topk)}: they are of another micro-batch"
-            )
-        index_tk = given_tk.long()
-        return scores_tE.gather(1, index_tk), index_tk
+        scores_tk, index_tk = default_compute_topk(
+            scores_tE, topk, num_groups=num_groups, group_topk=group_topk
+        )
+        if given_tk is not None:
+            if given_tk.shape != index_tk.shape:
+                raise RuntimeError(
+                    f"routes of {tuple(given_tk.shape)} tokens and experts are replayed, expected "
+                    f"{tuple(index_tk.shape)}: they are of another micro-batch"
+                )
+            index_tk = torch.where(given_tk < 0, index_tk, given_tk.long())
+            scores_tk = scores_tE.gather(1, index_tk)
+        self.chosen_tk = index_tk.to(torch.uint8 if scores_tE.shape[1] <= 256 else torch.int16)
+        return scores_tk, index_tk
 
 
 class Router(TopKRouter):

@@ -544,6 +544,11 @@ TAGS: dict[str, Tag] = {
     "mismatch/tokens": Tag(
         "tokens", "Number of tokens of lag 0 that carry loss, from which the metrics above are computed."
     ),
+    "mismatch/unrouted": Tag(
+        "fraction",
+        "Share of the tokens, the last one of each trajectory left out, whose experts no engine has told. "
+        "They go where the trainer's router sends them. Only with `actor.routing_replay: rollout`.",
+    ),
     # perf
     "perf/checkpoint_stall_s": Tag("s", "Time for which the last checkpoint's copy held up training."),
     "perf/step_s": Tag(

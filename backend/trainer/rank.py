@@ -29,7 +29,7 @@ import torch.distributed as dist
 from slipstream.backend.batch.flops import forward_flops
 from slipstream.backend.batch.micro_batch import MicroBatch, assemble
 from slipstream.backend.batch.skipped import SkippedUpdate
-from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch, check_staleness
+from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch, check_staleness, unrouted
 from slipstream.backend.megatron.export_plan import export_plan
 from slipstream.backend.megatron.finite import require_finite
 from slipstream.backend.megatron.parallel import RankSpec, initialize
@@ -102,7 +102,7 @@ class TrainerRank(CheckpointedRank):
             vocab=self._spec.geometry.vocab,
             float32_logits=actor.fp32_lm_head,
             implementation=fusions.head_implementation(actor, fusions.KernelSupport.present()),
-            replays=actor.routing_replay == "recompute",
+            replay=actor.routing_replay,
         )
         self._parameters = [model.named_shards(part) for part in parts]
         self._adapter = None if actor.lora is None else model.adapter_export(parts, self._spec, actor)
@@ -160,7 +160,9 @@ class TrainerRank(CheckpointedRank):
         check_staleness(batch, self._config.rollout.max_head_offpolicyness)
         batch = self._plugins.transformed(batch)
         self._skipped.begin(batch)
+        routed = self._routes_of(batch)
         minibatches, metrics = self.microbatches(batch)
+        metrics |= routed
         microbatches = list(chain.from_iterable(minibatches))
         self._hooks.step_begins(self.step, batch, microbatches)
         config = self._config
@@ -217,6 +219,14 @@ class TrainerRank(CheckpointedRank):
         flops = float(passes_N @ forward_flops(self._spec.geometry, length_N))
         tokens = float(sum(trajectory.response_length for trajectory in batch.trajectories))
         return {"train/tflop": flops / 1e12, "train/tokens": tokens}
+
+    def _routes_of(self, batch: TrainBatch) -> dict[str, float]:
+        """Return how much of the engine's routes is missing, where they are replayed."""
+        experts = self._spec.geometry.experts
+        if self._config.actor.routing_replay != "rollout" or experts is None:
+            return {}
+        layers = [n not in experts.dense_layers for n in range(self._spec.geometry.n_layers)]
+        return {"mismatch/unrouted": unrouted(batch, layers, experts.per_token, experts.count)}
 
     def _update_policy(
         self,

@@ -38,7 +38,10 @@ _NO_DISAGGREGATION = (
     "Slipstream does not split engines into prefill, decode and encode servers: each engine does all; "
     "leave it out"
 )
-_NO_ROUTING = "Slipstream does not take over the routing of experts or other inner values; leave it out"
+_NO_ROUTING = (
+    "Slipstream asks for the experts of tokens itself (actor.routing_replay: rollout), and takes over no "
+    "other inner values; leave it out"
+)
 _NO_OFFLOAD = (
     "Slipstream publishes weights into the engines' GPU memory, which must hold all of them: use "
     "rollout.engine.tensor_parallel, or rollout.engine.quantization"

@@ -137,6 +137,21 @@ def args_are_in_range(config: RunConfig) -> Iterator[Violation]:
         yield Violation(f"{ENGINE}.args.chunked_prefill_size", chunk, reason)
 
 
+TELLING = ("auto", "triton", "deep_gemm", "cutlass")
+"""Backends of SGLang's ``moe_runner_backend`` that are told which experts to run. Others choose them inside
+their kernels, and SGLang does not know which."""
+
+
+def engines_tell_routes(config: RunConfig) -> Iterator[Violation]:
+    args, name = config.rollout.engine.args, "moe_runner_backend"
+    if config.actor.routing_replay == "rollout" and args.get(name, "auto") not in TELLING:
+        reason = (
+            "SGLang does not know the experts of tokens with it, which actor.routing_replay: rollout needs; "
+            f"expected {' or '.join(TELLING)}, or leave it out"
+        )
+        yield Violation(f"{ENGINE}.args.{name}", args[name], reason)
+
+
 def graphs_can_rest(config: RunConfig) -> Iterator[Violation]:
     """SGLang ends at its start otherwise: the graphs for prompts cannot release their memory."""
     engine, name = config.rollout.engine, "cuda_graph_backend_prefill"
@@ -210,6 +225,7 @@ RULES = (
         (f"{ENGINE}.nodes", f"{ENGINE}.pipeline_parallel", "weights.transport", "actor.lora"),
     ),
     Rule(args_are_in_range, (f"{ENGINE}.args",)),
+    Rule(engines_tell_routes, (f"{ENGINE}.args", "actor.routing_replay")),
     Rule(graphs_can_rest, (f"{ENGINE}.args", f"{ENGINE}.colocated", f"{ENGINE}.gpu_share")),
     Rule(
         share_is_of_a_shared_gpu,

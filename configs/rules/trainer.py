@@ -123,7 +123,9 @@ def replayed_routes_exist(config: RunConfig) -> Iterator[Violation]:
     whys: list[str] = []
     if model_config(config, POLICY) is not None and not any(model_number(config, n) for n in EXPERT_COUNTS):
         whys.append("the model has no experts")
-    if actor.interpolate_logprobs or not actor.recompute_logprobs:
+    if actor.routing_replay == "rollout":
+        pass
+    elif actor.interpolate_logprobs or not actor.recompute_logprobs:
         whys.append("no pass for proximal log-probs is made; set actor.recompute_logprobs to true")
     elif actor.minibatches == 1:
         whys.append(

@@ -1,6 +1,6 @@
 """The typed recipe, one short file per section."""
 
-from slipstream.configs.schema.actor import ActorConfig, LoraConfig, ParallelConfig
+from slipstream.configs.schema.actor import ActorConfig, LoraConfig, ParallelConfig, RoutingReplay
 from slipstream.configs.schema.advantage import TeacherTerm
 from slipstream.configs.schema.checkpoint import CheckpointConfig
 from slipstream.configs.schema.cluster import ContainerConfig, LocalCluster, SlurmCluster
@@ -84,6 +84,7 @@ __all__ = [
     "PluginConfig",
     "PromptFile",
     "RolloutConfig",
+    "RoutingReplay",
     "RunConfig",
     "SamplingConfig",
     "ShardsTransportConfig",

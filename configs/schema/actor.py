@@ -27,6 +27,8 @@ from slipstream.configs.schema.objective import (
 from slipstream.configs.schema.optimizer import OptimizerConfig
 from slipstream.configs.schema.plugin import Plugin
 
+RoutingReplay = Literal["off", "recompute", "rollout"]
+
 LinearLayer = Literal[
     "linear_qkv",
     "linear_proj",
@@ -266,12 +268,16 @@ class ActorConfig(TrainedConfig):
         "`actor.recompute_logprobs` makes for every mini-batch but the first. Only with "
         "`actor.use_decoupled_loss`.",
     )
-    routing_replay: Literal["off", "recompute"] = Field(
+    routing_replay: RoutingReplay = Field(
         default="off",
         description="Mixtures of experts. `recompute`: each update sends a token to the experts that it took "
         "in the pass for its proximal log-probs, so that the ratio to them does not jump where the router "
-        "chooses others. Gates and gradients are those of the present router. The first mini-batch has no "
-        "such pass and needs none.",
+        "chooses others. The first mini-batch has no such pass and needs none. `rollout`: every pass of the "
+        "policy sends a token to the experts that it took in the engine, prompts included, so that trainer "
+        "and engine compute with the same ones. After an interruption these are the ones with which the "
+        "engine went on. It costs layers * experts of a token in bytes for each token. Tokens without routes "
+        "(`mismatch/unrouted`: of users and agents, of an engine that ended before it told) go where the "
+        "router sends them. Gates, gradients and auxiliary losses are those of the present router.",
     )
 
     drift: DriftConfig | None = Field(

@@ -116,6 +116,8 @@ class EngineClient(ServerControl):
             **self._adapter_field,
             **fields,
         }
+        if completion.routes_wanted is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": completion.routes_wanted}
         stream = CompletionStream(completion, version, self.address.vocab_size)
         length = len(completion.tokens)
         try:

@@ -25,10 +25,14 @@ Everything that a chunk says is checked before anything of it is kept: ids insid
 log-probs that are not positive, as many tokens as the server counts, versions for all of them.
 """
 
+import base64
 from collections.abc import Sequence
 from typing import NamedTuple, NotRequired, TypedDict, cast
 
+import numpy as np
+
 from slipstream.rollout.engine.growing import Alternatives, GrowingCompletion
+from slipstream.rollout.tokens.routes import Experts, narrowed
 from slipstream.rollout.tokens.trajectory import Finish
 
 HIGHEST_LOGPROB = 1e-3
@@ -79,6 +83,9 @@ class _Meta(TypedDict):
     """Only where it was asked for. The log-prob of the first token is None."""
     input_top_logprobs: NotRequired[Sequence[Sequence[tuple[float, int, object]] | None]]
     """The likeliest tokens at each position of the prompt, where they were asked for."""
+    routed_experts: NotRequired[str | None]
+    """In the last chunk only, where they were asked for: experts of the tokens from the one that was asked
+    for up to the last but one, int32 [tokens, layers, experts of a token] in base64."""
 
 
 class _Failure(TypedDict):
@@ -168,6 +175,7 @@ class CompletionStream:
         if reason is not None and (not aborted or "weight_versions" in meta):
             spans = _spans(meta["weight_versions"], self._known + len(tokens))
         retractions = int(meta.get("num_retractions") or 0)
+        routes = None if reason is None else self._routes(meta)
 
         completion = self._completion
         if not completion.tokens:
@@ -183,6 +191,8 @@ class CompletionStream:
         if spans is not None:
             completion.retag(self._start, spans)
         completion.finish, completion.matched = finish, matched
+        if routes is not None:
+            completion.add_routes(int(meta["prompt_tokens"]) - self._start, routes)
         if reason is not None and aborted:
             self._drop_last(tokens)
             message = f"generation was aborted: {reason.get('message', '')}"
@@ -211,6 +221,18 @@ class CompletionStream:
         logprobs = [float(entry[0]) for entry in entries]
         self._check_values(tokens, logprobs)
         return tokens, logprobs
+
+    def _routes(self, meta: _Meta) -> Experts | None:
+        """Return the experts of tokens. None: they are not wanted, or the server does not know them, as of a
+        request that was aborted in its queue."""
+        wanted, given = self._completion.routes_wanted, meta.get("routed_experts")
+        if wanted is None or not given:
+            return None
+        rows = int(meta["prompt_tokens"]) + int(meta["completion_tokens"]) - 1 - wanted
+        ids = np.frombuffer(base64.b64decode(given, validate=True), "<i4")
+        if rows <= 0 or len(ids) % rows or not len(ids):
+            raise ValueError(f"{len(ids)} experts of {rows} tokens, expected equally many of each")
+        return narrowed(ids.reshape(rows, -1))
 
     def _check_values(self, tokens: list[int], logprobs: list[float]) -> None:
         for number, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), self._known):

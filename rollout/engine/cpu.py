@@ -1,9 +1,9 @@
 """Lets SGLang 0.5.21 run on a machine without a GPU. Used only when the device is ``cpu``.
 
-Without AMX every SGLang layer takes its native PyTorch path. Only three things are missing then: packages
+Without AMX every SGLang layer takes its native PyTorch path. Only four things are missing then: packages
 that SGLang imports and that have no CPU build, for which ``stand_ins/`` has replacements; settings that fit
-small CPUs; and latent attention that reads what it has cached. One thing is better: a process without CUDA
-can be forked.
+small CPUs; latent attention that reads what it has cached; and host memory without CUDA. One thing is
+better: a process without CUDA can be forked.
 """
 
 import functools
@@ -79,6 +79,7 @@ def prepare() -> None:
     fork_processes()
     attend_to_cached_latents()
     fill_padding()
+    register_no_memory()
 
 
 def attend_to_cached_latents() -> None:
@@ -129,6 +130,13 @@ def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
         return make(*args, **options)
 
     return made
+
+
+def register_no_memory() -> None:
+    """Let SGLang keep the experts of tokens on the host, whose memory it registers with CUDA everywhere."""
+    from sglang.srt.mem_cache.pool_host import common
+
+    common._cuda_host_register = lambda buffer, granularity=None: None
 
 
 def fill_padding() -> None:

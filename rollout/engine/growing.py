@@ -14,6 +14,9 @@ have been added stay, unless they are ``cut`` off the end.
 from array import array
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
+from slipstream.rollout.tokens.routes import Experts, Routes
 from slipstream.rollout.tokens.trajectory import Completion, Finish, Span
 
 Alternatives = tuple[tuple[float, int], ...]
@@ -37,6 +40,8 @@ class GrowingCompletion:
         "prompt_logprobs",
         "resumed",
         "retractions",
+        "routes",
+        "routes_from",
         "runs",
         "tokens",
         "wants_prompt",
@@ -65,6 +70,12 @@ class GrowingCompletion:
         """Number of prompt tokens that the first engine had in its cache."""
         self.resumed = 0
         """Number of tokens after which the latest request goes on; 0: it is the first request."""
+        self.routes_from: int | None = None
+        """Place of the first token whose experts are wanted, from the beginning of the request; None: they
+        are not wanted."""
+        self.routes: Routes | None = None
+        """Experts of the tokens from there on, as far as they have come. An engine that goes on with a
+        completion computes what has no experts yet anew, and tells which it has taken then."""
         self.newest: int | None = None
         """No token of the latest request is of a later version; None: that is not known."""
 
@@ -99,6 +110,21 @@ class GrowingCompletion:
         del self.tokens[n:], self.logprobs[n:], self.alternatives[n:]
         self._cut_runs(n)
         self.finish, self.matched = Finish.PARTIAL, None
+        if self.routes is not None:
+            request, start, ids_RW = self.routes
+            self.routes = Routes(request, start, ids_RW[: max(0, request + n - start)])
+
+    def add_routes(self, request: int, ids_RW: Experts) -> None:
+        """Append the experts of the next tokens. ``request``: number of token ids of the request."""
+        assert self.routes_from is not None
+        if self.routes is not None and len(self.routes.ids_RW):
+            ids_RW = np.concatenate([self.routes.ids_RW, ids_RW])
+        self.routes = Routes(request, self.routes_from, ids_RW)
+
+    @property
+    def routes_wanted(self) -> int | None:
+        """Place of the first token whose experts are still wanted; None: they are not wanted."""
+        return self.routes_from if self.routes is None else self.routes.end
 
     def retag(self, start: int, spans: Iterable[tuple[int, int]]) -> None:
         """Replace the versions of all tokens from ``start`` on by ``spans``: (version, tokens), in order.
@@ -161,6 +187,7 @@ class GrowingCompletion:
             self.finish,
             self.retractions,
             self.matched,
+            self.routes,
         )
 
     def _add_run(self, version: int, n: int) -> None:

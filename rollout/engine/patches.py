@@ -104,6 +104,12 @@ PATCHES = (
         "50c31fce23db30f5",
     ),
     EnginePatch(
+        "sglang.srt.mem_cache.pool_host.common:_cuda_host_register",
+        f"{_CPU}.register_no_memory",
+        "it registers the host's memory with CUDA on machines that have none",
+        "1ab150bdd2f3c0a0",
+    ),
+    EnginePatch(
         "sglang.srt.managers.tokenizer_manager:TokenizerManager._resolve_lora_path",
         f"{_ADAPTERS}._resolve_policy",
         "a request is bound to a name of an adapter, and the policy's adapter has another in each version",

@@ -166,6 +166,9 @@ LIVE_SERVER_ARGS: Mapping[str, object] = {
 more than ``priority_scheduling_preemption_threshold`` (10) takes the place of a running one, which is
 retracted and goes on later. SGLang asserts that ``schedule_policy`` is ``fcfs`` or ``lof`` then."""
 
+ROUTES_SERVER_ARGS: Mapping[str, object] = {"enable_return_routed_experts": True}
+"""ServerArgs of engines that tell the experts of tokens."""
+
 LAUNCHER = (sys.executable, "-m", "slipstream.rollout.engine.launch")
 """Command of the server's program, which takes one further argument: JSON."""
 

@@ -3,10 +3,12 @@
     chunk       u32 context | u32 sampled | i4[context + sampled] token ids | f4[sampled] log-probs
     scores      u32 2^32 - 1 | u32 back | u32 tokens | u32 k
                 | f4[tokens] log-probs | i4[tokens * k] token ids | f4[tokens * k] log-probs
+    routes      u32 2^32 - 2 | u32 back | u32 tokens | u16 width | u16 size | u1 or u2[tokens * width] experts
     trajectory  its chunks, one after the other, and a ``TrajectoryHeader`` kept beside them
 
-Scores of a teacher may follow any chunk. Their first token is ``back`` tokens before that place, so that they
-mean the same tokens wherever their chunks are copied to.
+Scores of a teacher and routes, which are the experts of tokens (``routes.py``), may follow any chunk. Their
+first token is ``back`` tokens before that place, so that they mean the same tokens wherever their chunks are
+copied to.
 
 All numbers are little-endian. Context tokens were sampled by no policy and have no log-prob; the sampled
 tokens of a chunk follow its context. A chunk is encoded once, where the tokens arrive, and decoded once,
@@ -18,6 +20,7 @@ import io
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -25,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.rollout.system.frames import UNREADABLE
+from slipstream.rollout.tokens.routes import Experts, known_runs, narrowed, placed_routes
 from slipstream.rollout.tokens.teacher import TeacherScores, placed
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory, TrajectoryHeader
 
@@ -73,6 +77,16 @@ class ScoresPart(NamedTuple):
     encoded: bytes | memoryview
 
 
+class RoutesPart(NamedTuple):
+    """Experts of some of the tokens that stand before them."""
+
+    back: int
+    """Number of tokens from the first of them up to this place."""
+    ids_RW: Experts
+    size: int
+    """Number of bytes."""
+
+
 HEADER = msgspec.msgpack.Decoder(TrajectoryHeader)
 PIECE = msgspec.msgpack.Decoder(PieceHeader)
 encode = msgspec.msgpack.Encoder().encode
@@ -85,6 +99,9 @@ _LENGTHS = struct.Struct("<II")
 _SCORES = struct.Struct("<IIII")
 _IS_SCORES = 2**32 - 1
 """Stands where a chunk has its number of context tokens."""
+_ROUTES = struct.Struct("<IIIHH")
+_IS_ROUTES = 2**32 - 2
+"""Stands there as well."""
 
 
 Ids = Sequence[int] | npt.NDArray[np.integer]
@@ -124,26 +141,34 @@ def encode_scores(scores: TeacherScores, *, replaces: bool = False) -> bytes:
     )
 
 
+def encode_routes(back: int, ids_RW: Experts) -> bytes:
+    """Return experts of tokens. The first is ``back`` tokens before the place where they will stand."""
+    rows, width = ids_RW.shape
+    head = _ROUTES.pack(_IS_ROUTES, back, rows, width, ids_RW.itemsize)
+    return head + ids_RW.astype(ids_RW.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
 def decode_scores(data: bytes | memoryview, tokens: int) -> TeacherScores:
     """Return the scores of the last ``tokens`` tokens before ``data``, which nothing else is in.
 
     Raises CorruptRecord.
     """
-    parts = list(_decode_parts(data))
+    parts = list(decode_parts(data))
     if len(parts) != 1 or not isinstance(parts[0], ScoresPart):
         raise CorruptRecord(f"{len(data)} bytes that are no scores of a teacher")
     return _placed(tokens, [(tokens - parts[0].back, parts[0].scores)])
 
 
 def decode_chunks(data: bytes | memoryview) -> Iterator[DecodedChunk]:
-    """Yield the chunks of ``data``, which follow each other, without scores of a teacher.
+    """Yield the chunks of ``data``, which follow each other, without scores of a teacher and routes.
 
     Raises CorruptRecord.
     """
-    return (part for part in _decode_parts(data) if isinstance(part, DecodedChunk))
+    return (part for part in decode_parts(data) if isinstance(part, DecodedChunk))
 
 
-def _decode_parts(data: bytes | memoryview) -> Iterator[DecodedChunk | ScoresPart]:
+def decode_parts(data: bytes | memoryview) -> Iterator[DecodedChunk | ScoresPart | RoutesPart]:
+    """Yield the chunks of ``data``, and what follows them. Raises CorruptRecord."""
     start = 0
     while start < len(data):
         try:
@@ -152,6 +177,11 @@ def _decode_parts(data: bytes | memoryview) -> Iterator[DecodedChunk | ScoresPar
                 part = _scores_at(data, start)
                 yield part
                 start += len(part.encoded)
+                continue
+            if n_context == _IS_ROUTES:
+                routes = _routes_at(data, start)
+                yield routes
+                start += routes.size
                 continue
             ids = np.frombuffer(data, "<i4", n_context + n_sampled, start + _LENGTHS.size)
             logprobs_start = start + _LENGTHS.size + ids.nbytes
@@ -174,6 +204,14 @@ def _scores_at(data: bytes | memoryview, start: int) -> ScoresPart:
     return ScoresPart(back, scores, data[start:end])
 
 
+def _routes_at(data: bytes | memoryview, start: int) -> RoutesPart:
+    _, back, rows, width, itemsize = _ROUTES.unpack_from(data, start)
+    if itemsize not in (1, 2) or not 0 < rows <= back or not width:
+        raise ValueError(f"routes of {rows} tokens, {back} tokens back, {width} choices of {itemsize} bytes")
+    ids = np.frombuffer(data, f"<u{itemsize}", rows * width, start + _ROUTES.size)
+    return RoutesPart(back, ids.reshape(rows, width), _ROUTES.size + ids.nbytes)
+
+
 def _placed(tokens: int, parts: Sequence[tuple[int, TeacherScores]]) -> TeacherScores:
     try:
         return placed(tokens, parts)
@@ -194,6 +232,10 @@ def count_chunk_tokens(data: bytes | memoryview) -> tuple[int, int]:
                 _, _, tokens, k = _SCORES.unpack_from(data, start)
                 start += _SCORES.size + 4 * tokens * (1 + 2 * k)
                 continue
+            if more_context == _IS_ROUTES:
+                _, _, rows, width, itemsize = _ROUTES.unpack_from(data, start)
+                start += _ROUTES.size + rows * width * itemsize
+                continue
             context, sampled = context + more_context, sampled + more_sampled
             start += _LENGTHS.size + 4 * more_context + 8 * more_sampled
     except struct.error as error:
@@ -203,15 +245,35 @@ def count_chunk_tokens(data: bytes | memoryview) -> tuple[int, int]:
     return context, sampled
 
 
+def check_routes(data: bytes | memoryview) -> None:
+    """Raise CorruptRecord unless the routes of a trajectory's chunks are of its tokens, each at most once."""
+    length, ends, widths = 0, list[tuple[int, int]](), set[int]()
+    for part in decode_parts(data):
+        if isinstance(part, DecodedChunk):
+            length += len(part.context) + len(part.tokens)
+        elif isinstance(part, RoutesPart):
+            rows, width = part.ids_RW.shape
+            ends.append((length - part.back, length - part.back + rows))
+            widths.add(width)
+    ends.sort()
+    if (ends and ends[0][0] < 0) or any(first < end for (_, end), (first, _) in pairwise(ends)):
+        raise CorruptRecord(f"routes of the tokens {ends[:5]} of {length}, expected each token once")
+    if len(widths) > 1:
+        raise CorruptRecord(f"routes of {sorted(widths)} choices, expected one number for all tokens")
+
+
 def cut_chunks(data: bytes | memoryview, kept: Sequence[int]) -> bytes:
     """Return the first ``kept`` tokens of each chunk of ``data``, with the scores that follow the chunks.
 
-    Scores stay as they are: a chunk that has any must be kept whole. Raises CorruptRecord.
+    Scores stay as they are: a chunk that has any must be kept whole. Routes are left out. Raises
+    CorruptRecord.
     """
     cut, lengths = io.BytesIO(), iter(kept)
-    for part in _decode_parts(data):
+    for part in decode_parts(data):
         if isinstance(part, ScoresPart):
             cut.write(part.encoded)
+            continue
+        if isinstance(part, RoutesPart):
             continue
         tokens = next(lengths, 0)
         n = max(0, tokens - len(part.context))
@@ -219,8 +281,9 @@ def cut_chunks(data: bytes | memoryview, kept: Sequence[int]) -> bytes:
     return cut.getvalue()
 
 
-def encode_trajectory(trajectory: Trajectory, start: int = 0) -> bytes:
-    """Return the chunks of all tokens from token ``start`` on, followed by a teacher's scores, if any."""
+def encode_trajectory(trajectory: Trajectory, start: int = 0, routed: int = 0) -> bytes:
+    """Return the chunks of all tokens from token ``start`` on, followed by a teacher's scores, if any, and by
+    the routes of the tokens from token ``routed`` on."""
     chunks: list[bytes] = []
     context_start = begin = start
     for version, _, end in _joined(trajectory.header.runs):
@@ -236,6 +299,10 @@ def encode_trajectory(trajectory: Trajectory, start: int = 0) -> bytes:
         chunks.append(encode_chunk(trajectory.tokens_T[context_start:begin], (), ()))
     if trajectory.teacher is not None:
         chunks.append(encode_scores(trajectory.teacher))
+    if trajectory.routes_TW is not None:
+        ids_TW = trajectory.routes_TW
+        for first, end in known_runs(ids_TW, routed):
+            chunks.append(encode_routes(len(ids_TW) - first, narrowed(ids_TW[first:end])))
     return b"".join(chunks)
 
 
@@ -256,10 +323,14 @@ def decode_trajectory(data: bytes | memoryview, header: TrajectoryHeader) -> Tra
     tokens: list[npt.NDArray[np.int32]] = []
     logprobs: list[npt.NDArray[np.float32]] = []
     scores: list[tuple[int, TeacherScores]] = []
+    routes: list[tuple[int, Experts]] = []
     length = 0
-    for part in _decode_parts(data):
+    for part in decode_parts(data):
         if isinstance(part, ScoresPart):
             scores.append((length - part.back, part.scores))
+            continue
+        if isinstance(part, RoutesPart):
+            routes.append((length - part.back, part.ids_RW))
             continue
         tokens += (part.context, part.tokens)
         logprobs += (np.zeros(len(part.context), np.float32), part.logprobs)
@@ -287,6 +358,7 @@ def decode_trajectory(data: bytes | memoryview, header: TrajectoryHeader) -> Tra
             header.is_dropped,
             _placed(length, scores) if scores else None,
             header.metrics,
+            placed_routes(length, routes) if routes else None,
         )
     except (ValueError, OverflowError) as error:
         raise CorruptRecord(str(error)) from error

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.rollout.tokens.named_numbers import NamedNumbers, means_by_name
+from slipstream.rollout.tokens.routes import Experts, Routes, joined_routes, placed_routes
 from slipstream.rollout.tokens.teacher import TeacherScores, placed
 
 Messages = list[dict[str, Any]]
@@ -117,6 +118,9 @@ class Completion:
     """Number of times that the engine took the request off the GPU and computed its KV cache again."""
     matched: int | str | None = None
     """The token id or the stop text that has ended the completion, as the engine says; None: neither."""
+    routes: Routes | None = field(default=None, compare=False, repr=False)
+    """Experts of its tokens, and of those of its request that no earlier completion has had. None: the recipe
+    does not ask for them (``actor.routing_replay``), or the engine has not given any."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):
@@ -253,12 +257,20 @@ class Trajectory:
     come with the trajectory. None: there are none."""
     metrics: NamedNumbers = ()
     """Numbers that the workflow has recorded of the episode. They train nothing."""
+    routes_TW: npt.NDArray[np.uint16] | None = None
+    """uint16 [T, W] experts that the engine sent the tokens to (``routes.py``), NO_ROUTE where that is not
+    known. None: of no token."""
 
     def __post_init__(self) -> None:
         if self.teacher is not None and len(self.teacher) != len(self.tokens_T):
             raise ValueError(
                 f"a teacher's scores of {len(self.teacher)} tokens, and {len(self.tokens_T)} tokens: "
                 "expected one for each, NaN where there is no value"
+            )
+        if self.routes_TW is not None and len(self.routes_TW) != len(self.tokens_T):
+            raise ValueError(
+                f"the experts of {len(self.routes_TW)} tokens, and {len(self.tokens_T)} tokens: expected a "
+                "row for each, NO_ROUTE where they are not known"
             )
         if self.is_dropped and self.loss_mask_T.any():
             raise ValueError("tokens of an episode that is dropped carry loss: use `without_loss`")
@@ -371,6 +383,7 @@ class Trajectory:
             is_dropped=self.is_dropped,
             teacher=None if self.teacher is None else self.teacher.part(start, end),
             metrics=self.metrics,
+            routes_TW=None if self.routes_TW is None else self.routes_TW[start:end],
         )
 
     def turn_T(self) -> npt.NDArray[np.intp]:
@@ -418,6 +431,7 @@ def joined(trajectories: Sequence[Trajectory]) -> Trajectory:
         tuple(ends),
         all(trajectory.is_dropped for trajectory in trajectories),
         _joined_teacher(trajectories, ends),
+        routes_TW=joined_routes((len(each.tokens_T), each.routes_TW) for each in trajectories),
     )
 
 
@@ -452,6 +466,8 @@ class TrajectoryBuilder:
         self._finish = Finish.STOP
         self._retractions = 0
         self._turn_rewards: list[tuple[int, float]] = []
+        self._routes: list[tuple[int, Experts]] = []
+        """(first token, experts), in order."""
         self.add_context(prompt_ids)
 
     @property
@@ -467,11 +483,26 @@ class TrajectoryBuilder:
 
     def add_completion(self, completion: Completion) -> None:
         """Append a completion as the generator returned it. All of its tokens carry loss."""
+        if completion.routes is not None:
+            self._add_routes(completion.routes)
         self._tokens += completion.tokens
         self._logprobs.append(np.array(completion.logprobs, np.float32))
         self._spans += [(span.version, True, span.end - span.start) for span in completion.spans]
         self._finish = completion.finish
         self._retractions += completion.retractions
+
+    def _add_routes(self, routes: Routes) -> None:
+        """Note the experts of the completion that comes next.
+
+        The experts of the request's tokens are left out, but for the last one, which gave the first token of
+        the completion, unless the request has as many tokens as the episode so far.
+        """
+        length, start = len(self._tokens), routes.start
+        if routes.request != length:
+            start = max(start, routes.request - 1)
+        first = start + length - routes.request
+        if first >= 0 and start < routes.end:
+            self._routes.append((first, routes.ids_RW[start - routes.start :]))
 
     def reward_turn(self, reward: float) -> None:
         """End a turn here and give it a reward. It begins where the turn before it ended, the first at 0."""
@@ -494,6 +525,7 @@ class TrajectoryBuilder:
             self._finish,
             self._retractions,
             turn_rewards=tuple(self._turn_rewards),
+            routes_TW=placed_routes(len(self._tokens), self._routes) if self._routes else None,
         )
 
 

@@ -86,6 +86,7 @@ def violations(file, *overrides: str) -> dict[str, str]:
         (["actor.routing_replay=recompute"], "actor.routing_replay", "set actor.minibatches to 2 or more"),
         (["actor.routing_replay=recompute", "actor.minibatches=2"], "actor.routing_replay", "no experts"),
         (["actor.routing_replay=off"], None, ""),
+        (["actor.routing_replay=rollout"], "actor.routing_replay", "no experts"),
         (
             [
                 "actor.routing_replay=recompute",
@@ -775,6 +776,16 @@ def test_a_model_with_linear_attention_is_split_by_its_key_heads(base, overrides
     reasons = violations(base, *overrides)
     assert (path in reasons) == (path is not None) and not (path is None and reasons)
     assert path is None or re.search(part, reasons[path])
+
+
+@pytest.mark.parametrize(("backend", "is_refused"), [("triton_kernel", True), ("triton", False)])
+def test_an_engine_that_would_not_tell_the_experts_of_tokens_is_refused(base, backend, is_refused):
+    file, name = base.parent / "model/config.json", "moe_runner_backend"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_experts": 8}))
+    given = (f"rollout.engine.args.{name}={backend}", f"rollout.engine.untested=[{name}]")
+    reasons = violations(base, *given, "actor.routing_replay=rollout")
+    assert set(reasons) == ({f"rollout.engine.args.{name}"} if is_refused else set())
+    assert not violations(base, *given)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,19 @@ def test_a_checkpointed_layer_takes_each_micro_batch_of_a_pipeline_to_its_own_ex
     assert not torch.equal(forward[0] > 0, forward[1] > 0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_without_routes_goes_where_the_present_router_sends_it(kind: str):
+    routes, logits, replay = kept_routes(kind).to(torch.int16), logits_of(1), RouteReplay()
+    routes[2:4] = -1
+    replay.begin(routes, trains=True)
+    gates, own = routed(replay, logits, kind), routed(RouteReplay(), logits, kind)
+    assert replay.chosen_tk is not None
+    torch.testing.assert_close(gates[2:4], own[2:4])
+    routes[2:4] = replay.chosen_tk[2:4]
+    expected = forced_gates(logits.detach().double(), routes, kind)
+    torch.testing.assert_close(gates.double(), expected, atol=1e-6, rtol=0)
+
+
 def test_routes_of_another_micro_batch_are_an_error():
     replay = RouteReplay()
     replay.begin(kept_routes("softmax")[1:], trains=True)

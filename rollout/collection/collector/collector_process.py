@@ -89,6 +89,7 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
                 assignment,
                 sample,
                 surroundings.clock,
+                wants_routes=config.actor.routing_replay == "rollout",
             ),
             context=lambda recording, place: parts.context(
                 recording, WorkflowReward(judges, limit, recording), rollout.sampling, place

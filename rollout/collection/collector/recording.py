@@ -22,6 +22,10 @@ the trajectory is sent as a whole.
 
 Pieces of requests that run side by side follow each other in the record, too. Each piece names its request,
 so that a completion is the sampled tokens of its request's pieces.
+
+The experts of tokens, where the recipe asks for them, come with the end of a completion and follow its last
+piece. A request that continues the record asks for those that are not in it, which begin with those of the
+last sampled token.
 """
 
 import asyncio
@@ -40,13 +44,17 @@ from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.sampling import LiveSampling, Sampling, starts_over
 from slipstream.rollout.tokens.record import (
     CorruptRecord,
+    DecodedChunk,
     PieceHeader,
-    decode_chunks,
+    RoutesPart,
+    decode_parts,
     decode_piece,
     digest,
     encode_chunk,
+    encode_routes,
     encode_trajectory,
 )
+from slipstream.rollout.tokens.routes import Routes
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Completion, Finish, Trajectory
 
 RECORD_EVERY_S = 2.0
@@ -122,9 +130,11 @@ class Recording:
         "_logprobs",
         "_outbox",
         "_pieces",
+        "_routed",
         "_running",
         "_stored",
         "_versions",
+        "_wants_routes",
     )
 
     def __init__(
@@ -135,8 +145,14 @@ class Recording:
         assignment: int,
         sample: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        wants_routes: bool = False,
     ) -> None:
+        """``wants_routes``: ask for the experts of the tokens of the workflow's own requests."""
         self._engines = engines
+        self._wants_routes = wants_routes
+        self._routed = 0
+        """Number of tokens of the record, from its beginning, whose experts it holds."""
         self._outbox = outbox
         self._key = (group, assignment, sample)
         self._clock = clock
@@ -168,10 +184,11 @@ class Recording:
         Raises CorruptRecord.
         """
         headers = [decode_piece(header) for _, header in prior.pieces]
-        decoded = list(decode_chunks(chunks))
+        decoded = _with_routes(chunks)
         if len(headers) != len(decoded):
             raise CorruptRecord(f"{len(decoded)} chunks for {len(headers)} pieces")
-        for header, chunk in zip(headers, decoded, strict=True):
+        requests: dict[int, int] = {}
+        for header, (chunk, routes) in zip(headers, decoded, strict=True):
             tokens, logprobs = chunk.tokens.tolist(), chunk.logprobs.tolist()
             lengths = [length for _, length in header.spans]
             if sum(lengths) != len(tokens) or any(length <= 0 for length in lengths):
@@ -184,8 +201,21 @@ class Recording:
                 start += length
             completion.finish, completion.retractions = header.finish, header.retractions
             completion.matched = header.matched
+            request = requests.setdefault(header.call, len(self._ids) - len(tokens))
+            if routes is not None:
+                self._resume_routes(completion, request, routes)
             self._client_calls = max(self._client_calls, header.call + 1)
         return sum(len(completion.tokens) for _, completion in self._stored.values())
+
+    def _resume_routes(self, completion: GrowingCompletion, request: int, part: RoutesPart) -> None:
+        """Take up the experts that follow the piece taken up last. ``request``: token ids of its request."""
+        start = request + len(completion.tokens) - part.back
+        if start < 0:
+            raise CorruptRecord(f"routes of tokens before the {request} of their request")
+        if completion.routes is None or completion.routes.end != start:
+            completion.routes_from, completion.routes = start, None
+        completion.add_routes(request, part.ids_RW)
+        self._note_routes(Routes(request, start, part.ids_RW))
 
     def close(self) -> None:
         """End the attempt, with all running requests of its workflow: nobody waits for them.
@@ -213,6 +243,9 @@ class Recording:
         if stored is not None and stored.finish is not Finish.PARTIAL:
             return self._given(stored)
         completion = GrowingCompletion() if stored is None else stored
+        if self._wants_routes and completion.routes is None:
+            self.write_ends()  # else the record would lack the completion that the request continues
+            completion.routes_from = self._routed if self._context_of(ids) is not None else 0
         await self._ask(_Request(call, ids, input_digest, completion, self._clock()), sampling, None)
         return self._given(completion)
 
@@ -320,7 +353,7 @@ class Recording:
             *self._key,
             len(self._pieces) if start else 0,
             msgspec.structs.replace(trajectory.header, reward=None, reward_parts=()),
-            encode_trajectory(trajectory, start),
+            encode_trajectory(trajectory, start, self._routed if start else 0),
         )
 
     def judged(self, trajectory: Trajectory, scores: bytes = b"") -> None:
@@ -359,24 +392,46 @@ class Recording:
         )
         base = len(self._pieces)
         self._extend(header, context, tokens, logprobs)
-        self._outbox.piece(*self._key, base, header, encode_chunk(context, tokens, logprobs))
+        chunk = encode_chunk(context, tokens, logprobs)
+        if is_whole and completion.routes is not None:
+            chunk += self._routes_of(request, completion.routes)
+        self._outbox.piece(*self._key, base, header, chunk)
         request.recorded, request.written_s, request.runs = end, now, len(completion.runs)
+
+    def _routes_of(self, request: _Request, routes: Routes) -> bytes:
+        """Return the experts that follow the piece written last, if the record holds the request as it is:
+        requests side by side may have come between."""
+        length = len(request.input_ids) + len(request.completion.tokens)
+        first = max(routes.start, self._routed)
+        if length != len(self._ids) or not self._note_routes(routes):
+            return b""
+        return encode_routes(length - first, routes.ids_RW[first - routes.start :])
+
+    def _note_routes(self, routes: Routes) -> bool:
+        """Note that the record holds experts. False if they add nothing, or leave out tokens before them."""
+        if not routes.start <= self._routed < routes.end:
+            return False
+        self._routed = routes.end
+        return True
 
     def _context(self, request: _Request) -> tuple[Sequence[int], bool]:
         """Return what the request adds to the record, and whether the record starts over with it."""
         if request.recorded:
             return (), False
+        context = self._context_of(request.input_ids)
+        return (request.input_ids, True) if context is None else (context, False)
+
+    def _context_of(self, input_ids: "array[int]") -> "array[int] | None":
+        """Return what follows the record in a request; None: it does not continue the record."""
         n = len(self._ids)
-        if not self._is_cut and request.input_ids[:n] == self._ids:
-            return request.input_ids[n:], False
-        return request.input_ids, True
+        return input_ids[n:] if not self._is_cut and input_ids[:n] == self._ids else None
 
     def _extend(
         self, header: PieceHeader, context: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float]
     ) -> None:
         if header.starts_over:
             self._ids, self._logprobs = array("i"), array("f")
-            self._begin, self._is_cut = len(self._pieces), False
+            self._begin, self._is_cut, self._routed = len(self._pieces), False, 0
         self._ids.extend(context)
         self._ids.extend(tokens)
         self._logprobs.extend([0.0] * len(context))
@@ -406,6 +461,18 @@ class Recording:
             self._is_cut = True
         n = 0 if self._is_cut or not left else self._pieces[-1].end
         del self._ids[n:], self._logprobs[n:]
+        self._routed = min(self._routed, n)
+
+
+def _with_routes(data: memoryview) -> list[tuple[DecodedChunk, RoutesPart | None]]:
+    """Return the chunks of ``data``, each with the routes that follow it. Raises CorruptRecord."""
+    decoded: list[tuple[DecodedChunk, RoutesPart | None]] = []
+    for part in decode_parts(data):
+        if isinstance(part, DecodedChunk):
+            decoded.append((part, None))
+        elif isinstance(part, RoutesPart) and decoded:
+            decoded[-1] = (decoded[-1][0], part)
+    return decoded
 
 
 def _told(sampling: LiveSampling) -> bytes:

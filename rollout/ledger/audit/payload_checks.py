@@ -23,6 +23,7 @@ from slipstream.rollout.ledger.storage.segments import FOLDER, Segments
 from slipstream.rollout.tokens.record import (
     REF,
     CorruptRecord,
+    check_routes,
     count_chunk_tokens,
     decode_header,
     decode_piece,
@@ -119,7 +120,7 @@ class _Stored:
     def _check_pieces(self, sample: OpenSample) -> None:
         for ref, header in sample.pieces:
             piece = decode_piece(header)
-            sampled = self._lengths(ref)[1]
+            _, sampled = count_chunk_tokens(b"".join(self._segments.read(*r) for r in REF.iter_unpack(ref)))
             spans = sum(tokens for _, tokens in piece.spans)
             if sampled != spans:
                 raise CorruptRecord(f"{sampled} sampled tokens, and spans of {spans}")
@@ -129,7 +130,9 @@ class _Stored:
 
     def _checked_header(self, sample: OpenSample) -> TrajectoryHeader:
         header = decode_header(sample.header or b"")
-        lengths = self._lengths(sample.refs)
+        chunks = b"".join(self._segments.read(*ref) for ref in REF.iter_unpack(sample.refs))
+        lengths = count_chunk_tokens(chunks)
+        check_routes(chunks)
         expected = header.length - header.sampled_length, header.sampled_length
         if lengths != expected:
             raise CorruptRecord(
@@ -137,14 +140,6 @@ class _Stored:
                 f"{expected[0]} and {expected[1]}"
             )
         return header
-
-    def _lengths(self, refs: bytes) -> tuple[int, int]:
-        """Return the numbers of context tokens and of sampled tokens. Raises CorruptRecord, LedgerError."""
-        context = sampled = 0
-        for ref in REF.iter_unpack(refs):
-            more_context, more_sampled = count_chunk_tokens(self._segments.read(*ref))
-            context, sampled = context + more_context, sampled + more_sampled
-        return context, sampled
 
     def _check_group(self, group: _Group, headers: list[TrajectoryHeader]) -> None:
         """Compare the headers of a complete group with what is recorded about the group."""
