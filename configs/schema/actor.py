@@ -46,6 +46,10 @@ projection. ``in_proj`` and ``out_proj`` are those of linear attention. The othe
 ``linear_qkv`` in latent attention."""
 
 
+def _off(value: object) -> object:
+    return "off" if value is False else value  # YAML 1.1 reads `off` as false
+
+
 class ParallelConfig(Section):
     """The layout of the trainer, which has `tensor * context * pipeline * data` ranks. Experts are spread
     over the `tensor * context * data` ranks of a pipeline stage in a grid of their own: `expert *
@@ -211,9 +215,23 @@ class TrainedConfig(Section):
         description="Implementation of the layers. `transformer_engine`: Transformer Engine's, whose "
         "attention needs bfloat16 and whose layers take no adapters. `local`: plain PyTorch. `auto`: "
         "Transformer Engine's on GPUs where it is installed, for bfloat16 models without adapters or "
-        "sparse attention. Checkpoints and the weights that the engines receive do not depend on this "
-        "setting.",
+        "sparse attention, and without `share_prefixes`. Checkpoints and the weights that the engines "
+        "receive do not depend on this setting.",
     )
+    share_prefixes: Literal["auto", "off"] = Field(
+        default="off",
+        description="Tokens with which trajectories of a micro-batch begin alike: the prompt of a group, the "
+        "history of an agent's branches. `auto`: computed once where this saves a tenth of the FLOPs, with "
+        "the same losses and gradients. Trajectories in other mini-batches share nothing. It needs layers of "
+        "the local spec, which `layer_spec: auto` then takes, and a model without linear or sparse "
+        "attention.",
+    )
+
+    @field_validator("share_prefixes", mode="before")
+    @classmethod
+    def _off_is_no_boolean(cls, value: object) -> object:
+        return _off(value)
+
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
         description="Activations that the backward pass computes again instead of keeping them in memory. "
@@ -276,8 +294,8 @@ class ActorConfig(TrainedConfig):
 
     @field_validator("routing_replay", mode="before")
     @classmethod
-    def _off_is_no_boolean(cls, value: object) -> object:
-        return "off" if value is False else value  # YAML 1.1 reads `off` as false
+    def _off_is_a_value(cls, value: object) -> object:
+        return _off(value)
 
     drift: DriftConfig | None = Field(
         default=None,
