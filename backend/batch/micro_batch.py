@@ -8,7 +8,7 @@ from numpy.typing import DTypeLike
 
 from slipstream.backend.batch.packing import Pack
 from slipstream.backend.batch.train_batch import TrainBatch
-from slipstream.rollout.tokens.routes import placed_routes
+from slipstream.rollout.tokens.routes import NO_ROUTE, placed_routes
 from slipstream.rollout.tokens.teacher import TeacherScores, placed
 from slipstream.rollout.tokens.trajectory import Trajectory
 
@@ -16,6 +16,9 @@ from slipstream.rollout.tokens.trajectory import Trajectory
 @dataclass(frozen=True)
 class MicroBatch:
     """One pack, concatenated to T tokens. Position t predicts token t + 1 of the same trajectory.
+
+    A segment may take its first tokens from segments before it (``prefixes``). They are not repeated, and
+    ``index_M`` has a position once for each trajectory in which it predicts a token with loss.
 
     The arrays named _M hold one value for each of the M tokens that carry loss.
     """
@@ -25,8 +28,12 @@ class MicroBatch:
     """Position of each token within its trajectory."""
     cu_seqlens: np.ndarray
     """int32: boundaries of the trajectories, padding included; the last segment may be padding alone."""
+    taken_N: np.ndarray
+    """int64: number of tokens that each segment takes from those before it."""
+    taken_K: np.ndarray
+    """int64: positions in the pack of the taken tokens, one segment after the other."""
     index_M: np.ndarray
-    """Positions whose prediction carries loss, ascending."""
+    """Positions in the pack whose prediction carries loss, one trajectory after the other."""
     target_M: np.ndarray
     """Token ids to be predicted."""
     behaviour_logp_M: np.ndarray
@@ -39,6 +46,8 @@ class MicroBatch:
     """int64: turn of each token (``Trajectory.turn_T``)."""
     share_M: np.ndarray
     """float32: weight of each token in the mean over the tokens of the mini-batch."""
+    last_N: np.ndarray
+    """Position in the pack of the last token with loss of each trajectory that has one."""
     pack: tuple[int, ...]
     """Place in the batch of each trajectory, those without loss included."""
     share_N: np.ndarray
@@ -53,7 +62,7 @@ class MicroBatch:
     @property
     def is_last_M(self) -> np.ndarray:
         """bool [M]: True for the last token of each trajectory."""
-        return np.append(self.owner_M[1:] != self.owner_M[:-1], np.ones(len(self.owner_M[:1]), np.bool_))
+        return _is_last(self.owner_M)
 
     @property
     def owners(self) -> int:
@@ -62,8 +71,8 @@ class MicroBatch:
 
     @property
     def longest(self) -> int:
-        """Number of tokens in the longest segment."""
-        return int(np.diff(self.cu_seqlens).max())
+        """Number of tokens in the longest segment, those that it takes included."""
+        return int((np.diff(self.cu_seqlens) + self.taken_N).max())
 
 
 def assemble(
@@ -72,6 +81,7 @@ def assemble(
     multiple: int = 1,
     *,
     trajectory_multiple: int = 1,
+    taken_N: np.ndarray | None = None,
     share_N: np.ndarray | None = None,
     scale: float = 1.0,
 ) -> MicroBatch:
@@ -80,6 +90,9 @@ def assemble(
     Each trajectory is padded at its end to a multiple of ``trajectory_multiple`` tokens (context
     parallelism), and the whole to a multiple of ``multiple`` tokens (sequence parallelism), which must be a
     multiple of ``trajectory_multiple``.
+
+    ``taken_N`` [N]: number of tokens that each trajectory takes from the one before it in the pack, which
+    begins with the same ones; only with a ``trajectory_multiple`` of 1. None: 0.
 
     ``share_N`` [N]: weight of each trajectory's tokens in the loss; None: 1. ``scale``: as in ``MicroBatch``.
 
@@ -104,13 +117,22 @@ def assemble(
     trajectory_M = np.array(indices, np.int64)[owner_M]
     if share_N is None:
         share_N = np.ones(len(batch.trajectories), np.float32)
-    padding = -len(tokens_T) % multiple if parts else multiple
+    taken_n = np.zeros(len(parts), np.int64) if taken_N is None else taken_N[list(indices)]
+    rows = _rows(lengths, taken_n.tolist())
+    row_T = np.concatenate([_NO_ROWS, *rows])
+    is_own_T = np.concatenate([_NO_ROWS, *map(np.arange, lengths)]) >= taken_n[place_T]
+    own_T = tokens_T[is_own_T]
+    padding = -len(own_T) % multiple if parts else multiple
     segments = [*lengths, padding] if padding else lengths
+    taken_n = np.pad(taken_n, (0, bool(padding)))
+    positions = [np.arange(take, n) for take, n in zip(taken_n.tolist(), segments, strict=True)]
     return MicroBatch(
-        tokens_T=np.pad(tokens_T, (0, padding)),
-        position_T=np.concatenate([np.arange(n) for n in segments]),
-        cu_seqlens=np.cumsum([0, *segments]).astype(np.int32),
-        index_M=predicted_M - 1,
+        tokens_T=np.pad(own_T, (0, padding)),
+        position_T=np.concatenate(positions),
+        cu_seqlens=np.cumsum([0, *map(len, positions)]).astype(np.int32),
+        taken_N=taken_n,
+        taken_K=np.concatenate([_NO_ROWS, *(row[:n] for row, n in zip(rows, taken_n, strict=False))]),
+        index_M=row_T[predicted_M - 1],
         target_M=tokens_T[predicted_M],
         behaviour_logp_M=logp_T[predicted_M],
         lag_M=batch.lag_T(version_T[predicted_M]),
@@ -118,12 +140,30 @@ def assemble(
         trajectory_M=trajectory_M,
         turn_M=turn_T[predicted_M],
         share_M=share_N[trajectory_M],
+        last_N=row_T[predicted_M[_is_last(owner_M)]],
         pack=tuple(indices),
         share_N=share_N[list(indices)],
         scale=scale,
         teacher=_taught(parts, starts, predicted_M),
-        routes_TW=_routed(parts, starts, len(tokens_T) + padding),
+        routes_TW=_routed(parts, starts, is_own_T, padding),
     )
+
+
+_NO_ROWS = np.empty(0, np.int64)
+
+
+def _rows(lengths: Sequence[int], taken: Sequence[int]) -> list[np.ndarray]:
+    """Return the position in the pack of every token of each trajectory, int64."""
+    rows = [_NO_ROWS]
+    end = 0
+    for length, take in zip(lengths, taken, strict=True):
+        rows.append(np.concatenate([rows[-1][:take], np.arange(end, end + length - take)]))
+        end += length - take
+    return rows[1:]
+
+
+def _is_last(owner_M: np.ndarray) -> np.ndarray:
+    return np.append(owner_M[1:] != owner_M[:-1], np.ones(len(owner_M[:1]), np.bool_))
 
 
 def _taught(parts: Sequence[Trajectory], starts: np.ndarray, predicted_M: np.ndarray) -> TeacherScores | None:
@@ -136,14 +176,19 @@ def _taught(parts: Sequence[Trajectory], starts: np.ndarray, predicted_M: np.nda
     return placed(int(starts[-1]), scores).take(predicted_M) if scores else None
 
 
-def _routed(parts: Sequence[Trajectory], starts: np.ndarray, tokens: int) -> np.ndarray | None:
-    """Return the engine's experts of the ``tokens`` of a pack, padding included, if any are known."""
+def _routed(
+    parts: Sequence[Trajectory], starts: np.ndarray, is_own_T: np.ndarray, padding: int
+) -> np.ndarray | None:
+    """Return the engine's experts of the own tokens of trajectories and of padding, if any are known."""
     routes = [
         (int(start), part.routes_TW)
         for start, part in zip(starts, parts, strict=False)
         if part.routes_TW is not None
     ]
-    return placed_routes(tokens, routes) if routes else None
+    if not routes:
+        return None
+    own_TW = placed_routes(int(starts[-1]), routes)[is_own_T]
+    return np.pad(own_TW, ((0, padding), (0, 0)), constant_values=NO_ROUTE)
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: DTypeLike, multiple: int) -> np.ndarray:

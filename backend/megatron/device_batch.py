@@ -8,7 +8,7 @@ one context-parallel rank.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -33,31 +33,40 @@ class Unpacking:
     """int64: place in the pack of every padded place, one class after the other; padding repeats the last
     token of its segment."""
     restore_T: np.ndarray
-    """int64: padded place of every token of the pack."""
+    """int64: padded place of every token of the pack, those of branches after those of ``gather``."""
+    branch_shapes: tuple[tuple[int, int, int], ...]
+    """Segments that take tokens: (N, L, K) of each class, L their own tokens, K all of them."""
+    branch_arrays: dict[str, np.ndarray]
+    """int64: places in the pack of the padded ``queries`` and ``keys`` of every class, one after the other,
+    and how many tokens each segment has ``taken``. Empty without branches."""
 
 
-def length_classes(cu_seqlens: list[int]) -> list[list[tuple[int, int]]]:
-    """Return the segments of a pack as (start, end), grouped by powers of two of their length.
+def length_classes(segments: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Return the segments of a pack, (start, end), grouped by powers of two of their length.
 
     Padding the segments of one class to the longest of them at most doubles their tokens.
 
-    >>> length_classes([0, 3, 7, 20])
+    >>> length_classes([(0, 3), (3, 7), (7, 20)])
     [[(0, 3), (3, 7)], [(7, 20)]]
     """
     classes: dict[int, list[tuple[int, int]]] = {}
-    for start, end in pairwise(cu_seqlens):
+    for start, end in segments:
         if end > start:
             classes.setdefault(math.ceil(math.log2(end - start)), []).append((start, end))
     return list(classes.values())
 
 
-def unpacking_of(cu_seqlens: np.ndarray) -> Unpacking:
-    """Return the unpacking of a pack with these boundaries."""
+def unpacking_of(cu_seqlens: np.ndarray, taken_N: np.ndarray, taken_K: np.ndarray) -> Unpacking:
+    """Return the unpacking of a pack with these boundaries. taken_N, taken_K: as in ``MicroBatch``."""
     shapes: list[tuple[int, int]] = []
     gathers: list[np.ndarray] = []
     restore_T = np.empty(int(cu_seqlens[-1]), np.int64)
     padded = 0
-    for segments in length_classes(cu_seqlens.tolist()):
+    is_branch_N = taken_N > 0
+    whole = [
+        pair for pair, branch in zip(pairwise(cu_seqlens.tolist()), is_branch_N, strict=True) if not branch
+    ]
+    for segments in length_classes(whole):
         start_N, end_N = np.array(segments, np.int64).T
         longest = int((end_N - start_N).max())
         place_NL = start_N[:, None] + np.arange(longest)
@@ -67,7 +76,49 @@ def unpacking_of(cu_seqlens: np.ndarray) -> Unpacking:
         shapes.append(place_NL.shape)
         padded += place_NL.size
     gather = np.concatenate(gathers) if gathers else np.empty(0, np.int64)
-    return Unpacking(tuple(shapes), gather, restore_T)
+    branch_shapes, arrays = (), dict[str, np.ndarray]()
+    if is_branch_N.any():
+        branch_shapes, arrays = _branches(cu_seqlens, taken_N, taken_K, restore_T, padded)
+    return Unpacking(tuple(shapes), gather, restore_T, branch_shapes, arrays)
+
+
+def _branches(
+    cu_seqlens: np.ndarray, taken_N: np.ndarray, taken_K: np.ndarray, restore_T: np.ndarray, padded: int
+) -> tuple[tuple[tuple[int, int, int], ...], dict[str, np.ndarray]]:
+    """Return ``branch_shapes`` and ``branch_arrays``, and fill ``restore_T``, from the place ``padded`` on.
+
+    Segments are grouped by powers of two of their own length and of the whole. A class of them has no more
+    keys than the pack has tokens, or is a single one: the memory of padded keys stays that of a pack.
+    """
+    first_N = np.cumsum([0, *taken_N])
+    classes: dict[tuple[int, int], list[int]] = {}
+    for number in np.flatnonzero((taken_N > 0) & (np.diff(cu_seqlens) > 0)).tolist():
+        own, taken = int(cu_seqlens[number + 1] - cu_seqlens[number]), int(taken_N[number])
+        classes.setdefault((math.ceil(math.log2(own)), math.ceil(math.log2(own + taken))), []).append(number)
+    shapes: list[tuple[int, int, int]] = []
+    queries: list[np.ndarray] = []
+    keys: list[np.ndarray] = []
+    order: list[int] = []
+    for (_, whole), numbers in classes.items():
+        most = max(1, len(restore_T) >> whole)
+        for chunk in (numbers[i : i + most] for i in range(0, len(numbers), most)):
+            own_n = [np.arange(cu_seqlens[number], cu_seqlens[number + 1]) for number in chunk]
+            all_n = [
+                np.concatenate([taken_K[first_N[number] : first_N[number + 1]], own])
+                for number, own in zip(chunk, own_n, strict=True)
+            ]
+            width, depth = max(map(len, own_n)), max(map(len, all_n))
+            for row, own in enumerate(own_n):
+                restore_T[own] = padded + row * width + np.arange(len(own))
+            padded += len(chunk) * width
+            shapes.append((len(chunk), width, depth))
+            queries += [np.pad(own, (0, width - len(own)), mode="edge") for own in own_n]
+            keys += [np.pad(every, (0, depth - len(every)), mode="edge") for every in all_n]
+            order += chunk
+    if not shapes:
+        return (), {}
+    arrays = {"queries": np.concatenate(queries), "keys": np.concatenate(keys), "taken": taken_N[order]}
+    return tuple(shapes), arrays
 
 
 ALIGNMENT = 16
@@ -107,12 +158,46 @@ def fill(buffer: np.ndarray, slots: Mapping[str, ArraySlot], arrays: Mapping[str
 
 
 @dataclass
+class Branches:
+    """Segments that take tokens from others, as one padded batch of N with L own tokens and K in all."""
+
+    shape: tuple[int, int, int]
+    query_place: Tensor
+    key_place: Tensor
+    taken_N: Tensor
+
+    def padded(self, query_T: Tensor, key_T: Tensor, value_T: Tensor) -> list[Tensor]:
+        """Return queries [N, L, ...], keys and values [N, K, ...] of those of the pack."""
+        rows, own, every = self.shape
+        return [
+            query_T.index_select(0, self.query_place).unflatten(0, (rows, own)),
+            *(part.index_select(0, self.key_place).unflatten(0, (rows, every)) for part in (key_T, value_T)),
+        ]
+
+    def mask(self, window: int | None) -> Tensor:
+        """Return which keys the queries attend to, bool [N, 1, L, K].
+
+        The keys of a segment stand at their positions. window: as many of the last ones; None: all.
+        """
+        _, own, every = self.shape
+        device = self.taken_N.device
+        position_NL1 = (self.taken_N[:, None] + torch.arange(own, device=device))[:, :, None]
+        key_K = torch.arange(every, device=device)
+        mask = key_K <= position_NL1
+        if window is not None:
+            mask &= key_K > position_NL1 - window
+        return mask[:, None]
+
+
+@dataclass
 class Unpacked:
     """The way from a pack to padded batches of its segments and back (``batch.unpacking``)."""
 
     shapes: tuple[tuple[int, int], ...]
     gather: Tensor
     restore_T: Tensor
+    branches: tuple[Branches, ...] = ()
+    """Batches of the segments that take tokens, which are not in ``padded``."""
 
     def padded(self, part_T: Tensor) -> list[Tensor]:
         """Return the padded batches [N, L, ...] of [T, ...]."""
@@ -177,19 +262,20 @@ def on_device(micro: MicroBatch, share: ContextShare, device: torch.device, *, u
         "lag_M": micro.lag_M,
         "owner_M": micro.owner_M,
         "share_M": micro.share_M,
-        "last_N": micro.index_M[is_last_M] + 1,
+        "last_N": micro.last_N,
         "trajectory_N": micro.trajectory_M[is_last_M],
         "trajectories": np.array(np.count_nonzero(is_last_M), np.int32),
     }
     if share.routes_tW is not None:
         arrays["routes_tW"] = share.routes_tW.view(np.int16)  # NO_ROUTE is -1
-    boundaries, shapes = _boundaries(micro.cu_seqlens, unpacks=unpacks)
+    unpacking = unpacking_of(micro.cu_seqlens, micro.taken_N, micro.taken_K) if unpacks else None
+    boundaries = _boundaries(micro.cu_seqlens, unpacking)
     tensors = copied(arrays | boundaries, device)
     pack = _pack(
         {name: tensors.pop(name) for name in boundaries},
         tensors["position_t"],
         longest=micro.longest,
-        shapes=shapes,
+        unpacking=unpacking,
         shared=len(share.counts) > 1,
     )
     return DeviceBatch(pack=pack, counts=share.counts, **tensors)
@@ -197,11 +283,14 @@ def on_device(micro: MicroBatch, share: ContextShare, device: torch.device, *, u
 
 def pack(cu_seqlens: np.ndarray, device: torch.device, *, unpacks: bool = True) -> Pack:
     """Return the pack of segments with these boundaries, for a rank that holds all of their tokens."""
-    boundaries, shapes = _boundaries(cu_seqlens.astype(np.int32), unpacks=unpacks)
-    length = np.diff(cu_seqlens)
+    cu_seqlens = cu_seqlens.astype(np.int32)
+    length, nothing = np.diff(cu_seqlens), np.empty(0, np.int64)
+    unpacking = unpacking_of(cu_seqlens, np.zeros(len(length), np.int64), nothing) if unpacks else None
+    boundaries = _boundaries(cu_seqlens, unpacking)
     position_T = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], length)
     tensors = copied({"position_T": position_T.astype(np.int64)} | boundaries, device)
-    return _pack(tensors, tensors.pop("position_T"), longest=int(length.max()), shapes=shapes, shared=False)
+    position = tensors.pop("position_T")
+    return _pack(tensors, position, longest=int(length.max()), unpacking=unpacking, shared=False)
 
 
 def copied(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
@@ -228,14 +317,11 @@ def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tens
     return [travelled.get(str(number), tensor) for number, tensor in enumerate(tensors)]
 
 
-def _boundaries(
-    cu_seqlens: np.ndarray, *, unpacks: bool
-) -> tuple[dict[str, np.ndarray], tuple[tuple[int, int], ...]]:
+def _boundaries(cu_seqlens: np.ndarray, unpacking: Unpacking | None) -> dict[str, np.ndarray]:
     arrays = {"cu_seqlens": cu_seqlens}
-    if not unpacks:
-        return arrays, ()
-    unpacking = unpacking_of(cu_seqlens)
-    return arrays | {"gather": unpacking.gather, "restore_T": unpacking.restore_T}, unpacking.shapes
+    if unpacking is None:
+        return arrays
+    return arrays | {"gather": unpacking.gather, "restore_T": unpacking.restore_T} | unpacking.branch_arrays
 
 
 def _pack(
@@ -243,7 +329,7 @@ def _pack(
     position_t: Tensor,
     *,
     longest: int,
-    shapes: tuple[tuple[int, int], ...],
+    unpacking: Unpacking | None,
     shared: bool,
 ) -> Pack:
     """shared: context-parallel ranks have parts of the pack."""
@@ -258,6 +344,20 @@ def _pack(
     )
     if shared:
         made.cu_seqlens_q_padded = made.cu_seqlens_kv_padded = cu_seqlens
-    if "gather" in tensors:
-        made.unpacked = Unpacked(shapes, tensors["gather"], tensors["restore_T"])
+    if unpacking is not None:
+        branches = _branch_batches(tensors, unpacking.branch_shapes)
+        made.unpacked = Unpacked(unpacking.shapes, tensors["gather"], tensors["restore_T"], branches)
     return made
+
+
+def _branch_batches(
+    tensors: Mapping[str, Tensor], shapes: Sequence[tuple[int, int, int]]
+) -> tuple[Branches, ...]:
+    if not shapes:
+        return ()
+    parts = (
+        tensors["queries"].split([rows * own for rows, own, _ in shapes]),
+        tensors["keys"].split([rows * every for rows, _, every in shapes]),
+        tensors["taken"].split([rows for rows, _, _ in shapes]),
+    )
+    return tuple(Branches(shape, *each) for shape, *each in zip(shapes, *parts, strict=True))

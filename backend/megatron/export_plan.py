@@ -32,5 +32,5 @@ def export_plan(
     """
     layers = layers or layer_spec(actor, dtype, spec.geometry)
     layout = Layout.of(actor.parallel, layers)
-    require_supported(spec.geometry, layout)
+    require_supported(spec.geometry, layout, shares_prefixes=actor.share_prefixes == "auto")
     return make_plan(spec, layout, bucket_mb(transport) * 2**20, ITEMSIZE[dtype])

@@ -12,7 +12,8 @@ def layer_spec(actor: ActorConfig, dtype: str, geometry: Geometry) -> LayerSpec:
     """Return the layer spec that ``actor.layer_spec`` names, or for ``auto`` the faster one that fits.
 
     That is Transformer Engine on GPUs where it is installed, for bfloat16 models without adapters: its
-    attention kernels need bfloat16, and adapters need layers of the local spec. So does sparse attention.
+    attention kernels need bfloat16, and adapters need layers of the local spec. So do sparse attention and
+    shared prefixes.
     """
     on_gpus = layer_spec_on_gpus(actor, dtype, geometry)
     if on_gpus == "local" or actor.layer_spec != "auto":
@@ -28,5 +29,6 @@ def layer_spec_on_gpus(actor: ActorConfig, dtype: str, geometry: Geometry) -> La
     """Return the layer spec of ``actor.layer_spec`` on machines with GPUs and Transformer Engine."""
     if actor.layer_spec != "auto":
         return actor.layer_spec
-    fits = actor.lora is None and dtype == "bfloat16" and needs_local(geometry) is None
+    plain = actor.lora is None and actor.share_prefixes == "off"
+    fits = plain and dtype == "bfloat16" and needs_local(geometry) is None
     return "transformer_engine" if fits else "local"

@@ -20,8 +20,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from slipstream.backend.megatron.device_batch import Pack, Unpacked
+from slipstream.backend.megatron.device_batch import Branches, Pack, Unpacked
 from slipstream.backend.megatron.groups import ShardingMetadata, groups
 from slipstream.backend.megatron.marks import marks_of
 
@@ -154,9 +155,10 @@ def _window(config: TransformerConfig, layer_number: int) -> int | None:
 class PackedAttention(MegatronModule):
     """Causal attention within each segment of a pack (THD), by scaled_dot_product_attention.
 
-    Segments of similar length form one padded batch; the causal mask hides padding on the right. Megatron's
-    ``window_size`` limits the tokens that a token attends to, and a learnable ``softmax_type`` adds a sink to
-    each head: a logit that takes part in the softmax and has no value.
+    Segments of similar length form one padded batch; the causal mask hides padding on the right. Segments
+    that take tokens attend to these as well. Megatron's ``window_size`` limits the tokens that a token
+    attends to, and a learnable ``softmax_type`` adds a sink to each head: a logit that takes part in the
+    softmax and has no value.
     """
 
     def __init__(
@@ -201,7 +203,27 @@ class PackedAttention(MegatronModule):
         for q, k, v, mask in zip(*map(unpacked.padded, (query, key, value)), masks, strict=True):
             output = self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
             attended.append(output.transpose(1, 2).flatten(0, 1))
+        for branches in unpacked.branches:
+            attended.append(self._attend_branches(branches, query, key, value))
         return torch.cat(attended).index_select(0, unpacked.restore_T).flatten(1)
+
+    def _attend_branches(self, branches: Branches, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the results of the segments' own tokens, [N * L, heads, d].
+
+        Taken keys are repeated for each segment. They are gathered again in the backward pass, because kept
+        for all layers they would take the memory of the pack without sharing.
+        """
+
+        def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            q, k, v = (part.transpose(1, 2) for part in branches.padded(query, key, value))
+            return self._attend(q, k, v, branches.mask(self.window)).transpose(1, 2).flatten(0, 1)
+
+        if self.config.recompute_granularity is None and torch.is_grad_enabled():
+            return cast(
+                "Tensor",
+                checkpoint(attended, query, key, value, use_reentrant=False, preserve_rng_state=False),
+            )
+        return attended(query, key, value)
 
     def masks(self, pack: Pack, unpacked: Unpacked, device: torch.device) -> list[Tensor | None]:
         """Return for each padded batch what its queries attend to, bool [..., L, L].
@@ -216,7 +238,7 @@ class PackedAttention(MegatronModule):
         return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - self.window)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """query [N, heads, L, d], key and value [N, groups, L, d], mask [..., L, L] -> [N, heads, L, d]."""
+        """query [N, heads, L, d], key and value [N, groups, K, d], mask [..., L, K] -> [N, heads, L, d]."""
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         if self.softmax_offset is not None:
             # A sink is a key before all others, whose product with any query is the head's logit, and whose

@@ -89,7 +89,7 @@ def empty_model(
 ) -> list[GPTModel]:
     """Return the same parts with undefined weights and without adapters."""
     geometry, layout = spec.geometry, _layout(actor, dtype, spec.geometry)
-    require_supported(geometry, layout)
+    require_supported(geometry, layout, shares_prefixes=actor.share_prefixes == "auto")
     config = transformer_config(geometry, actor, layout, dtype)
     stage = groups.get_pipeline_model_parallel_rank()
     specs = layer_specs(geometry, layout.layer_spec)

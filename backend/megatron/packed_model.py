@@ -20,6 +20,7 @@ from slipstream.backend.megatron.device_batch import DeviceBatch, copied, moved_
 from slipstream.backend.megatron.groups import groups
 from slipstream.backend.megatron.local_layers import PackedAttention
 from slipstream.backend.megatron.router import Router, RouteReplay
+from slipstream.backend.megatron.sparse_attention import SparseAttention
 from slipstream.backend.objective.distillation import divergence_from_top_tokens
 from slipstream.backend.objective.logprob import (
     Implementation,
@@ -54,6 +55,11 @@ class PackedModel:
         self._device = device
         modules = [module for part in parts for module in part.modules()]
         self._unpacks = any(isinstance(module, PackedAttention | PackedDeltaNet) for module in modules)
+        self._shares = not any(
+            isinstance(module, PackedDeltaNet | SparseAttention)
+            or not isinstance(getattr(module, "core_attention", None), PackedAttention | None)
+            for module in modules
+        )
         self._routers = [module for module in modules if isinstance(module, Router)]
         self._replay: RoutingReplay = replay
         self._replays = {id(part): _with_replays(part) if replay != "off" else [] for part in self.parts}
@@ -136,6 +142,8 @@ class PackedModel:
         """
         known = self._on_device.get(id(micro))
         if known is None:
+            if len(micro.taken_K) and not self._shares:
+                raise ValueError("the attention of this model cannot compute shared prefixes once")
             known = on_device(micro, self._share(micro), self._device, unpacks=self._unpacks)
             if self._in_pass:
                 self._on_device[id(micro)] = known

@@ -8,8 +8,11 @@ from slipstream.bridge.model.geometry import Geometry, LatentAttention
 from slipstream.bridge.model.layout import Layout
 
 
-def require_supported(geometry: Geometry, layout: Layout) -> None:
-    """Raise UnsupportedModel if a model cannot run in a layout, with the reason and what to set instead."""
+def require_supported(geometry: Geometry, layout: Layout, *, shares_prefixes: bool = False) -> None:
+    """Raise UnsupportedModel if a model cannot run in a layout, with the reason and what to set instead.
+
+    ``shares_prefixes``: prefixes of trajectories are to be computed once.
+    """
     problems: list[str] = []
     if layout.layer_spec == "transformer_engine" and (reason := needs_local(geometry)):
         problems.append(f"{reason}; set actor.layer_spec to local")
@@ -18,8 +21,19 @@ def require_supported(geometry: Geometry, layout: Layout) -> None:
             f"each of the {layout.etp} tensor-parallel ranks that share an expert would add its bias; set "
             "actor.parallel.expert_tensor to 1"
         )
+    if shares_prefixes and (kind := _unshared_attention(geometry)):
+        problems.append(f"its {kind} cannot compute shared prefixes once; set actor.share_prefixes to off")
     if problems:
         raise UnsupportedModel(f"{geometry.family}: {'; '.join(problems)}")
+
+
+def _unshared_attention(geometry: Geometry) -> str | None:
+    """Return the kind of attention that takes no keys of other trajectories; None: there is none."""
+    if geometry.delta_layers:
+        return "linear attention"
+    attention = geometry.attention
+    sparse = isinstance(attention, LatentAttention) and attention.indexer is not None
+    return "sparse attention" if sparse else None
 
 
 def needs_local(geometry: Geometry) -> str | None:

@@ -527,6 +527,14 @@ TAGS: dict[str, Tag] = {
         "FLOPs of the most loaded data-parallel rank / mean over the ranks, taken for each mini-batch: the "
         "factor by which imbalance prolongs the step.",
     ),
+    "packing/saved_tokens": Tag(
+        "fraction",
+        "Fraction of the tokens that are not computed, because `actor.share_prefixes` computes them for "
+        "another trajectory of the micro-batch.",
+    ),
+    "packing/saved_flops": Tag(
+        "fraction", "Fraction of the FLOPs that `actor.share_prefixes` saves, attention included."
+    ),
     # mismatch
     "mismatch/logprob_abs_mean": Tag(
         "nats",

@@ -1,10 +1,13 @@
 """A batch as this rank's micro-batches, grouped by optimizer update, and which are scored beforehand."""
 
+from functools import partial
+
 import numpy as np
 
 from slipstream.backend.batch.flops import forward_flops
 from slipstream.backend.batch.micro_batch import MicroBatch, assemble
-from slipstream.backend.batch.packing import balance, schedule, split_minibatches
+from slipstream.backend.batch.packing import Pack, balance, schedule, split_minibatches
+from slipstream.backend.batch.prefixes import shared_plan
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.objective.averaging import mean_scale, token_shares
 from slipstream.bridge.model.geometry import Geometry
@@ -12,9 +15,18 @@ from slipstream.configs.schema import ActorConfig, HooksConfig
 
 
 def microbatches_of(
-    actor: ActorConfig, geometry: Geometry, batch: TrainBatch, seed: int, step: int, *, rank: int
+    actor: ActorConfig,
+    geometry: Geometry,
+    batch: TrainBatch,
+    seed: int,
+    step: int,
+    *,
+    rank: int,
+    passes_N: np.ndarray | None = None,
 ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
-    """Return the micro-batches of data-parallel ``rank`` by mini-batch, and how well all ranks are packed.
+    """Return the micro-batches of data-parallel ``rank`` by mini-batch, and metrics of all ranks' packing.
+
+    ``passes_N``: forward passes over each trajectory, for the work of the step; None: not measured.
 
     The draw depends only on ``seed``, that of the run, and on the training step, so it is the same on all
     ranks. Micro-batches keep to the token budget with their padding included.
@@ -24,6 +36,7 @@ def microbatches_of(
     tokens_N = np.array([trajectory.response_length for trajectory in batch.trajectories])
     length_N = np.array([len(trajectory.tokens_T) for trajectory in batch.trajectories])
     cost_N = forward_flops(geometry, length_N)
+    room = budget - budget % multiple
     plan = schedule(
         length_N + -length_N % trajectory_multiple,
         cost_N,
@@ -31,9 +44,13 @@ def microbatches_of(
         minibatches=actor.minibatches,
         ranks=actor.parallel.data,
         multiple=actor.parallel.microbatch_multiple,
-        budget=budget - budget % multiple,
+        budget=room,
         rng=np.random.default_rng((seed, step)),
     )
+    taken_N = np.zeros(len(length_N), np.int64)
+    if actor.share_prefixes == "auto":
+        plan, taken_N = _shared(plan, batch, geometry, tokens_N, room, actor.parallel.microbatch_multiple)
+    own_N, own_cost_N = length_N - taken_N, cost_N - forward_flops(geometry, taken_N)
     # Means are over the mini-batch on all ranks, not over the part that one of them holds.
     share_N = np.zeros(len(tokens_N), np.float32)
     scales: list[float] = []
@@ -45,15 +62,51 @@ def microbatches_of(
 
     def assembled(pack: list[int], scale: float) -> MicroBatch:
         return assemble(
-            batch, pack, multiple, trajectory_multiple=trajectory_multiple, share_N=share_N, scale=scale
+            batch,
+            pack,
+            multiple,
+            trajectory_multiple=trajectory_multiple,
+            taken_N=taken_N,
+            share_N=share_N,
+            scale=scale,
         )
 
     microbatches = [
         [assembled(pack, scale) for pack in minibatch[rank]]
         for minibatch, scale in zip(plan, scales, strict=True)
     ]
-    quality = balance(plan, length_N, cost_N, budget)
-    return microbatches, {"packing/fill": quality.fill, "packing/imbalance": quality.imbalance}
+    quality = balance(plan, own_N, own_cost_N, budget)
+    metrics = {"packing/fill": quality.fill, "packing/imbalance": quality.imbalance}
+    if actor.share_prefixes == "auto":
+        metrics["packing/saved_tokens"] = float(taken_N.sum() / length_N.sum())
+        metrics["packing/saved_flops"] = float(1 - own_cost_N.sum() / cost_N.sum())
+    if passes_N is not None:
+        metrics["train/tflop"] = float(passes_N @ own_cost_N) / 1e12
+    return microbatches, metrics
+
+
+def _shared(
+    plan: list[list[list[Pack]]],
+    batch: TrainBatch,
+    geometry: Geometry,
+    loss_N: np.ndarray,
+    budget: int,
+    multiple: int,
+) -> tuple[list[list[list[Pack]]], np.ndarray]:
+    """Return a plan that computes shared prefixes once, and the tokens that each trajectory takes, [N]."""
+    tokens = [trajectory.tokens_T for trajectory in batch.trajectories]
+    found = [
+        shared_plan(
+            minibatch,
+            tokens,
+            partial(forward_flops, geometry),
+            loss_N=loss_N,
+            budget=budget,
+            multiple=multiple,
+        )
+        for minibatch in plan
+    ]
+    return [packs for packs, _ in found], np.sum([taken_N for _, taken_N in found], axis=0)
 
 
 def first_recomputed(actor: ActorConfig, hooks: HooksConfig | None) -> int:

@@ -26,7 +26,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slipstream.backend.batch.flops import forward_flops
 from slipstream.backend.batch.micro_batch import MicroBatch, assemble
 from slipstream.backend.batch.skipped import SkippedUpdate
 from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch, check_staleness, unrouted
@@ -171,7 +170,7 @@ class TrainerRank(CheckpointedRank):
         scores = self._scorers.score(self._policy, minibatches, first, temperature)
         targets = self._hooks.targets(scores, self._targets(batch, microbatches, scores))
         inputs = prepared(minibatches, scores, targets)
-        metrics |= self._work_of(batch)
+        metrics["train/tokens"] = float(sum(each.response_length for each in batch.trajectories))
         metrics |= self._update_policy(batch, inputs, logprobs)
         metrics |= self._update_critic(inputs)
         self._scorers.follow(self._parameters)
@@ -188,7 +187,10 @@ class TrainerRank(CheckpointedRank):
         """Return this rank's micro-batches in its present step, as ``microbatches_of`` does."""
         rank = self._groups.get_data_parallel_rank()
         actor, seed = self._config.actor, self._config.run.seed
-        return microbatches_of(actor, self._spec.geometry, batch, seed, self.step, rank=rank)
+        # A backward pass counts as two forward passes.
+        passes_N = 3 + is_recomputed(actor, self._config.rollout.hooks, batch.episode_N, seed, self.step)
+        geometry = self._spec.geometry
+        return microbatches_of(actor, geometry, batch, seed, self.step, rank=rank, passes_N=passes_N)
 
     def _targets(
         self, batch: TrainBatch, microbatches: Sequence[MicroBatch], scores: Sequence[Scores]
@@ -209,16 +211,6 @@ class TrainerRank(CheckpointedRank):
             )
             for target in targets
         ]
-
-    def _work_of(self, batch: TrainBatch) -> dict[str, float]:
-        """Return how much a step computes and trains, on all ranks together."""
-        length_N = np.array([len(trajectory.tokens_T) for trajectory in batch.trajectories])
-        # A backward pass counts as two forward passes.
-        actor, hooks = self._config.actor, self._config.rollout.hooks
-        passes_N = 3 + is_recomputed(actor, hooks, batch.episode_N, self._config.run.seed, self.step)
-        flops = float(passes_N @ forward_flops(self._spec.geometry, length_N))
-        tokens = float(sum(trajectory.response_length for trajectory in batch.trajectories))
-        return {"train/tflop": flops / 1e12, "train/tokens": tokens}
 
     def _routes_of(self, batch: TrainBatch) -> dict[str, float]:
         """Return how much of the engine's routes is missing, where they are replayed."""

@@ -152,6 +152,33 @@ def transformer_engine_can_be_used(config: RunConfig) -> Iterator[Violation]:
     yield Violation("actor.layer_spec", "transformer_engine", f"{why}, or set this to auto or local")
 
 
+def prefixes_can_be_shared(config: RunConfig) -> Iterator[Violation]:
+    actor, hooks = config.actor, config.rollout.hooks
+    if actor.share_prefixes == "off":
+        return
+    whys: list[str] = []
+    if actor.parallel.context > 1:
+        whys.append("context parallelism cuts every trajectory alike; set actor.parallel.context to 1")
+    if actor.layer_spec == "transformer_engine":
+        whys.append("its attention repeats them; set actor.layer_spec to auto or local")
+    whys += [
+        f"an auxiliary loss would count shared tokens once; leave actor.megatron.{name} out"
+        for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+        if actor.megatron.get(name)
+    ]
+    whys += [
+        f"{why}; leave rollout.hooks.{name} out"
+        for name, why in (
+            ("custom_loss_function", "a loss from logits expects those of whole trajectories"),
+            ("custom_model_provider", "the attention of another model is not known to share them"),
+        )
+        if hooks is not None and getattr(hooks, name)
+    ]
+    if whys:
+        reason = "; ".join([*whys, "or set this to off"])
+        yield Violation("actor.share_prefixes", actor.share_prefixes, reason)
+
+
 def context_needs_transformer_engine(config: RunConfig) -> Iterator[Violation]:
     context = config.actor.parallel.context
     if context > 1 and config.actor.layer_spec != "transformer_engine":
@@ -194,5 +221,16 @@ RULES = (
     ),
     Rule(auxiliary_losses_have_an_effect, ("actor.megatron",)),
     Rule(transformer_engine_can_be_used, ("actor.layer_spec", "actor.lora", "cluster.device")),
+    Rule(
+        prefixes_can_be_shared,
+        (
+            "actor.share_prefixes",
+            "actor.parallel.context",
+            "actor.layer_spec",
+            "actor.megatron",
+            "rollout.hooks.custom_loss_function",
+            "rollout.hooks.custom_model_provider",
+        ),
+    ),
     Rule(context_needs_transformer_engine, ("actor.layer_spec", "actor.parallel.context")),
 )

@@ -10,12 +10,14 @@ from typer.testing import CliRunner
 
 from slipstream.backend.cli import app
 from slipstream.backend.commands.plan_document import planned_publication_s
+from slipstream.backend.megatron.layer_spec import layer_spec_on_gpus
 from slipstream.backend.megatron.supported import require_supported
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.bridge.families import FAMILIES, spec_of
 from slipstream.bridge.hf.config import UnsupportedModel, read_config
 from slipstream.bridge.model.layout import Layout
 from slipstream.configs.load import load_recipe
+from slipstream.configs.schema import ActorConfig
 from slipstream.rollout.engine.model_limits import TIED_ONLY, UNSERVED, UNSERVED_ON_CPUS
 from tests.bridge_cases import MIXTURES
 from tests.models import make_checkpoint
@@ -357,6 +359,23 @@ def test_layers_of_transformer_engine_are_refused_to_a_model_with_sparse_attenti
     geometry = spec_of(read_config(folder), folder).geometry
     with pytest.raises(UnsupportedModel, match=r"sparse attention .* set actor.layer_spec to local"):
         require_supported(geometry, Layout(layer_spec="transformer_engine"))
+
+
+@pytest.mark.parametrize(("family", "kind"), [("deepseek_v32", "sparse"), ("qwen3_next", "linear")])
+def test_models_that_cannot_share_prefixes_are_refused(tmp_path, family: str, kind: str):
+    folder = make_checkpoint(tmp_path / "model", family, tied=False)
+    geometry = spec_of(read_config(folder), folder).geometry
+    with pytest.raises(UnsupportedModel, match=rf"{kind} attention .* set actor.share_prefixes to off"):
+        require_supported(geometry, Layout(), shares_prefixes=True)
+    require_supported(geometry, Layout())
+
+
+def test_shared_prefixes_get_layers_of_the_local_spec_by_themselves(tmp_path):
+    folder = make_checkpoint(tmp_path / "model")
+    geometry = spec_of(read_config(folder), folder).geometry
+    actor = ActorConfig(share_prefixes="auto")
+    assert layer_spec_on_gpus(actor, "bfloat16", geometry) == "local"
+    assert layer_spec_on_gpus(ActorConfig(), "bfloat16", geometry) == "transformer_engine"
 
 
 def test_check_refuses_adapters_of_experts_that_hf_stacks(tmp_path):

@@ -87,6 +87,18 @@ def violations(file, *overrides: str) -> dict[str, str]:
         (["actor.routing_replay=recompute", "actor.minibatches=2"], "actor.routing_replay", "no experts"),
         (["actor.routing_replay=off"], None, ""),
         (["actor.routing_replay=rollout"], "actor.routing_replay", "no experts"),
+        (["actor.share_prefixes=auto"], None, ""),
+        (["actor.share_prefixes=off", "actor.megatron={moe_z_loss_coeff: 0.1}"], None, ""),
+        (
+            ["actor.share_prefixes=auto", "actor.megatron={moe_z_loss_coeff: 0.1}"],
+            "actor.share_prefixes",
+            "leave actor.megatron.moe_z_loss_coeff out; or set this to off",
+        ),
+        (
+            ["actor.share_prefixes=auto", "rollout.hooks={custom_loss_function: a.b}"],
+            "actor.share_prefixes",
+            "leave rollout.hooks.custom_loss_function out",
+        ),
         (
             [
                 "actor.routing_replay=recompute",

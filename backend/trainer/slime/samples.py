@@ -56,8 +56,8 @@ class Samples:
         self._device = device
         self._context = context
         self._count = sum(self.response_lengths)
-        offset_S = np.cumsum([0, *self.response_lengths])[:-1] - starts - micro.cu_seqlens[: len(starts)]
-        self._place_M = self._moved(micro.index_M + 1 + offset_S.astype(np.int64)[micro.owner_M])
+        offset_S = np.cumsum([0, *self.response_lengths])[:-1] - starts
+        self._place_M = self._moved(micro.position_T[micro.index_M] + 1 + offset_S[micro.owner_M])
         held = [self._held(sample) for sample in range(len(starts))]
         self.held_lengths = list(map(len, held))
         """Number of response tokens of each sample that this rank has."""

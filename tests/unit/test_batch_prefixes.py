@@ -1,0 +1,115 @@
+"""The invariants of the module's docstring, against a trie of its own."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.backend.batch.packing import distribute
+from slipstream.backend.batch.prefixes import WORTH, dearest, shared_plan, taken, taken_in, tree_order
+
+TREES = settings(max_examples=25, deadline=None)
+MANY = settings(max_examples=500, deadline=None)
+
+
+def quadratic(length_N: np.ndarray) -> np.ndarray:
+    """A cost like that of a model whose attention takes over at 50 tokens."""
+    return length_N * (1.0 + length_N / 50)
+
+
+def trie(texts) -> set[tuple[int, ...]]:
+    """The nodes of the prefix tree of some texts, a node for each token: the ids up to it."""
+    return {tuple(text[: t + 1]) for text in texts for t in range(len(text))}
+
+
+@st.composite
+def forests(draw):
+    """Texts that branch off one another, in any order, and how they are packed."""
+    texts = [draw(st.lists(st.integers(0, 3), min_size=1, max_size=30))]
+    for _ in range(draw(st.integers(0, 14))):
+        stem = texts[draw(st.integers(0, len(texts) - 1))]
+        own = draw(st.lists(st.integers(0, 2**31), min_size=1, max_size=12))
+        texts.append(stem[: draw(st.integers(0, len(stem)))] + own)
+    ids = [np.array(text, np.int64) for text in draw(st.permutations(texts))]
+    loss_N = np.array([draw(st.integers(0, len(each))) for each in ids])
+    ranks, multiple = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2]))
+    return ids, loss_N, ranks, multiple, draw(st.integers(5, 150))
+
+
+def plain(ids, ranks: int, multiple: int, budget: int):
+    lengths = [len(each) for each in ids]
+    costs = quadratic(np.array(lengths)).tolist()
+    return distribute(range(len(ids)), lengths, costs, ranks=ranks, budget=budget, multiple=multiple)
+
+
+def check_order(ids) -> None:
+    order = tree_order([ids[place] for place in range(len(ids))])
+    texts = [tuple(ids[place]) for place in order]
+    assert texts == sorted(texts)
+    own = [text[take:] for text, take in zip(texts, taken([ids[p] for p in order]), strict=True)]
+    assert sum(map(len, own)) == len(trie(texts))
+
+
+def check_plan(ids, loss_N, ranks: int, multiple: int, budget: int) -> None:
+    before = plain(ids, ranks, multiple, budget)
+    plan, taken_N = shared_plan(before, ids, quadratic, loss_N=loss_N, budget=budget, multiple=multiple)
+    assert sorted(place for packs in plan for pack in packs for place in pack) == list(range(len(ids)))
+    assert len(plan) == ranks
+    assert len({len(packs) for packs in plan}) == 1 and len(plan[0]) % multiple == 0
+    if not taken_N.any():
+        assert plan == before
+        return
+    assert dearest(plan, ids, quadratic, shares=True) <= (1 - WORTH) * dearest(before, ids, quadratic)
+    assert (taken_N == taken_in(plan, ids)).all()
+    for pack in (pack for packs in plan for pack in packs):
+        nodes = trie(tuple(ids[place]) for place in pack)
+        assert sum(len(ids[place]) - taken_N[place] for place in pack) == len(nodes)
+        # The operations of a token depend on how many are before it, as those of a pair do here.
+        at_depth = np.diff(quadratic(np.arange(200)))
+        cost = sum(quadratic(np.array([len(ids[p]), taken_N[p]])) @ [1, -1] for p in pack)
+        assert cost == pytest.approx(sum(at_depth[len(node) - 1] for node in nodes))
+        if len(pack) > 1:
+            assert max(len(nodes), loss_N[pack].sum()) <= budget
+
+
+@TREES
+@given(forests())
+def test_a_pack_holds_each_node_of_its_prefix_tree_once(case):
+    check_order(case[0])
+    check_plan(*case)
+
+
+@pytest.mark.slow
+@MANY
+@given(forests())
+def test_five_hundred_packs_hold_each_node_once(case):
+    check_order(case[0])
+    check_plan(*case)
+
+
+def group(prompt: int, completions: list[int], seed: int) -> list[np.ndarray]:
+    draw = np.random.default_rng(seed)
+    stem = draw.integers(0, 1000, prompt)
+    return [np.concatenate([stem, draw.integers(0, 1000, n)]) for n in completions]
+
+
+def test_groups_share_their_prompts_and_ranks_their_work():
+    ids = [text for seed in range(8) for text in group(100, [100] * 8, seed)]
+    before = plain(ids, 4, 1, 4000)
+    plan, taken_N = shared_plan(before, ids, np.array, loss_N=np.full(64, 100), budget=4000)
+    assert taken_N.sum() == 7 * 8 * 100
+    loads = [sum(len(ids[p]) - taken_N[p] for pack in packs for p in pack) for packs in plan]
+    assert loads == [1800] * 4
+
+
+def test_little_in_common_changes_nothing():
+    ids = group(5, [100] * 8, 0)
+    before = plain(ids, 1, 1, 4000)
+    plan, taken_N = shared_plan(before, ids, quadratic, loss_N=np.full(8, 100), budget=4000)
+    assert plan == before and not taken_N.any()
+
+
+def test_equal_completions_keep_to_the_budget_of_the_lm_head():
+    ids = [np.arange(100)] * 8
+    plan, _ = shared_plan(plain(ids, 1, 1, 200), ids, quadratic, loss_N=np.full(8, 90), budget=200)
+    assert max(len(pack) for pack in plan[0]) == 2
