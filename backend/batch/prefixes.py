@@ -24,6 +24,7 @@ from itertools import pairwise
 import numpy as np
 
 from slipstream.backend.batch.packing import Pack, distribute
+from slipstream.rollout.tokens.routes import Experts, joined_routes
 
 WORTH = 0.1
 """Share of the FLOPs of the dearest rank that must be saved. Keys are gathered once more for trajectories
@@ -51,6 +52,19 @@ def taken(tokens: Sequence[np.ndarray]) -> np.ndarray:
         differs = np.flatnonzero(before[:n] != ids[:n])
         taken_N[place] = differs[0] if len(differs) else n
     return taken_N
+
+
+def keyed(tokens: Sequence[np.ndarray], routes: Sequence[Experts | None]) -> list[np.ndarray]:
+    """Return a number for each token, which is that of tokens with the same id and the same experts.
+
+    routes: the engine's experts of the tokens of each trajectory (``Trajectory.routes_TW``); None: not known.
+    """
+    joined_TW = joined_routes([(len(ids), routes_TW) for ids, routes_TW in zip(tokens, routes, strict=True)])
+    if joined_TW is None:
+        return list(tokens)
+    both = np.column_stack([np.concatenate(tokens), joined_TW])
+    _, key_T = np.unique(both, axis=0, return_inverse=True)
+    return np.split(key_T.reshape(-1), np.cumsum([len(ids) for ids in tokens])[:-1])
 
 
 def shared_plan(

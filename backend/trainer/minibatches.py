@@ -7,7 +7,7 @@ import numpy as np
 from slipstream.backend.batch.flops import forward_flops
 from slipstream.backend.batch.micro_batch import MicroBatch, assemble
 from slipstream.backend.batch.packing import Pack, balance, schedule, split_minibatches
-from slipstream.backend.batch.prefixes import shared_plan
+from slipstream.backend.batch.prefixes import keyed, shared_plan
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.objective.averaging import mean_scale, token_shares
 from slipstream.bridge.model.geometry import Geometry
@@ -49,7 +49,7 @@ def microbatches_of(
     )
     taken_N = np.zeros(len(length_N), np.int64)
     if actor.share_prefixes == "auto":
-        plan, taken_N = _shared(plan, batch, geometry, tokens_N, room, actor.parallel.microbatch_multiple)
+        plan, taken_N = _shared(plan, batch, actor, geometry, tokens_N, room)
     own_N, own_cost_N = length_N - taken_N, cost_N - forward_flops(geometry, taken_N)
     # Means are over the mini-batch on all ranks, not over the part that one of them holds.
     share_N = np.zeros(len(tokens_N), np.float32)
@@ -88,13 +88,17 @@ def microbatches_of(
 def _shared(
     plan: list[list[list[Pack]]],
     batch: TrainBatch,
+    actor: ActorConfig,
     geometry: Geometry,
     loss_N: np.ndarray,
     budget: int,
-    multiple: int,
 ) -> tuple[list[list[list[Pack]]], np.ndarray]:
     """Return a plan that computes shared prefixes once, and the tokens that each trajectory takes, [N]."""
-    tokens = [trajectory.tokens_T for trajectory in batch.trajectories]
+    trajectories = batch.trajectories
+    tokens = keyed(
+        [trajectory.tokens_T for trajectory in trajectories],
+        [trajectory.routes_TW if actor.routing_replay == "rollout" else None for trajectory in trajectories],
+    )
     found = [
         shared_plan(
             minibatch,
@@ -102,7 +106,7 @@ def _shared(
             partial(forward_flops, geometry),
             loss_N=loss_N,
             budget=budget,
-            multiple=multiple,
+            multiple=actor.parallel.microbatch_multiple,
         )
         for minibatch in plan
     ]

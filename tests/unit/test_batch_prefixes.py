@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.backend.batch.packing import distribute
-from slipstream.backend.batch.prefixes import WORTH, dearest, shared_plan, taken, taken_in, tree_order
+from slipstream.backend.batch.prefixes import WORTH, dearest, keyed, shared_plan, taken, taken_in, tree_order
 
 TREES = settings(max_examples=25, deadline=None)
 MANY = settings(max_examples=500, deadline=None)
@@ -113,3 +113,12 @@ def test_equal_completions_keep_to_the_budget_of_the_lm_head():
     ids = [np.arange(100)] * 8
     plan, _ = shared_plan(plain(ids, 1, 1, 200), ids, quadratic, loss_N=np.full(8, 90), budget=200)
     assert max(len(pack) for pack in plan[0]) == 2
+
+
+def test_tokens_share_with_those_that_took_the_same_experts():
+    ids = [np.array([7, 8, 9]), np.array([7, 8, 9, 1]), np.array([7, 8])]
+    first = np.array([[0, 1], [2, 3], [4, 5]], np.uint16)
+    second = np.array([[0, 1], [2, 0], [4, 5], [6, 7]], np.uint16)
+    assert taken(keyed(ids, [first, second, None])).tolist() == [0, 1, 0]
+    assert taken(keyed(ids, [first, np.vstack([first, first[:1]]), first[:2]])).tolist() == [0, 3, 2]
+    assert taken(keyed(ids, [None, None, None])).tolist() == taken(ids).tolist() == [0, 3, 2]

@@ -283,6 +283,16 @@ def test_a_micro_batch_and_its_shares_hold_the_experts_of_their_tokens():
     assert assemble(batch_of(plain), [0]).routes_TW is None
 
 
+def test_a_micro_batch_holds_the_experts_of_tokens_that_are_taken_once():
+    routed = two_turns()
+    assert routed.routes_TW is not None
+    micro = assemble(batch_of(routed, routed), [0, 1], 8, taken_N=np.array([0, 3]))
+    assert micro.routes_TW is not None and len(micro.routes_TW) == len(micro.tokens_T)
+    own_TW = np.concatenate([routed.routes_TW, routed.routes_TW[3:]])
+    assert (micro.routes_TW[: len(own_TW)] == own_TW).all()
+    assert (micro.routes_TW[len(own_TW) :] == NO_ROUTE).all()
+
+
 def test_tokens_without_experts_are_counted():
     routed, plain = two_turns(), replace(two_turns(), routes_TW=None)
     experts = [True] * LAYERS, TOP_K, 256
