@@ -284,7 +284,8 @@ class ActorConfig(TrainedConfig):
         "chooses others. The first mini-batch has no such pass and needs none. `rollout`: every pass of the "
         "policy sends a token to the experts that it took in the engine, prompts included, so that trainer "
         "and engine compute with the same ones. After an interruption these are the ones with which the "
-        "engine went on. It costs layers * experts of a token in bytes for each token. Tokens without routes "
+        "engine went on. It costs layers * experts of a token in bytes for each token, and four times that "
+        "for each token of the KV cache in an engine's host memory. Tokens without routes "
         "(`mismatch/unrouted`: of users and agents, of an engine that ended before it told) go where the "
         "router sends them. Gates, gradients and auxiliary losses are those of the present router.",
     )
