@@ -5,8 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.backend.batch.micro_batch import assemble
 from slipstream.backend.batch.packing import distribute
 from slipstream.backend.batch.prefixes import WORTH, dearest, keyed, shared_plan, taken, taken_in, tree_order
+from slipstream.backend.batch.train_batch import TrainBatch
+from slipstream.backend.megatron.device_batch import unpacking_of
+from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
 
 TREES = settings(max_examples=25, deadline=None)
 MANY = settings(max_examples=500, deadline=None)
@@ -122,3 +126,46 @@ def test_tokens_share_with_those_that_took_the_same_experts():
     assert taken(keyed(ids, [first, second, None])).tolist() == [0, 1, 0]
     assert taken(keyed(ids, [first, np.vstack([first, first[:1]]), first[:2]])).tolist() == [0, 3, 2]
     assert taken(keyed(ids, [None, None, None])).tolist() == taken(ids).tolist() == [0, 3, 2]
+
+
+def trajectory(ids: np.ndarray, loss: int) -> Trajectory:
+    trained_T = np.arange(len(ids)) >= max(1, len(ids) - loss)
+    version_T = np.where(trained_T, 0, UNSAMPLED).astype(np.int32)
+    return Trajectory(ids, trained_T, np.zeros(len(ids), np.float32), version_T, Finish.STOP, reward=1.0)
+
+
+@TREES
+@given(forests(), st.sampled_from([1, 4]))
+def test_a_pack_gives_every_trajectory_its_tokens_and_its_targets(case, multiple: int):
+    ids, loss_N, *_ = case
+    batch = TrainBatch(0, tuple(map(trajectory, ids, loss_N.tolist())), np.arange(len(ids)))
+    pack = tree_order(ids)
+    taken_N = taken_in([[pack]], ids)
+    micro, plain = (assemble(batch, pack, multiple, taken_N=each) for each in (taken_N, None))
+    for name in ("target_M", "owner_M", "trajectory_M", "turn_M", "share_M", "is_last_M"):
+        np.testing.assert_array_equal(getattr(micro, name), getattr(plain, name))
+    for name in ("tokens_T", "position_T"):
+        at = getattr(micro, name)
+        np.testing.assert_array_equal(at[micro.index_M], getattr(plain, name)[plain.index_M])
+        np.testing.assert_array_equal(at[micro.last_N], getattr(plain, name)[plain.last_N])
+    assert len(micro.tokens_T) % multiple == 0 and micro.longest <= max(plain.longest, multiple)
+
+    unpacking = unpacking_of(micro.cu_seqlens, micro.taken_N, micro.taken_K)
+    queries, keys = (unpacking.branch_arrays.get(name, np.empty(0, np.int64)) for name in ("queries", "keys"))
+    places = np.concatenate([unpacking.gather, queries])
+    assert (places[unpacking.restore_T] == np.arange(len(micro.tokens_T))).all()
+    branches = iter(unpacking.branch_arrays.get("taken", np.empty(0, np.int64)).tolist())
+    for rows, own, every in unpacking.branch_shapes:
+        (query_NL, queries), (key_NK, keys) = (
+            (part[: rows * width].reshape(rows, width), part[rows * width :])
+            for part, width in ((queries, own), (keys, every))
+        )
+        assert rows == 1 or rows * every <= 2 * len(micro.tokens_T)
+        for query_L, key_K in zip(query_NL, key_NK, strict=True):
+            place = int(np.searchsorted(micro.cu_seqlens, query_L[0], side="right")) - 1
+            text = ids[pack[place]]
+            assert next(branches) == taken_N[pack[place]]
+            np.testing.assert_array_equal(micro.tokens_T[key_K][: len(text)], text)
+            np.testing.assert_array_equal(micro.position_T[key_K][: len(text)], np.arange(len(text)))
+            length = len(text) - taken_N[pack[place]]
+            np.testing.assert_array_equal(query_L[:length], key_K[taken_N[pack[place]] : len(text)])
