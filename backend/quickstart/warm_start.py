@@ -6,7 +6,7 @@ It runs once, before the job. RL then begins with a policy that has the right fo
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -91,8 +91,7 @@ def _train(rank: RankSpec, start: Path, out: Path, seed: int, steps: int, demons
     rng = random.Random(f"warm-start-{seed}")  # the same on every rank
     for step in range(steps):
         pairs = demonstrations(rng, step / steps, demonstrate)
-        examples = [encoded(tokenizer, *pair) for pair in pairs]
-        metrics = trainer.train(demonstrated(examples, step))
+        metrics = trainer.train(demonstrated(encoded(tokenizer, pairs), step))
         if metrics is not None and (step % 100 == 0 or step == steps - 1):
             loss = metrics["train/loss"]
             print(f"  warm start: step {step + 1}/{steps}, loss {loss:.3f} per response token", flush=True)
@@ -112,10 +111,19 @@ def demonstrations(
     return [demonstrate(problem.prompt, rng) for problem in islice(problems, BATCH)]
 
 
-def encoded(tokenizer: PreTrainedTokenizerFast, prompt: str, response: str) -> tuple[list[int], list[int]]:
-    """Return the token ids of the prompt as RL sends it, and of the response with its end token."""
+def encoded(
+    tokenizer: PreTrainedTokenizerFast, pairs: Sequence[tuple[str, str]]
+) -> list[tuple[list[int], list[int]]]:
+    """Return the token ids of each prompt as RL sends it, and of its response with its end token."""
     before, whole = (
-        tokenizer(text)["input_ids"] for text in (prompt_text(prompt), demonstration_text(prompt, response))
+        tokenizer(texts)["input_ids"]
+        for texts in (
+            [prompt_text(prompt) for prompt, _ in pairs],
+            [demonstration_text(prompt, response) for prompt, response in pairs],
+        )
     )
-    assert whole[: len(before)] == before
-    return before, whole[len(before) :]
+    examples = []
+    for prompt, both in zip(before, whole, strict=True):
+        assert both[: len(prompt)] == prompt
+        examples.append((prompt, both[len(prompt) :]))
+    return examples

@@ -100,7 +100,7 @@ def test_equal_paths_are_refused(tmp_path: Path):
 
 def test_a_demonstration_is_the_prompt_as_rl_sends_it_and_the_response_with_its_end():
     tokenizer = build_tokenizer()
-    prompt, response = encoded(tokenizer, "a1b2", "a11b23#3")
+    [(prompt, response)] = encoded(tokenizer, [("a1b2", "a11b23#3")])
     message = [{"role": "user", "content": "a1b2"}]
     assert prompt == tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
     assert tokenizer.decode(response) == "a11b23#3<eos>"

@@ -124,6 +124,8 @@ def test_every_socket_of_a_run_on_one_machine_is_on_loopback_or_in_a_private_fol
     assert len(seen.sockets) > 20
     assert beyond_loopback(seen.sockets) == []
     assert seen.open_sockets == []
+    assert "raylet" in seen.command_lines
+    assert "dashboard/dashboard.py" not in seen.command_lines and "log_monitor" not in seen.command_lines
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)

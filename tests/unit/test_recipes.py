@@ -8,6 +8,7 @@ The plans are compared with files, which show what a change of a recipe or of th
 import os
 import re
 import time
+from functools import cache
 
 import pyarrow
 import pyarrow.parquet
@@ -75,10 +76,16 @@ def without_its_model(name: str) -> list[str]:
     return ["--model-config", str(shipped_model(name, [])), *options_of(name)]
 
 
+@cache
 def config_of(name: str, *overrides: str):
     return read_recipe(
         name, overrides, model_config=shipped_model(name, []), supervised=name.startswith("sft-")
     )
+
+
+@cache
+def plan_of(name: str):
+    return planned(config_of(name), supervised=name.startswith("sft-"))
 
 
 def call(*arguments: str):
@@ -138,7 +145,7 @@ def test_no_plan_is_left_of_a_recipe_that_is_gone():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_fits_its_gpus(name):
-    plan = planned(config_of(name), supervised=name.startswith("sft-"))
+    plan = plan_of(name)
     gpu = plan.gpu_memory
     if gpu is None:
         assert plan.config.cluster.device == "cpu"
@@ -210,7 +217,7 @@ def test_a_recipe_of_one_gpu_fits_24_48_and_80_gb_in_both_modes(name, size, mode
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_has_the_parameters_of_its_published_checkpoint(name):
     model = match_of(name)["model"]
-    plan = planned(config_of(name), supervised=name.startswith("sft-"))
+    plan = plan_of(name)
     counted = sum(bucket.numel for bucket in plan.export.buckets if not bucket.float32)
     if model in PARAMETERS:
         assert counted == PARAMETERS[model]
@@ -236,7 +243,7 @@ SIMULATED_LONG = re.compile("dapo-|gspo-|grpo-qwen3-4b-")
     ],
 )
 def test_the_trainer_of_every_recipe_is_idle_for_at_most_15_percent_of_the_time(name):
-    plan = planned(config_of(name))
+    plan = plan_of(name)
     assert plan.engine is not None
     advice = advise(plan.config, plan.export, plan.engine, alone=True)
     if advice is None:
@@ -256,7 +263,7 @@ def test_the_trainer_of_every_recipe_is_idle_for_at_most_15_percent_of_the_time(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_of_every_recipe_has_twice_the_time_that_it_needs(name):
-    plan = planned(config_of(name), supervised=name.startswith("sft-"))
+    plan = plan_of(name)
     assert 2 * plan.checkpoint.seconds <= plan.checkpoint.settings.timeout_s
     large = plan.checkpoint.bytes > 200e9
     text = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")

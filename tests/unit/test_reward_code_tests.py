@@ -36,7 +36,7 @@ def score(label, program, **args):
         (SUMS, "raise SystemExit(1)", 0.0),
         (SUMS, ADDS + "\nraise ValueError", 0.0),
         (SUMS, "import os\nprint(5, flush=True)\nos.kill(os.getpid(), 9)", 0.0),
-        (SUMS, "while True: pass", 0.0),
+        (SUMS[:1], "while True: pass", 0.0),
         (SUMS, "print('5' * 10**7)", 0.0),
         (SUMS, "x = bytearray(10**9)\nprint(5)", 0.0),
         (SUMS, "\x00", 0.0),
