@@ -192,18 +192,3 @@ def test_engines_on_the_trainers_devices_go_on_without_it(launch: Launch):
     engines = engine_processes(run)
     kill_a_rank(run)
     goes_on_to_its_end(run, engines)
-
-
-@pytest.mark.slow  # a step's time-out must be longer than any step on a busy machine
-def test_a_rank_that_hangs_is_named_shows_its_peers_stacks_and_is_replaced(launch: Launch):
-    run = launch(*SETTINGS, "actor.parallel.tensor=2", "run.step_timeout_s=120")
-    wait_for_step(run, 3, 400)
-    engines, ranks = engine_processes(run), run.pids_of("ray::TrainerActor")
-    os.kill(ranks[-1], signal.SIGSTOP)
-    goes_on_to_its_end(run, engines)
-    assert re.search(
-        r"took more than 120 s: .*not answered since \d\d:\d\d:\d\d; rank \d is stopped", run.output()
-    )
-    stacks = run.folder / "logs" / "stacks"
-    assert "in train_encoded" in "".join(path.read_text() for path in stacks.glob("trainer-*.txt"))
-    assert "training_steps" in (stacks / "driver.txt").read_text()
