@@ -174,7 +174,7 @@ def main() -> None:
     options.add_argument("--ranks", type=int, default=512)
     options.add_argument("--steps", type=int, default=600)
     options.add_argument(
-        "--rates", type=float, nargs="+", default=[1.0, 30.0], help="times the published rate"
+        "--rates", type=float, nargs="+", default=[1.0, 10.0], help="times the published rate"
     )
     options.add_argument("--spare-nodes", type=int, default=4)
     given = options.parse_args()

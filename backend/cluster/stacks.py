@@ -26,7 +26,7 @@ FOLDER = "stacks"
 WRITE_S = 2.0
 """Longest wait for a process to write its stacks. The handler takes some milliseconds."""
 
-DUMP_S = 30.0
+DUMP_S = 120.0
 """Longest wait for all nodes, on each of which Ray may have to start a process first."""
 
 _STATES = {

@@ -13,6 +13,8 @@ from typing import Protocol, TypeVar
 from slipstream.backend.batch.skipped import SkippedUpdate
 from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
 from slipstream.backend.checkpoint.folder import FoundCheckpoint
+from slipstream.backend.checkpoint.manifest import CheckpointRecord
+from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.monitor.status import RunStatus, TrainedStep
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema import TransportConfig
@@ -20,6 +22,25 @@ from slipstream.rollout.collection.driver.listener import CollectionListener
 from slipstream.rollout.control.ends import GroupCounts
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.ledger.rows.watermark import Watermark
+
+__all__ = [
+    "CheckpointListener",
+    "CheckpointRecord",
+    "Checkpoints",
+    "ClientT",
+    "FoundCheckpoint",
+    "NamedClient",
+    "RestartableTrainer",
+    "RestorableCheckpoints",
+    "RunHistory",
+    "RunListener",
+    "RunPosition",
+    "RunTrainer",
+    "ServingEngines",
+    "Trainer",
+    "TrainerFailed",
+]
+"""The ports, and what those who implement them raise and return."""
 
 
 class Trainer(Protocol):

@@ -12,10 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from slipstream.backend.checkpoint.folder import FoundCheckpoint
-from slipstream.backend.checkpoint.manifest import CheckpointRecord
-from slipstream.backend.cluster.placement import Held, Node, Placement, place_again
-from slipstream.backend.driver.ports import RunPosition
+from slipstream.backend.driver.ports import CheckpointRecord, FoundCheckpoint, RunPosition
+from slipstream.backend.driver.processes.places import Held, Node, Placement, place_again
 from slipstream.backend.driver.weights.served_weights import ServedWeights
 from slipstream.backend.simulate.gpu_split import GpuSplit, model_of
 from slipstream.backend.simulate.simulated_engine import Engine

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slipstream.backend.batch.skipped import SkippedUpdate
 from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
-from slipstream.backend.cluster.trainer_failed import TrainerFailed
+from slipstream.backend.driver.ports import TrainerFailed
 from slipstream.backend.driver.processes.devices import TrainerTurn
 from slipstream.backend.simulate.simulated_engine import Engine
 from slipstream.backend.simulate.simulated_pool import SimulatedPool
