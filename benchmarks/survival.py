@@ -86,7 +86,7 @@ def config(
         "rollout.sampling.max_new_tokens": 131_072,
         "actor.parallel.data": ranks,
         "rollout.engine.count": engines,
-        "checkpoint.every": 2,
+        "checkpoint.every": 5,
         "simulate.layout.type": "cluster",
         "simulate.layout.nodes": (engines + ranks) // GPUS_PER_NODE,
         "simulate.layout.trainer_share": ranks / (engines + ranks),

@@ -48,13 +48,14 @@ def cluster() -> Iterator[tuple[int, str]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.timeout(900)
 def test_a_run_joins_a_cluster_of_others_and_leaves_it_running(
     launch: Callable[..., LaunchedRun], cluster: tuple[int, str]
 ):
     head, address = cluster
     before = named(head)
     run = launch("run.steps=2", "cluster={type: ray}", variables={**TOKEN, "RAY_ADDRESS": address})
-    assert finish(run) == 0, run.output()
+    assert finish(run, 700) == 0, run.output()
     assert summary(run)["exit"] == "done"
     run.assert_nothing_left()
     after = named(head)
