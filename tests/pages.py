@@ -50,6 +50,7 @@ PROGRAMS = {
     "openssl": "makes a random key",
     "pip": "downloads packages",
     "qwen": "an agent",
+    "ray": "a command of the library Ray",
     "salloc": "starts a process in an allocation; a command of Slipstream in it is checked",
     "sbatch": "submits a job",
     "scontrol": "asks for a running job",

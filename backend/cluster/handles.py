@@ -5,6 +5,7 @@ from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
 from slipstream.backend.cluster.configured_ray import ray
+from slipstream.backend.cluster.stacks import ShownProcess
 from slipstream.rollout.engine.leftovers import ProcessIdentity
 from slipstream.rollout.engine.server_process import MeetingPoint, ServerAccess
 
@@ -26,7 +27,7 @@ class RankActor(Protocol):
     @property
     def meeting_point(self) -> RemoteMethod[tuple[str, int]]: ...
     @property
-    def process(self) -> RemoteMethod[tuple[ProcessIdentity, list[str]]]: ...
+    def process(self) -> RemoteMethod[tuple[ProcessIdentity, list[str], ShownProcess]]: ...
     @property
     def connect(self) -> RemoteMethod[None]: ...
     @property

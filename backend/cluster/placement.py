@@ -90,12 +90,12 @@ def _place(nodes: Sequence[Node], config: RunConfig, trains: bool) -> Placement:
         return _colocated(nodes, config, device)
     own: frozenset[str] = frozenset()
     is_shared = len(nodes) == 1 and (config.cluster.type == "local" or config.cluster.trainer_nodes is None)
-    if config.cluster.type == "slurm" and trains and not is_shared:
+    if config.cluster.type != "local" and trains and not is_shared:
         first = config.cluster.trainer_nodes or 1
         if len(nodes) <= first:
             raise PlacementError(
-                f"the job has {len(nodes)} nodes: cluster.trainer_nodes={first} leaves none for the engines; "
-                "ask sbatch for more nodes"
+                f"the cluster has {len(nodes)} nodes: cluster.trainer_nodes={first} leaves none for the "
+                "engines; use more nodes"
             )
         trainer_nodes, engine_nodes = nodes[:first], nodes[first:]
         own = frozenset(node.id for node in trainer_nodes)

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -10,6 +11,7 @@ from slipstream.backend.batch.train_batch import StalenessViolation
 from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.cluster.configured_ray import ray
 from slipstream.backend.cluster.handles import RankActor, kill, traceback_of
+from slipstream.backend.cluster.stacks import FOLDER, ShownProcess, show_stacks
 from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.cluster.waits import Timeout, within
 from slipstream.rollout.engine.leftovers import ProcessIdentity, segments_of_torch, unlink
@@ -50,6 +52,8 @@ class RankGroup:
         self._logs = logs
         self._actors: Sequence[RankActor] = make_actors()
         self._processes: list[ProcessIdentity] = []
+        self._shown: dict[int, ShownProcess] = {}
+        """How the stacks of each rank are got."""
         self.gpus: list[list[str]] = []
         """Ids that Ray has for the GPUs of each rank, also those of ranks that were killed. Empty before the
         ranks are connected for the first time."""
@@ -64,8 +68,9 @@ class RankGroup:
         meeting_point = await self._answers("starting the first trainer rank", [first])
         starting = [actor.process.remote() for actor in self._actors]
         started = await self._answers("starting the trainer", starting)
-        self._processes = [process for process, _ in started]
-        self.gpus = [gpus for _, gpus in started]
+        self._processes = [process for process, _, _ in started]
+        self.gpus = [gpus for _, gpus, _ in started]
+        self._shown = {rank: shown for rank, (_, _, shown) in enumerate(started)}
         connecting = [actor.connect.remote(*meeting_point[0]) for actor in self._actors]
         await self._answers("building the model", connecting)
 
@@ -103,16 +108,25 @@ class RankGroup:
             kill(actor)
         for process in self._processes:
             unlink(segments_of_torch(process))
-        self._actors, self._processes = [], []
+        self._actors, self._processes, self._shown = [], [], {}
 
     async def _answers(
         self, what: str, calls: Sequence[Awaitable[T]], timeout_s: float | None = None
     ) -> list[T]:
+        since = time.strftime("%T")
+        answers = {rank: asyncio.ensure_future(call) for rank, call in enumerate(calls)}
         try:
-            calls_by_rank = dict(enumerate(calls))
-            return await within(timeout_s or self._timeout_s, what, self._gathered(what, calls_by_rank))
+            return await within(timeout_s or self._timeout_s, what, self._gathered(what, answers))
         except Timeout as error:
-            raise TrainerFailed(str(error)) from error
+            silent = [rank for rank, answer in answers.items() if answer.cancelled()]
+            raise TrainerFailed(f"{error}: {await self._hang(silent, since)}") from error
+
+    async def _hang(self, silent: Sequence[int], since: str) -> str:
+        """Return who keeps a call waiting since when, once the stacks of all ranks are written."""
+        missing = await show_stacks(self._shown, self._logs)
+        who = f"rank {silent[0]} has" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))} have"
+        without = "".join(f"; rank {rank} {why}" for rank, why in sorted(missing.items()))
+        return f"{who} not answered since {since}{without} (stacks of all ranks: {self._logs / FOLDER})"
 
     async def _gathered(self, what: str, calls: Mapping[int, Awaitable[T]]) -> list[T]:
         """Return the answers of the ranks. Raises the error of the first rank at fault."""

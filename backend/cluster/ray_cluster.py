@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: started here on one machine, joined in a Slurm job."""
+"""The Ray cluster of a run: started here on one machine, joined in a Slurm job or where others run one."""
 
 import logging
 import os
@@ -47,21 +47,40 @@ def ray_cluster(config: RunConfig, *, batch_bytes: int, note: Callable[[str], No
         if cluster.type == "local":
             _start_local(actor_count(config), folder.path, batch_bytes, note)
         else:
-            _join_job()
+            _join()
         if threading.current_thread() is threading.main_thread():  # no other thread has signals
             signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts in one that exits without cleaning up
-        if cluster.type == "slurm":
+        if cluster.type != "local":
             alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             smallest = min(int(resources.get("object_store_memory", 0)) for resources in alive)
             if message := too_small(smallest, batch_bytes):
                 note(message)
+        _note_gpus_of_others(cluster)
         yield alive_nodes()
 
 
+_of_others: dict[str, int] = {}
+"""GPUs of each node, by its id, that were in use when the run joined the cluster."""
+
+
+def _note_gpus_of_others(cluster: Cluster) -> None:
+    _of_others.clear()
+    if cluster.type == "ray":
+        from ray._private.state import available_resources_per_node  # nothing public knows it by node
+
+        free = available_resources_per_node()
+        for node in alive_nodes():
+            _of_others[node.id] = node.gpus - int(free.get(node.id, {}).get("GPU", 0))
+
+
 def alive_nodes() -> list[Node]:
-    """Return the nodes that the cluster has now."""
+    """Return the nodes that the cluster has now, with the GPUs that the run may use."""
     return [
-        Node(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0)))
+        Node(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            int(node["Resources"].get("GPU", 0)) - _of_others.get(node["NodeID"], 0),
+        )
         for node in ray.nodes()
         if node["Alive"]
     ]
@@ -98,13 +117,15 @@ def _check_address(cluster: Cluster) -> None:
             "cluster.type is slurm, but RAY_ADDRESS is not set: "
             'launch with `sbatch "$(slipstream slurm-script)" RECIPE`'
         )
+    if cluster.type == "ray" and not address:
+        raise ClusterError("cluster.type is ray, but RAY_ADDRESS is not set: set it to the head's HOST:PORT")
     if cluster.type == "local" and address:
         # Ray has been imported without the settings that close a local cluster to others (configured_ray).
         raise ClusterError(
             f"cluster.type is local, but RAY_ADDRESS is set to {address}: unset it to run on this machine, "
-            "or set cluster.type to slurm to run on that cluster"
+            "or set cluster.type to ray to run on that cluster"
         )
 
 
-def _join_job() -> None:
+def _join() -> None:
     ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR)

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from slipstream.backend.cluster.stacks import ShownProcess, shows_stacks
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.engine.leftovers import ProcessIdentity, this_process
 from slipstream.rollout.system import gpu_environment
@@ -30,6 +31,7 @@ class TrainerActor:
         self._rank = rank
         self._device = device
         self._rank_class = rank_class
+        self._shown = shows_stacks(Path(logs), f"trainer-{rank}")
 
     def meeting_point(self) -> tuple[str, int]:
         """Return an address of this node and a port of it, held for the trainer's process group."""
@@ -37,11 +39,13 @@ class TrainerActor:
         self._port_holder = hold_port(address)
         return address, port_of(self._port_holder)
 
-    def process(self) -> tuple[ProcessIdentity, list[str]]:
-        """Return this process's identity, and the ids of the GPUs that Ray has given it on this node."""
+    def process(self) -> tuple[ProcessIdentity, list[str], ShownProcess]:
+        """Return this process's identity, the ids of the GPUs that Ray has given it on this node, and how its
+        stacks are got.
+        """
         import ray
 
-        return this_process(), [str(gpu) for gpu in ray.get_gpu_ids()]
+        return this_process(), [str(gpu) for gpu in ray.get_gpu_ids()], self._shown
 
     def connect(self, address: str, port: int) -> None:
         """Build the rank. Called on all ranks at once, with rank 0's meeting point."""

@@ -110,18 +110,23 @@ def _words(container: tuple[str, str]) -> str:
 
 
 def _wrong_address(config: RunConfig, where: StartPlace) -> Iterator[str]:
-    address, is_job = where.variables.get("RAY_ADDRESS"), config.cluster.type == "slurm"
-    if is_job and not address:
+    address, kind = where.variables.get("RAY_ADDRESS"), config.cluster.type
+    if kind == "ray" and not address:
+        yield (
+            "cluster.type: ray found, but RAY_ADDRESS is not set: set it to the HOST:PORT that "
+            "`ray start --head` has printed"
+        )
+    if kind == "slurm" and not address:
         yield (
             "cluster.type: slurm found, but RAY_ADDRESS is not set, as it is in a job of Slurm: start "
             "the job with "
             '`slipstream submit RECIPE`, or with `sbatch "$(slipstream slurm-script)" RECIPE`'
         )
-    if not is_job and address:
+    if kind == "local" and address:
         yield (
             f"cluster.type: local found, but RAY_ADDRESS is set to {address}: unset it to run on this "
             "machine, or "
-            "set cluster.type to slurm to run on that cluster"
+            "set cluster.type to ray to run on that cluster"
         )
 
 

@@ -98,7 +98,7 @@ class Parts:
     collectors: Collectors
     evaluation: Evaluation | None
     checkpoints: TrainerCheckpoints
-    revival: Revival
+    revival: Revival[EngineClient]
     turns: LiveTurns | None
     """Turns of live users; None without a gateway."""
     live: LiveUsers | None

@@ -4,7 +4,7 @@ Every object that implements a port is passed to a constructor, ready for use. I
 stand for Ray actors and SGLang servers, in a simulated run for models.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,9 @@ from typing import Protocol, TypeVar
 
 from slipstream.backend.batch.skipped import SkippedUpdate
 from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
+from slipstream.backend.checkpoint.folder import FoundCheckpoint
+from slipstream.backend.checkpoint.manifest import CheckpointRecord
+from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.monitor.status import RunStatus, TrainedStep
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema import TransportConfig
@@ -19,6 +22,25 @@ from slipstream.rollout.collection.driver.listener import CollectionListener
 from slipstream.rollout.control.ends import GroupCounts
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.ledger.rows.watermark import Watermark
+
+__all__ = [
+    "CheckpointListener",
+    "CheckpointRecord",
+    "Checkpoints",
+    "ClientT",
+    "FoundCheckpoint",
+    "NamedClient",
+    "RestartableTrainer",
+    "RestorableCheckpoints",
+    "RunHistory",
+    "RunListener",
+    "RunPosition",
+    "RunTrainer",
+    "ServingEngines",
+    "Trainer",
+    "TrainerFailed",
+]
+"""The ports, and what those who implement them raise and return."""
 
 
 class Trainer(Protocol):
@@ -50,15 +72,8 @@ class Trainer(Protocol):
         ...
 
 
-class RunTrainer(Trainer, Protocol):
-    """The trainer of a run, from its start to its last export. Its methods raise TrainerFailed."""
-
-    # ---- its processes
-
-    @property
-    def gpus(self) -> Sequence[Sequence[str]]:
-        """Ids of each rank's GPUs. Empty before ``connect``."""
-        ...
+class RestartableTrainer(Trainer, Protocol):
+    """A trainer that may be started again after ``kill``. Its methods raise TrainerFailed."""
 
     def create(self) -> None:
         """Make new ranks in place of killed ones."""
@@ -70,6 +85,19 @@ class RunTrainer(Trainer, Protocol):
 
     async def respond(self) -> None:
         """Return when every rank has answered."""
+        ...
+
+    async def restore(self, folder: Path) -> int:
+        """Load a checkpoint. Return the number of steps that were trained before it was taken."""
+        ...
+
+
+class RunTrainer(RestartableTrainer, Protocol):
+    """The trainer of a run, from its start to its last export. Its methods raise TrainerFailed."""
+
+    @property
+    def gpus(self) -> Sequence[Sequence[str]]:
+        """Ids of each rank's GPUs. Empty before ``connect``."""
         ...
 
     # ---- the memory of its devices, which it lends to engines
@@ -104,10 +132,6 @@ class RunTrainer(Trainer, Protocol):
 
     async def finish_checkpoint(self) -> None:
         """Make the checkpoint readable."""
-        ...
-
-    async def restore(self, folder: Path) -> int:
-        """Load a checkpoint. Return the number of steps that were trained before it was taken."""
         ...
 
     # ---- what it leaves
@@ -174,6 +198,22 @@ class Checkpoints(Protocol):
 
     async def step_done(self, run: RunPosition) -> None:
         """A version was published: take a checkpoint of it if one is due."""
+        ...
+
+
+class RestorableCheckpoints(Checkpoints, Protocol):
+    """Checkpoints of which a trainer that was killed is restored: ``weights/checkpointing.py``."""
+
+    async def settled(self) -> None:
+        """Wait for the end of a checkpoint that is being written, after the ranks were killed."""
+        ...
+
+    async def newest(self, is_behind: Callable[[int], bool]) -> FoundCheckpoint | None:
+        """Return the newest sound checkpoint of a version for which ``is_behind``; None: there is none."""
+        ...
+
+    def restored(self, step: int) -> None:
+        """Count the steps until the next checkpoint from here: the trainer was restored to ``step``."""
         ...
 
 

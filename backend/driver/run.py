@@ -109,6 +109,7 @@ async def _run(
         folder, state = await open_run(
             config, inputs, progress, resume, accept_changes, overwrite=overwrite, whole=trains
         )
+        stop.goes_on(folder)
         stack.enter_context(state.lease.held(stop.fail))
         stack.callback(state.ledger.close)
         progress.keep_in(folder)

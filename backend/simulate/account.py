@@ -1,53 +1,16 @@
 """Statistics and outcome of a simulated run."""
 
-import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 
-from slipstream.backend.driver.weights.served_weights import ServedWeights
 from slipstream.backend.monitor.status import RunStatus, TrainedStep
-from slipstream.backend.simulate.simulated_engine import Engine
+from slipstream.backend.simulate.simulated_failures import ENGINE, Failures
 from slipstream.backend.simulate.simulated_pool import SimulatedPool
 from slipstream.backend.simulate.simulated_trainer import SimulatedTrainer
-from slipstream.backend.simulate.workload import Workload
-from slipstream.configs.schema.simulate import FailureModel
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.tokens.trajectory import TrajectoryHeader
-
-
-class Failures:
-    """Stands for the supervisor of the engines: one task for each engine lets it fail and restarts it."""
-
-    def __init__(
-        self, model: FailureModel, pool: SimulatedPool, weights: ServedWeights[Engine], workload: Workload
-    ) -> None:
-        self._model = model
-        self._pool = pool
-        self._weights = weights
-        self._workload = workload
-        self.count = 0
-
-    async def run(self) -> None:
-        """Make engines fail until this task is cancelled."""
-        if self._model.engine_mean_time_s is not None:
-            async with asyncio.TaskGroup() as engines:
-                for engine in self._pool.engines:
-                    engines.create_task(self._fail(engine, self._model.engine_mean_time_s))
-
-    async def _fail(self, engine: Engine, mean_time_s: float) -> None:
-        random = self._workload.engine_failures(engine.index)
-        while True:
-            await asyncio.sleep(random.exponential(mean_time_s))
-            self.count += 1
-            self._pool.remove(engine)
-            await asyncio.sleep(self._model.engine_restart_s)
-            engine.restart()
-            admit = partial(self._pool.add, engine)
-            if reason := await self._weights.bring_up_to_date(engine.address, admit):
-                raise AssertionError(f"a simulated publication cannot fail: {reason}")
 
 
 @dataclass(frozen=True)
@@ -96,13 +59,17 @@ class Outcome:
     """Trained trajectories by head lag."""
     token_lags: dict[int, int]
     train_s: float
+    """Seconds of training that the weights at the end are made of."""
+    undone_s: float
+    """Seconds of training that a failure of the trainer has undone or cut off."""
     publish_s: float
     wait_s: float
     engine_s: EngineSeconds
     retractions: int
     requests_resent: int
     failed_attempts: int
-    engine_failures: int
+    failures_by_kind: dict[str, int]
+    """Parts that failed: engines, their nodes, the trainer, its nodes."""
     failures: tuple[str, ...]
     """The first of them, as messages."""
 
@@ -116,15 +83,26 @@ class Outcome:
             trajectories=self.trajectories - earlier.trajectories,
             tokens_trained=self.tokens_trained - earlier.tokens_trained,
             train_s=self.train_s - earlier.train_s,
+            undone_s=self.undone_s - earlier.undone_s,
             publish_s=self.publish_s - earlier.publish_s,
             wait_s=self.wait_s - earlier.wait_s,
             engine_s=self.engine_s - earlier.engine_s,
         )
 
     @property
+    def engine_failures(self) -> int:
+        """Engines that failed by themselves."""
+        return self.failures_by_kind.get(ENGINE, 0)
+
+    @property
+    def effective(self) -> float:
+        """Share of the time in which the trainer trained what the weights at the end are made of."""
+        return self.train_s / self.makespan_s
+
+    @property
     def trainer_idle(self) -> float:
         """Share of the time in which the trainer did not train: it waited for a batch, or was publishing."""
-        return 1 - self.train_s / self.makespan_s
+        return 1 - (self.train_s + self.undone_s) / self.makespan_s
 
     @property
     def engine_idle(self) -> float:
@@ -184,9 +162,12 @@ class Account:
     retractions: int = 0
     failed_attempts: int = 0
     failures: list[str] = field(default_factory=list)
+    _before: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+    """Trajectories, trained and masked tokens before each step that the present weights are made of."""
 
     def step(self, step: TrainedStep, status: RunStatus) -> None:
         lags = step.lags
+        self._before.append((self.trajectories, self.tokens_trained, self.tokens_masked))
         for trajectory in step.trajectories:
             versions = trajectory.trained_tokens
             trained = sum(versions.values())
@@ -201,6 +182,12 @@ class Account:
         self.step_s.append(step.times.step_s)
         self.wait_s += step.times.wait_s
         self.publish_s += step.report.total_s
+
+    def went_back(self, step: int) -> None:
+        """Count the trajectories of undone steps as untrained. Lags of their tokens stay counted."""
+        if len(self._before) > step:
+            self.trajectories, self.tokens_trained, self.tokens_masked = self._before[step]
+            del self._before[step:]
 
     def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader], reason: str = "") -> None:
         """Groups are counted by the control core."""
@@ -257,7 +244,8 @@ class Account:
             tokens_lost={loss: self.tokens_lost[loss] for loss in Loss},
             head_lags=dict(sorted(self.head_lags.items())),
             token_lags=dict(sorted(self.token_lags.items())),
-            train_s=sum(end - begin for begin, end in trainer.training),
+            train_s=trainer.useful_s,
+            undone_s=trainer.undone_s,
             publish_s=self.publish_s,
             wait_s=self.wait_s,
             engine_s=EngineSeconds(
@@ -271,6 +259,6 @@ class Account:
             retractions=self.retractions,
             requests_resent=pool.requests_resent,
             failed_attempts=self.failed_attempts,
-            engine_failures=failures.count,
+            failures_by_kind=dict(failures.counts),
             failures=tuple(self.failures),
         )

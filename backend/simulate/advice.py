@@ -98,7 +98,7 @@ def _neighbours(config: RunConfig, layout: GpuSplit) -> Sequence[GpuSplit]:
     if layout.shared:
         return [layout]
     step, cluster = trainer_unit(config), config.cluster
-    if cluster.type == "slurm":
+    if cluster.type != "local":
         step = lcm(step, max(layout.trainer_gpus // (cluster.trainer_nodes or 1), 1))
     per_engine = layout.gpus_per_engine
     return [

@@ -3,7 +3,7 @@
 from slipstream.backend.simulate.compare import Work
 from slipstream.backend.simulate.gpu_split import model_of
 from slipstream.backend.simulate.publication import transport_of
-from slipstream.configs.schema.simulate import LengthModel
+from slipstream.configs.schema.simulate import FailureModel, LengthModel
 
 
 def cost_model(work: Work) -> list[str]:
@@ -33,7 +33,26 @@ def cost_model(work: Work) -> list[str]:
         f"responses {_responses(work)}; prompts {_log_normal(model.prompts, None)}",
         f"rewards after {model.reward.median_s:g} s (median; sigma {model.reward.sigma:g}); "
         f"{engine_failures}, {episode_failures}",
+        *_failures_of_trainer(failures),
     ]
+
+
+def _failures_of_trainer(model: FailureModel) -> list[str]:
+    if not model.of_trainer:
+        return []
+    ranks = (
+        f"a trainer rank dies every {model.trainer_mean_time_s:g} s, back after {model.trainer_restart_s:g} s"
+        if model.trainer_mean_time_s
+        else "no trainer rank dies"
+    )
+    nodes = (
+        f"a node fails every {model.node_mean_time_s:g} s, back after {model.node_repair_s:g} s, with "
+        f"{model.spare_nodes} spare ones and {model.engine_placement} engines; the job is back after "
+        f"{model.job_restart_s:g} s"
+        if model.node_mean_time_s
+        else "no node fails"
+    )
+    return [f"{ranks}; {nodes}"]
 
 
 def _responses(work: Work) -> str:

@@ -108,7 +108,7 @@ def _on(layout: Layout, split: GpuSplit) -> Layout:
 def _engine_nodes(config: RunConfig, split: GpuSplit) -> int:
     """Return the number of nodes with engines, of each of which one reads the files of a version."""
     engine, cluster = config.rollout.engine, config.cluster
-    if cluster.type != "slurm":
+    if cluster.type == "local":
         return engine.nodes
     per_node = max(config.actor.parallel.world_size // (cluster.trainer_nodes or 1), engine.ranks_per_node)
     return max(-(-split.engine_gpus // per_node), engine.nodes)

@@ -185,7 +185,7 @@ OUTCOME_KEYS = """
     makespan_s steps tokens_per_s trajectories_per_s step_s_mean step_s_p50 step_s_p90 trainer_idle
     engine_idle engine_s requests_per_engine max_lag mean_lag head_lags token_lags trajectories tokens_trained
     tokens_generated tokens_masked groups_wasted tokens_wasted groups losses tokens_lost retractions
-    requests_resent failed_attempts engine_failures
+    requests_resent failed_attempts engine_failures failures_by_kind effective undone_s
 """
 """Keys of an outcome in their order: attributes of ``Outcome``, and the keys of ``DERIVED``."""
 

@@ -1,6 +1,6 @@
 """Schedules of generation and training that a simulation compares."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slipstream.bridge.publish.endpoint import Interrupt
 from slipstream.configs.schema import RunConfig
@@ -16,6 +16,8 @@ from slipstream.rollout.control.admission import Slots, VolumeGate
 from slipstream.rollout.control.consumption import ConsumptionPolicy, OnStale, ReadyFirst
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.policies import consumption_policy
+from slipstream.rollout.control.versions import VersionTree
+from slipstream.rollout.ledger.recovery import Recovered
 
 BOUNDS = (1, 2, 4, 8)
 """Values of rollout.max_head_offpolicyness that are compared."""
@@ -44,19 +46,38 @@ class Schedule:
     def title(self) -> str:
         return f"{self.name}, eta {self.bound}, {self.interrupt}"
 
-    def control(self, rollout: RolloutConfig, steps: int) -> RolloutControl:
-        """Return a new control core for a run of ``steps`` steps."""
+    def control(
+        self,
+        rollout: RolloutConfig,
+        steps: int,
+        recovered: Recovered | None = None,
+        served: int | None = None,
+    ) -> RolloutControl:
+        """Return a control core for a run of ``steps`` steps: a new one, or one that goes on from what the
+        ledger has ``recovered`` while the engines serve version ``served``.
+        """
         if self.consumption is None:
             policy: ConsumptionPolicy = ReadyFirst(OnStale.TRAIN)
         else:
             policy = consumption_policy(rollout.model_copy(update={"consumption": self.consumption}))
-        return RolloutControl(
+        control = RolloutControl(
             rollout.batch_size,
             self.bound,
             VolumeGate() if self.volume else Slots(),
             policy,
             self.over_sampling,
             last_step=steps,
+        )
+        if recovered is None:
+            return control
+        return replace(
+            control,
+            versions=VersionTree(recovered.versions, recovered.copies),
+            version=recovered.restored,
+            served=None if served == recovered.restored else served,
+            counts=recovered.counts,
+            accepted=recovered.counts.trained,
+            losses=recovered.losses,
         )
 
 

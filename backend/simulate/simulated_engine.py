@@ -149,6 +149,19 @@ class Engine:
         self._arm()
         self._tell_drained()
 
+    def spans_of(self, request: Request) -> Spans:
+        """Return the version spans of the tokens that a request has by now."""
+        if request.end < 0:
+            return request.spans
+        self._settle()
+        tokens = self._generated(request)
+        return joined(request.spans, self._versions_of(request.start, tokens)) if tokens else request.spans
+
+    @property
+    def version(self) -> int:
+        """Version of the weights."""
+        return self._versions[-1]
+
     def fail(self) -> list[Request]:
         """Go down, and return all requests in order, each with the tokens that it had."""
         self._settle()
@@ -281,8 +294,12 @@ class Engine:
         at_end.remove(request)
         if not at_end:
             del self._running[request.end]
+        self._leave(request, self._generated(request))
+
+    def _generated(self, request: Request) -> int:
+        """Return the tokens that an unfinished request has got here. At least its last one is left."""
         generated = int(self._progress - request.start + EPSILON)
-        self._leave(request, min(generated, request.length - request.done - 1))
+        return min(generated, request.length - request.done - 1)
 
     def _set_running(self, running: int) -> None:
         self.running = running

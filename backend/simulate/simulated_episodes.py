@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import Sequence
 
+from slipstream.backend.simulate.simulated_engine import Request
 from slipstream.backend.simulate.simulated_pool import SimulatedPool
-from slipstream.backend.simulate.trajectory import SimulatedCompletion, SimulatedTrajectory
+from slipstream.backend.simulate.trajectory import SimulatedCompletion, SimulatedTrajectory, Spans
 from slipstream.backend.simulate.workload import Workload
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.reward.value import Judgement
@@ -43,9 +44,18 @@ class NumberedGenerator:
         self._greedy = greedy
         self.sample = sample
         self.attempt = attempt
+        self.prior: Spans = ()
+        """Version spans of what the completion has from before."""
+        self.request: Request | None = None
+        """The request under way."""
 
     async def generate(self, input_ids: Sequence[int], sampling: SamplingConfig) -> SimulatedCompletion:
-        return await self._pool.generate(input_ids, sampling, greedy=self._greedy)
+        return await self._pool.generate(
+            input_ids, sampling, greedy=self._greedy, prior=self.prior, started=self._started
+        )
+
+    def _started(self, request: Request) -> None:
+        self.request = request
 
 
 class NoReward:

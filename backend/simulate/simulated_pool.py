@@ -6,11 +6,11 @@ the order in which they were asked for.
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from slipstream.backend.simulate.simulated_engine import Engine, Request
-from slipstream.backend.simulate.trajectory import SimulatedCompletion
+from slipstream.backend.simulate.trajectory import SimulatedCompletion, Spans
 from slipstream.backend.simulate.workload import Workload
 from slipstream.configs.schema import SamplingConfig
 from slipstream.configs.schema.simulate import EngineModel
@@ -24,7 +24,8 @@ class SimulatedPool:
         self._workload = workload
         self._room = max_concurrent
         self._waiting: deque[Request] = deque()
-        self._abandoned: list[tuple[Request, bool]] = []
+        self._abandoned: list[tuple[Request, bool, int]] = []
+        """Requests that nobody waits for any more; evaluations or not; tokens that each had at its start."""
         self._loads = _Loads(engines)
         self._requests = 0
         self._draining: list[Engine] = []
@@ -39,6 +40,10 @@ class SimulatedPool:
     def clients(self) -> list[Engine]:
         """Engines that serve now."""
         return [engine for engine in self.engines if engine.index in self._loads]
+
+    def serves(self, engine: Engine) -> bool:
+        """True if an engine serves now."""
+        return engine.index in self._loads
 
     def add(self, engine: Engine) -> None:
         """The engine serves, and holds the current version."""
@@ -56,11 +61,11 @@ class SimulatedPool:
         raise AssertionError(f"a simulated publication cannot fail: {client.name}: {reason}")
 
     def withdraw(self, client: Engine, reason: str) -> None:
-        """Raise: a simulated trainer does not die."""
-        raise AssertionError(f"a simulated trainer cannot die: {client.name}: {reason}")
+        """Raise: a publication that is cut off reaches no simulated engine."""
+        raise AssertionError(f"no simulated engine is half updated: {client.name}: {reason}")
 
     def awaited(self) -> AbstractContextManager[None]:
-        """Do nothing: a simulated trainer is always there."""
+        """Do nothing: simulated requests have patience."""
         return nullcontext()
 
     async def doubt(self, version: int) -> None:
@@ -88,15 +93,23 @@ class SimulatedPool:
         sampling: SamplingConfig,
         *,
         greedy: bool = False,
+        prior: Spans = (),
+        started: Callable[[Request], None] = lambda request: None,
     ) -> SimulatedCompletion:
         """Complete ``input_ids``, which are a prompt's position and the number of a sample.
 
-        ``greedy``: for an evaluation, whose tokens do not count.
+        ``greedy``: for an evaluation, whose tokens do not count. ``prior``: version spans of the tokens that
+        the completion has already. ``started`` is given the request.
         """
         sample = self._workload.sample(*input_ids)
         length = min(sample[1], sampling.max_new_tokens) if greedy else sample[1]
         request = Request(self._requests, sample[0], length, self._loop.create_future())
+        request.spans, before = prior, sum(tokens for _, tokens in prior)
+        request.done = before
         self._requests += 1
+        started(request)
+        if before == length:
+            return SimulatedCompletion(sample, prior, 0)
         if self._room and self._loads:
             self._start(request)
         else:
@@ -104,10 +117,10 @@ class SimulatedPool:
         try:
             await request.future
         except asyncio.CancelledError:
-            self._abandon(request, greedy)
+            self._abandon(request, greedy, before)
             raise
         if not greedy:
-            self.tokens_generated += length
+            self.tokens_generated += length - before
         return SimulatedCompletion(sample, request.spans, request.retractions)
 
     def slow_down(self, factor: float) -> None:
@@ -149,15 +162,15 @@ class SimulatedPool:
             self._nothing_runs.set_result(None)
             self._nothing_runs = None
 
-    def _abandon(self, request: Request, greedy: bool) -> None:
+    def _abandon(self, request: Request, greedy: bool, before: int) -> None:
         """asyncio cancels the tasks of a group in no particular order, so their requests are sorted first."""
         if not self._abandoned:
             self._loop.call_soon(self._drop_abandoned)
-        self._abandoned.append((request, greedy))
+        self._abandoned.append((request, greedy, before))
 
     def _drop_abandoned(self) -> None:
         abandoned, self._abandoned = self._abandoned, []
-        for request, greedy in sorted(abandoned, key=lambda abandoned: abandoned[0].order):
+        for request, greedy, before in sorted(abandoned, key=lambda abandoned: abandoned[0].order):
             engine = request.engine
             if engine is not None:
                 engine.drop(request)
@@ -165,7 +178,7 @@ class SimulatedPool:
             elif request.done < request.length:  # else it is complete after all, in this instant
                 self._waiting.remove(request)
             if not greedy:
-                self.tokens_generated += request.done
+                self.tokens_generated += request.done - before
 
 
 class _Loads:

@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from pathlib import Path
 
 from slipstream.backend.batch.skipped import SkippedUpdate
 from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
+from slipstream.backend.driver.ports import TrainerFailed
 from slipstream.backend.driver.processes.devices import TrainerTurn
 from slipstream.backend.simulate.simulated_engine import Engine
 from slipstream.backend.simulate.simulated_pool import SimulatedPool
@@ -27,12 +29,26 @@ class SimulatedTrainer:
         self._gpus = gpus
         self._pool = pool
         self._interrupt: Interrupt | None = interrupt
+        self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """The reason why the ranks have ended, once they have."""
+        self._back_s = 0.0
+        self.is_alive = True
+        """False from a failure until the trainer is restored."""
+        self._steps_s: list[float] = []
+        """Seconds of each training step that the present weights are made of."""
+        self.undone_s = 0.0
+        """Seconds of training steps that were undone or cut off."""
         self.published = 0
         """Newest version that was sent to an engine."""
         self.training: list[tuple[float, float]] = []
         """Begin and end of each training step, in seconds."""
         self.pauses: list[tuple[float, float]] = []
         """Begin and end of the pause of the serving engines for each version, in seconds."""
+
+    @property
+    def useful_s(self) -> float:
+        """Seconds of the training that the present weights are made of."""
+        return sum(self._steps_s)
 
     async def train(self, batch: EncodedBatch | TrainBatch) -> Mapping[str, float]:
         assert isinstance(batch, EncodedBatch)  # only an own loop changes batches
@@ -44,9 +60,15 @@ class SimulatedTrainer:
         loop = asyncio.get_running_loop()
         began = loop.time()
         self._slow_down(self._model.engine.slowdown)
-        await asyncio.sleep(seconds)
-        self._slow_down(1.0)
+        try:
+            await self._lasts(seconds, "training a step")
+        except TrainerFailed:
+            self.undone_s += loop.time() - began
+            raise
+        finally:
+            self._slow_down(1.0)
         self.training.append((began, loop.time()))
+        self._steps_s.append(seconds)
         return {"train/tokens": float(sum(header.response_length for header in batch.headers))}
 
     async def skipped_updates(self) -> Sequence[SkippedUpdate]:
@@ -60,13 +82,19 @@ class SimulatedTrainer:
         receivers = self._pool.named(address.name for address in engines)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        self.published = version
-        await asyncio.sleep(model.prepare_s)
+        await self._lasts(model.prepare_s, "preparing a publication")
         paused = loop.time()
         if mode is not None:
             await stop(self._pool, receivers, mode)
             paused = loop.time()
-        await asyncio.sleep(model.stall_s)
+        try:
+            await self._lasts(model.stall_s, "publishing a version")
+        except TrainerFailed:
+            if mode is not None:  # nothing whole has arrived: they go on with what they have
+                for engine in receivers:
+                    go_on([engine], engine.version, mode)
+            raise
+        self.published = version
         if mode is not None:
             go_on(receivers, version, mode)
             if len(self.pauses) < version:  # else a restarted engine is brought up to date
@@ -83,9 +111,42 @@ class SimulatedTrainer:
         """Raise: simulated weights are not verified."""
         raise AssertionError("a simulated trainer computes no log-probs")
 
+    # ---- failures
+
+    def fail(self, reason: str, back_s: float) -> None:
+        """End the ranks. Started again, the trainer is restored after ``back_s`` seconds."""
+        self._back_s = back_s
+        self.is_alive = False
+        self._end.set_result(reason)
+
     def kill(self) -> None:
-        """Raise: a simulated trainer does not fail."""
-        raise AssertionError("a simulated trainer cannot fail")
+        if not self._end.done():
+            self.fail("it was killed", self._back_s)
+
+    def create(self) -> None:
+        self._end = asyncio.get_running_loop().create_future()
+
+    async def connect(self) -> None:
+        await self._lasts(self._back_s, "starting the trainer")
+        self.is_alive = True
+
+    async def respond(self) -> None:
+        await self._lasts(0.0, "asking whether the trainer is alive")
+
+    async def restore(self, folder: Path) -> int:
+        return int(folder.name)
+
+    def undone(self, step: int) -> None:
+        """Note that the run has gone back to ``step``: what was trained since is to be trained again."""
+        self.undone_s += sum(self._steps_s[step:])
+        del self._steps_s[step:]
+
+    async def _lasts(self, seconds: float, what: str) -> None:
+        """Wait for the end of a call. Raises TrainerFailed if the ranks end before."""
+        if not self._end.done() and seconds:
+            await asyncio.wait({self._end}, timeout=seconds)
+        if self._end.done():
+            raise TrainerFailed(f"{what} failed: {self._end.result()}")
 
     def _slow_down(self, factor: float) -> None:
         if self._model.engine.slowdown != 1.0:
@@ -120,7 +181,7 @@ class TimeShared:
         return nullcontext()
 
     def trainer_gone(self) -> None:
-        """Do nothing: a simulated trainer lives as long as its run."""
+        """Do nothing: its next turn is like any other."""
 
     @asynccontextmanager
     async def training(self, *newcomers: EngineAddress) -> AsyncIterator[TrainerTurn]:
@@ -130,8 +191,10 @@ class TimeShared:
         for engine in restarted:
             engine.pause()
         began = loop.time()
-        yield turn
-        go_on([*self._pool.clients, *restarted], self._trainer.published, self._interrupt)
+        try:
+            yield turn
+        finally:
+            go_on([*self._pool.clients, *restarted], self._trainer.published, self._interrupt)
         turn.stood_s = loop.time() - began
         if not restarted:  # else a restarted engine is brought up to date
             self._trainer.pauses.append((began, loop.time()))

@@ -25,6 +25,10 @@ PROMPT, RESPONSE, STRAGGLER, DIFFICULTY, REWARD, JUDGING, FAILURE = range(7)
 """Independent streams of random numbers."""
 
 
+FAILING = ("engine", "engine_node", "trainer", "trainer_node")
+"""Kinds of parts that fail."""
+
+
 class Workload:
     """Lengths and rewards by position and sample."""
 
@@ -52,9 +56,9 @@ class Workload:
         """True if an attempt at a sample fails. The first attempt is number 0."""
         return self._random(FAILURE, position, number, attempt).random() < self.failure_rate
 
-    def engine_failures(self, engine: int) -> np.random.Generator:
-        """Return the random numbers that decide when an engine fails."""
-        return self._random(FAILURE, 0, engine, 2**32)
+    def failures(self, kind: str, number: int) -> np.random.Generator:
+        """Return the random numbers that decide when part ``number`` of a kind (``FAILING``) fails."""
+        return self._random(FAILURE, 0, number, 2**32 + FAILING.index(kind))
 
     def longest_request(self) -> int:
         """Return the largest number of tokens of a request, prompt included."""
@@ -104,8 +108,8 @@ class Workload:
 class SimulatedStream:
     """An endless prompt set."""
 
-    def __init__(self) -> None:
-        self.position = 0
+    def __init__(self, position: int = 0) -> None:
+        self.position = position
         self.is_ready = True
 
     def draw(self) -> int:

@@ -12,11 +12,15 @@ from slipstream.backend.driver.loops.evaluation import Evaluation
 from slipstream.backend.driver.loops.training import StepPublished, Steps, training_loop, training_steps
 from slipstream.backend.driver.ports import RunPosition
 from slipstream.backend.driver.processes.devices import Devices, Separate
+from slipstream.backend.driver.processes.restart_limits import trainer_limit
 from slipstream.backend.driver.start.feedback import Feedback
+from slipstream.backend.driver.start.resume import RestoredCollection
+from slipstream.backend.driver.weights.revival import Revival, TrainerGone
+from slipstream.backend.driver.weights.rewind import Rewind
 from slipstream.backend.driver.weights.served_weights import ServedWeights
 from slipstream.backend.monitor.status import RunStatus
 from slipstream.backend.simulate import clock
-from slipstream.backend.simulate.account import Account, Failures, Outcome
+from slipstream.backend.simulate.account import Account, Outcome
 from slipstream.backend.simulate.collector import NAME, Asked, Link, SimulatedRecord
 from slipstream.backend.simulate.gpu_split import GpuSplit, model_of
 from slipstream.backend.simulate.schedules import Schedule
@@ -27,6 +31,8 @@ from slipstream.backend.simulate.simulated_episodes import (
     SimulatedTokenizer,
     SimulatedWorkflow,
 )
+from slipstream.backend.simulate.simulated_failures import ENGINE, Failures, SimulatedCheckpoints
+from slipstream.backend.simulate.simulated_ledger import SimulatedLedger
 from slipstream.backend.simulate.simulated_pool import SimulatedPool
 from slipstream.backend.simulate.simulated_trainer import SimulatedTrainer, TimeShared
 from slipstream.backend.simulate.workload import SimulatedStream, Workload, held_out_prompts
@@ -41,8 +47,11 @@ from slipstream.rollout.collection.driver.gate import AdmissionGate, StalledRun
 from slipstream.rollout.collection.driver.group_ledger import NoLedger
 from slipstream.rollout.collection.driver.intake import Intake
 from slipstream.rollout.collection.driver.questions import EvaluationTasks
+from slipstream.rollout.collection.driver.restored import take_up
 from slipstream.rollout.control.filters import GroupFilter
+from slipstream.rollout.ledger.recovery import Recovered
 from slipstream.rollout.system.plugins import build
+from slipstream.rollout.system.restarts import Restarts
 from slipstream.rollout.system.time_limit import TimeLimit
 from slipstream.rollout.tokens.trajectory import Trajectory
 from slipstream.rollout.workflow import WorkflowContext
@@ -70,6 +79,8 @@ class World:
 
     pool: SimulatedPool
     trainer: SimulatedTrainer
+    ledger: SimulatedLedger | NoLedger
+    """A ledger where the trainer may fail."""
 
     def __init__(
         self, config: RunConfig, schedule: Schedule, split: GpuSplit, workload: Workload, held_out: int = 0
@@ -93,7 +104,7 @@ class World:
         try:
             return clock.run(self._run(window), on_advance)
         except ExceptionGroup as errors:
-            stalled, _ = errors.split(StalledRun)
+            stalled, _ = errors.split((StalledRun, TrainerGone))
             if stalled is None:
                 raise
             raise SimulationStalled(f"{_first(stalled)}; {self._waiting}") from None
@@ -103,7 +114,7 @@ class World:
         rollout, interrupt = config.rollout, self._schedule.interrupt
         account, outbox = Account(), Outbox(flush_s=0)
         control = self._schedule.control(rollout, config.run.total_steps)
-        ledger = NoLedger()
+        ledger = SimulatedLedger() if model.failures.of_trainer else NoLedger()
         gate = AdmissionGate(control, Intake(SimulatedStream()), ledger, account)
         batches = Batches(gate, ledger, account.note)
         pool = SimulatedPool(self._split.engines, model.engine, workload, rollout.max_concurrent)
@@ -111,7 +122,7 @@ class World:
         trainer = SimulatedTrainer(model, self._split.trainer_gpus, pool, None if shared else interrupt)
         devices: Devices = TimeShared(trainer, pool, interrupt) if shared else Separate()
         weights = ServedWeights(trainer, pool, devices, batches)
-        failures = Failures(model.failures, pool, weights, workload)
+        failures = Failures(config, self._split, pool, trainer, weights, workload)
         context = partial(
             WorkflowContext, tokenizer=SimulatedTokenizer(), reward=NoReward(), sampling=rollout.sampling
         )
@@ -120,7 +131,7 @@ class World:
         judge = SimulatedJudge()
         groups = GroupCollector(
             outbox=outbox,
-            record=partial(SimulatedRecord, pool, outbox),
+            record=partial(SimulatedRecord, pool, outbox, isinstance(ledger, SimulatedLedger)),
             context=lambda record, place: context(record, place=place),
             episodes=episodes,
             judge=judge,
@@ -142,28 +153,56 @@ class World:
                 held_out_prompts(self._held_out),
                 questions,
                 account,
-                step_of=control.versions.updates,
+                step_of=lambda version: gate.core.versions.updates(version),
             )
-        self.pool, self.trainer = pool, trainer
+        self.pool, self.trainer, self.ledger = pool, trainer, ledger
+        checkpoints, revival = _NoCheckpoints(), None
+        if isinstance(ledger, SimulatedLedger):
+            checkpoints = SimulatedCheckpoints(config, ledger)
+
+            def went_back() -> None:
+                trainer.undone(gate.core.step)
+                account.went_back(gate.core.step)
+
+            rewind = Rewind(
+                rollout,
+                partial(_restored, config, self._schedule, ledger),
+                ledger,
+                gate,
+                batches,
+                assignments,
+                account.note,
+                when_done=went_back,
+            )
+            clock_s = asyncio.get_running_loop().time
+            revival = Revival(
+                trainer,
+                weights,
+                checkpoints,
+                rewind,
+                step=lambda: gate.core.step,
+                restarts=Restarts(trainer_limit(config), clock_s),
+                note=account.note,
+            )
 
         def status() -> RunStatus:
             return RunStatus(
-                version=control.version,
-                step=control.step,
-                counts=control.counts,
-                losses=control.losses,
-                states=dict(control.states),
+                version=gate.core.version,
+                step=gate.core.step,
+                counts=gate.core.counts,
+                losses=gate.core.losses,
+                states=dict(gate.core.states),
                 tokens_generated=pool.tokens_generated,
                 requests_running=0,
                 requests_limit=rollout.max_concurrent,
                 requests_resent=pool.requests_resent,
-                engine_restarts=failures.count,
+                engine_restarts=failures.counts[ENGINE],
                 collector_restarts=0,
             )
 
         def outcome() -> Outcome:
             now = asyncio.get_running_loop().time()
-            return account.outcome(control, pool, trainer, failures, now)
+            return account.outcome(gate.core, pool, trainer, failures, now)
 
         before: list[Outcome] = []
         async with asyncio.TaskGroup() as tasks:
@@ -172,9 +211,11 @@ class World:
                 tasks.create_task(outbox.run(link.send, link.status)),
                 tasks.create_task(failures.run()),
             ]
+            if revival is not None:
+                beside.append(tasks.create_task(revival.run()))
             try:
                 steps = training_steps(
-                    config.run, batches, weights, _NoCheckpoints(), account, status, _read, Feedback()
+                    config.run, batches, weights, checkpoints, account, status, _read, Feedback()
                 )
                 async with aclosing(steps):
                     shown = steps
@@ -202,6 +243,19 @@ async def _up_to(window: MeasuredSteps, steps: Steps, at_begin: Callable[[], Non
             at_begin()
         if done == window.skipped + window.measured:
             return
+
+
+def _restored(
+    config: RunConfig, schedule: Schedule, ledger: SimulatedLedger, recovered: Recovered, served: int
+) -> RestoredCollection:
+    """Return the collection with which the run goes on, as ``start.resume.restore_collection`` does."""
+    rollout, stream = config.rollout, SimulatedStream(recovered.position)
+    control = schedule.control(rollout, config.run.total_steps, recovered, served)
+    groups = take_up(recovered.open, control, ledger, stream, rollout.n_samples_per_prompt)
+    for group in recovered.requeued:
+        control.restore_requeued(group.id, group.requeues)
+    positions = [(group.id, group.position) for group in (*recovered.open, *recovered.requeued)]
+    return RestoredCollection(control, Intake(stream, positions), groups)
 
 
 async def _read(refs: list[bytes]) -> list[bytes]:

@@ -182,11 +182,11 @@ def seeds_have_an_effect(config: RunConfig) -> Iterator[Violation]:
 
 def shared_memory_is_on_one_node(config: RunConfig) -> Iterator[Violation]:
     colocated = config.rollout.engine.colocated
-    if config.weights.transport.type == "tensor" and config.cluster.type == "slurm" and not colocated:
+    if config.weights.transport.type == "tensor" and config.cluster.type != "local" and not colocated:
         yield Violation(
             "weights.transport.type",
             "tensor",
-            "in a Slurm job trainer and engines are on different nodes, which share no memory; "
+            "trainer and engines are on different nodes, which share no memory; "
             "expected 'shards', 'disk' or 'delta'",
         )
 
@@ -248,7 +248,7 @@ def colocated_engines_can_stand_aside(config: RunConfig) -> Iterator[Violation]:
             "NCCL does not connect two processes on one GPU; "
             f"expected 'tensor' (on one node), 'disk' or 'delta', {otherwise}",
         )
-    if config.cluster.type == "slurm" and config.cluster.trainer_nodes is not None:
+    if config.cluster.type != "local" and config.cluster.trainer_nodes is not None:
         yield Violation(
             "cluster.trainer_nodes",
             config.cluster.trainer_nodes,

@@ -3,7 +3,7 @@
 from slipstream.configs.schema.actor import ActorConfig, LoraConfig, ParallelConfig, RoutingReplay
 from slipstream.configs.schema.advantage import TeacherTerm
 from slipstream.configs.schema.checkpoint import CheckpointConfig
-from slipstream.configs.schema.cluster import ContainerConfig, LocalCluster, SlurmCluster
+from slipstream.configs.schema.cluster import ContainerConfig, LocalCluster, RayCluster, SlurmCluster
 from slipstream.configs.schema.data import (
     ColumnsConfig,
     DataConfig,
@@ -83,6 +83,7 @@ __all__ = [
     "ParallelConfig",
     "PluginConfig",
     "PromptFile",
+    "RayCluster",
     "RolloutConfig",
     "RoutingReplay",
     "RunConfig",

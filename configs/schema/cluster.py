@@ -146,16 +146,26 @@ class SiteConfig(_Hardware):
     )
 
 
-class SlurmCluster(SiteConfig, _Machines):
-    """The Ray cluster that slurm/train.sbatch has started in this job. RAY_ADDRESS holds its address."""
-
-    type: Literal["slurm"] = "slurm"
+class _Nodes(_Machines):
     trainer_nodes: int | None = Field(
         default=None,
         ge=1,
         description="Number of nodes for the trainer; the engines get the other nodes. null: both share the "
-        "node of a job of one node, and all nodes with `rollout.engine.colocated`; otherwise 1.",
+        "node of a cluster of one node, and all nodes with `rollout.engine.colocated`; otherwise 1.",
     )
 
 
-Cluster = Annotated[LocalCluster | SlurmCluster, Field(discriminator="type")]
+class SlurmCluster(SiteConfig, _Nodes):
+    """The Ray cluster that slurm/train.sbatch has started in this job. RAY_ADDRESS holds its address."""
+
+    type: Literal["slurm"] = "slurm"
+
+
+class RayCluster(_Nodes):
+    """A Ray cluster that others have started, and that goes on when the run ends. RAY_ADDRESS holds its
+    address. GPUs that are in use when the run starts are left alone."""
+
+    type: Literal["ray"] = "ray"
+
+
+Cluster = Annotated[LocalCluster | SlurmCluster | RayCluster, Field(discriminator="type")]

@@ -40,7 +40,7 @@ class EngineConfig(Section):
         default=1,
         ge=1,
         description="Number of nodes of each engine, with equally many ranks on each. More than one needs "
-        "`cluster.type: slurm`, and a transport that reaches several nodes (`shards` or `disk`).",
+        "`cluster.type: slurm` or `ray`, and a transport that reaches several nodes (`shards` or `disk`).",
     )
     tensor_parallel: int = Field(
         default=1,

@@ -111,6 +111,15 @@ class TrainerModel(Section):
         ge=1,
         description="Factor by which a training step is longer if engines generate when it begins.",
     )
+    checkpoint_stall_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds for which training stands still at each checkpoint (`checkpoint.every`), where "
+        "the trainer may fail.",
+    )
+    checkpoint_write_s: float = Field(
+        default=60.0, ge=0, description="Seconds from there until the checkpoint can be restored."
+    )
 
 
 class TransferModel(Section):
@@ -155,6 +164,38 @@ class FailureModel(Section):
     episode: float = Field(
         default=0.0, ge=0, le=1, description="Fraction of attempts at an episode that fail after generation."
     )
+    trainer_mean_time_s: float | None = Field(
+        default=None, gt=0, description="Mean seconds between two deaths of a trainer rank; null: none dies."
+    )
+    trainer_restart_s: float = Field(
+        default=120, ge=0, description="Seconds from such a death until a checkpoint is restored in place."
+    )
+    node_mean_time_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Mean seconds until a node fails, with its engines, or with the job if trainer ranks are "
+        "on it; null: no node fails.",
+    )
+    node_repair_s: float = Field(
+        default=86_400, ge=0, description="Seconds from the failure of a node with engines until it is back."
+    )
+    spare_nodes: int = Field(default=0, ge=0, description="Nodes for engines that have lost theirs.")
+    engine_placement: Literal["elastic", "fixed"] = Field(
+        default="elastic",
+        description="Where an engine goes whose node is lost: to any node with room, as in a real run, or "
+        "back to its own node once that is repaired.",
+    )
+    job_restart_s: float = Field(
+        default=300,
+        ge=0,
+        description="Seconds from the failure of a node of the trainer until the job that was started again "
+        "has restored a checkpoint.",
+    )
+
+    @property
+    def of_trainer(self) -> bool:
+        """True if the trainer may fail."""
+        return self.trainer_mean_time_s is not None or self.node_mean_time_s is not None
 
 
 class SimulateConfig(Section):

@@ -168,10 +168,12 @@ def start_run(
     resume: bool = False,
     fault: str | None = None,
     by: str = "train",
+    variables: dict[str, str] | None = None,
 ) -> LaunchedRun:
     """Start, or resume, a small run of the quickstart recipe on ``inputs`` below ``root``.
 
     ``fault``: a harm done to it (``tests/faults/sitecustomize.py``). ``by``: the command that runs it.
+    ``variables``: further ones of its environment.
     """
     command = run_command(
         by,
@@ -188,9 +190,10 @@ def start_run(
         *overrides,
         *(["--resume"] if resume else []),
     )
-    variables = None if fault is None else environment(FAULTS, SLIPSTREAM_FAULT=fault)
+    folders, harm = ([], {}) if fault is None else ([FAULTS], {"SLIPSTREAM_FAULT": fault})
+    given = environment(*folders, **harm, **(variables or {})) if harm or variables else None
     with (root / f"{name}.out").open("a") as output:
-        return LaunchedRun(RunProcess(command, output, environment=variables), root / name)
+        return LaunchedRun(RunProcess(command, output, environment=given), root / name)
 
 
 @pytest.fixture

@@ -27,12 +27,13 @@ def config(
     engine_nodes: int = 1,
     device: str = "auto",
     slurm: int | None = 0,
+    kind: str = "slurm",
     colocated: bool = False,
     transport: str = "disk",
     judge: dict[str, object] | None = None,
     fewest: int | None = None,
 ) -> RunConfig:
-    cluster = {"type": "local"} if slurm == 0 else {"type": "slurm", "trainer_nodes": slurm}
+    cluster = {"type": "local"} if slurm == 0 else {"type": kind, "trainer_nodes": slurm}
     return RunConfig.model_validate(
         {
             "run": {"name": "test", "steps": 1},
@@ -105,6 +106,12 @@ def test_one_node_is_not_shared_where_it_lacks_gpus_or_the_recipe_says_whose_it_
         place(nodes(8), config(data=4, engines=2, slurm=1))
 
 
+def test_nodes_of_a_cluster_of_others_are_divided_like_those_of_a_job():
+    given = {"data": 4, "tensor": 4, "engines": 4, "engine_tensor": 4, "slurm": 2}
+    joined, job = (place(nodes(8, 8, 8, 8), config(**given, kind=kind)) for kind in ("ray", "slurm"))
+    assert joined == job
+
+
 def test_on_cpu_nodes_of_a_slurm_job_ranks_are_consecutive_and_engines_spread():
     placement = place(nodes(0, 0, 0, 0), config(data=3, engines=3, slurm=2))
     assert addresses(placement.trainer) == [0, 0, 1]
@@ -140,7 +147,7 @@ def test_addresses_may_be_long_ones_or_names(given_order, expected):
 
 
 def test_a_job_without_nodes_for_the_engines_is_refused():
-    with pytest.raises(PlacementError, match=r"2 nodes.*trainer_nodes=2 leaves none.*ask sbatch"):
+    with pytest.raises(PlacementError, match=r"2 nodes.*trainer_nodes=2 leaves none.*use more nodes"):
         place(nodes(8, 8), config(slurm=2))
 
 

@@ -32,6 +32,8 @@ def test_a_job_without_a_cluster_is_an_error_that_says_how_to_launch(monkeypatch
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ClusterError, match=r"RAY_ADDRESS is not set: launch with `sbatch"):
         enter("slurm")
+    with pytest.raises(ClusterError, match=r"RAY_ADDRESS is not set: set it to the head's HOST:PORT"):
+        enter("ray")
 
 
 def test_a_local_run_does_not_start_a_cluster_that_asks_for_no_token(monkeypatch: pytest.MonkeyPatch):

@@ -174,7 +174,7 @@ def test_an_unknown_key_comes_with_the_nearest_valid_one(recipe, key, hint):
         ),
         ("rollout.reward", 3, "expected an import path or a mapping with path (required), args"),
         ("rollout.reward.path", "Name", "expected a dotted import path such as 'my_package.module.Name'"),
-        ("cluster.type", "slrum", "expected 'local' or 'slurm'"),
+        ("cluster.type", "slrum", "expected 'local', 'slurm' or 'ray'"),
     ],
 )
 def test_a_wrong_value_is_shown_with_what_was_expected(recipe, path, value, expected):
@@ -240,7 +240,7 @@ def test_a_wrong_cluster_type_does_not_hide_the_settings_below_it(recipe):
     data = {**VALID, "cluster": {"type": "slrum", "trainer_nodes": 0}}
     assert set(violations(recipe(data))) == {"cluster.type", "cluster.trainer_nodes"}
     reported = violations(recipe({**VALID, "cluster": {"device": "cpu"}}))
-    assert reported["cluster.type"].reason == "missing; expected 'local' or 'slurm'"
+    assert reported["cluster.type"].reason == "missing; expected 'local', 'slurm' or 'ray'"
 
 
 def test_a_misspelt_setting_silences_the_rules_that_read_it(recipe):

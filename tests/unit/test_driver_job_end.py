@@ -1,8 +1,20 @@
 """A run begins to end before its Slurm job does, by what its steps and checkpoints take."""
 
+import json
+from pathlib import Path
+
 import pytest
 
-from slipstream.backend.driver.loops.job_end import CLEAN_UP_S, MARGIN, RECENT, JobEnd, job_end, seconds_left
+from slipstream.backend.driver.loops.job_end import (
+    CLEAN_UP_S,
+    MARGIN,
+    RECENT,
+    JobEnd,
+    earlier_steps,
+    job_end,
+    seconds_left,
+)
+from slipstream.backend.driver.loops.stop import Stop
 from slipstream.configs.schema import RunConfig
 from tests.unit.test_rollout_gpu_environment import VALID
 
@@ -42,6 +54,18 @@ def test_the_lead_follows_what_steps_and_checkpoints_take():
     for _ in range(RECENT):
         job.step_done(10.0)
     assert job.lead_s == MARGIN * 10 + 2 * MARGIN * 20 + CLEAN_UP_S, "an old step counts for nothing"
+
+
+def test_a_job_that_goes_on_with_a_run_knows_what_its_last_steps_took(tmp_path: Path):
+    records = [{"step": n, "perf/step_s": 100.0 - n, "perf/trainer_wait_s": 1.0} for n in range(RECENT + 5)]
+    lines = "".join(json.dumps(record) + "\n" for record in [{"step": 0, "run/recipe": ""}, *records])
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    assert earlier_steps(tmp_path) == [99.0 - n for n in range(5, RECENT + 5)]
+    assert earlier_steps(tmp_path / "none") == []
+    job = end(86_400.0)
+    stop = Stop(None, job)  # type: ignore[arg-type]
+    stop.goes_on(tmp_path)
+    assert job.lead_s == MARGIN * 94 + 600 + CLEAN_UP_S
 
 
 def test_no_step_gets_more_time_than_the_recipe_allows_and_a_measured_one_more_than_a_quarter_of_the_job():

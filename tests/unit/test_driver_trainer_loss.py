@@ -354,6 +354,28 @@ def test_a_trainer_that_dies_while_it_brings_an_engine_up_to_date_is_reported_an
     run(main)
 
 
+def test_engines_that_come_while_another_is_brought_up_to_date_get_the_version_together():
+    async def main() -> None:
+        world = world_of("a", dies=("publish 1",))
+        world.batches.version = world.batches.sampled_version = 1
+        admitted: list[str] = []
+        bringing = [
+            asyncio.create_task(
+                world.weights.bring_up_to_date(engine(name), lambda name=name: admitted.append(name))
+            )
+            for name in ("b", "c", "d", "e", "f")
+        ]
+        await world.weights.life.lost()
+        bringing.pop().cancel()
+        await asyncio.sleep(0.01)
+        world.weights.life.restored()
+        assert await asyncio.gather(*bringing) == [None] * 4
+        assert admitted == ["b", "c", "d", "e"]
+        assert world.trainer.calls == ["publish 1", "publish 1"]
+
+    run(main)
+
+
 def test_an_engine_that_was_cut_off_gets_the_initial_weights_too():
     """It stands still with a part of version 1. Without a checkpoint the trainer goes back to version 0."""
 

@@ -381,3 +381,41 @@ def test_colocated_engines_stand_still_while_the_trainer_trains_and_go_on_with_w
     for (began, ended), (paused, resumed) in zip(world.trainer.training, world.trainer.pauses, strict=True):
         assert paused <= began <= ended <= resumed
     assert 0 < outcome.max_lag <= recipe.rollout.max_head_offpolicyness
+
+
+def test_a_run_survives_the_deaths_of_trainer_engines_and_nodes():
+    base = config().simulate
+    found = {}
+    for placement in ("elastic", "fixed"):
+        recipe = config(
+            steps=60,
+            engine={"count": 16},
+            max_concurrent=64,
+            consumption={"type": "fifo"},
+            simulate={
+                "trainer": base.trainer.model_dump() | {"checkpoint_write_s": 1, "checkpoint_stall_s": 0.1},
+                "failures": {
+                    "engine_mean_time_s": 400,
+                    "engine_restart_s": 1,
+                    "trainer_mean_time_s": 40,
+                    "trainer_restart_s": 1,
+                    "node_mean_time_s": 60,
+                    "node_repair_s": 30,
+                    "job_restart_s": 3,
+                    "spare_nodes": 1,
+                    "engine_placement": placement,
+                },
+            },
+        )
+        recipe = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"every": 3})})
+        world = World(recipe, recipe_schedule(recipe), layout_of(recipe), Work(recipe, 1).workload())
+        outcome = found[placement] = world.run()
+        assert outcome.failures_by_kind.keys() == {"engine", "engine_node", "trainer", "trainer_node"}
+        assert outcome.steps > 60  # some were undone and trained again
+        assert outcome.undone_s > 0
+        assert outcome.counts.trained == 60 * 4
+        assert outcome.trajectories == 60 * 4 * 2
+        assert (world.ledger.untold(outcome.counts.in_flight), world.ledger.trained_twice) == (0, 0)
+        assert outcome.max_lag <= 2
+        assert 0 < outcome.effective < 1 - outcome.trainer_idle
+    assert found["elastic"].engine_s.down < found["fixed"].engine_s.down

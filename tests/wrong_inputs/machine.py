@@ -86,4 +86,10 @@ CASES = (
         arguments=("train", "FOLDER/recipe.yaml"),
         overrides=("cluster={type: slurm}",),
     ),
+    WrongInput(
+        "a cluster of others without its address",
+        ("cluster.type", "ray", "RAY_ADDRESS"),
+        arguments=("train", "FOLDER/recipe.yaml"),
+        overrides=("cluster={type: ray}",),
+    ),
 )

@@ -5,14 +5,17 @@
 
 A signal with a fixed lead would come too late for long steps and too early for short ones. So the lead is
 first computed from the time that the recipe allows for a step and a checkpoint, and then from the ones that
-the run has measured.
+the run has measured, in this job or in one before.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
+from slipstream.backend.monitor.metrics import METRICS_FILE
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout.system.lines import read_lines
 
 JOB_END = "SLURM_JOB_END_TIME"
 """Variable with the end of the job in seconds since the epoch, which Slurm or slurm/train.sbatch sets."""
@@ -78,6 +81,17 @@ class JobEnd:
     def left_s(self) -> float:
         """Seconds until the run begins to end; 0 if the time has come."""
         return max(self._end - self._clock() - self.lead_s, 0.0)
+
+
+def earlier_steps(folder: Path) -> list[float]:
+    """Return the seconds of the last ``RECENT`` steps of earlier starts of a run, given its folder."""
+    path = folder / METRICS_FILE
+    steps: deque[float] = deque(maxlen=RECENT)
+    for record in read_lines(path) if path.exists() else ():
+        whole, waited = record.get("perf/step_s"), record.get("perf/trainer_wait_s")
+        if isinstance(whole, int | float) and isinstance(waited, int | float):
+            steps.append(whole - waited)
+    return list(steps)
 
 
 def seconds_left(variables: Mapping[str, str], now: float) -> float | None:

@@ -5,9 +5,10 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
-from slipstream.backend.driver.loops.job_end import JobEnd
+from slipstream.backend.driver.loops.job_end import JobEnd, earlier_steps
 from slipstream.backend.monitor.progress import Progress
 
 T = TypeVar("T")
@@ -60,6 +61,11 @@ class Stop:
             how, end = self._ways.pop()
             self._progress.phase(how)
             end()
+
+    def goes_on(self, folder: Path) -> None:
+        """Begin with what the last steps of the run in ``folder`` took, in an earlier job."""
+        for seconds in earlier_steps(folder) if self._job is not None else ():
+            self.step_done(seconds)
 
     def step_done(self, seconds: float) -> None:
         """Correct the time of the run's own request by a training step of this length."""

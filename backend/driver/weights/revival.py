@@ -12,15 +12,14 @@ docs/recovery.md has the states of this and what holds in each.
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Generic
 
 from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.checkpoint.folder import FoundCheckpoint
 from slipstream.backend.cluster.trainer_failed import TrainerFailed
-from slipstream.backend.driver.ports import RunTrainer
-from slipstream.backend.driver.weights.checkpointing import TrainerCheckpoints
+from slipstream.backend.driver.ports import ClientT, RestartableTrainer, RestorableCheckpoints
 from slipstream.backend.driver.weights.rewind import Rewind
 from slipstream.backend.driver.weights.served_weights import ServedWeights
-from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.system.restarts import Restarts
 
 WATCH_S = 5.0
@@ -32,14 +31,14 @@ class TrainerGone(RuntimeError):
     """The trainer must not be started again (``Restarts``), or cannot be restored."""
 
 
-class Revival:
+class Revival(Generic[ClientT]):
     """Single event loop. ``run`` for as long as the trainer is needed."""
 
     def __init__(
         self,
-        trainer: RunTrainer,
-        weights: ServedWeights[EngineClient],
-        checkpoints: TrainerCheckpoints,
+        trainer: RestartableTrainer,
+        weights: ServedWeights[ClientT],
+        checkpoints: RestorableCheckpoints,
         rewind: Rewind,
         *,
         step: Callable[[], int],

@@ -10,6 +10,7 @@ of their own.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 from slipstream.backend.driver.start.resume import RestoredCollection
 from slipstream.configs.schema import RolloutConfig
@@ -18,8 +19,13 @@ from slipstream.rollout.collection.driver.batches import Batches
 from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.control.control_errors import UnknownVersion
 from slipstream.rollout.ledger.recovery import Recovered
-from slipstream.rollout.ledger.writing.writer import Ledger
 from slipstream.rollout.live.live_turns import LiveTurns
+
+
+class RestartableLedger(Protocol):
+    """The part of the ledger (``ledger.writing.writer.Ledger``) that goes back to an older version."""
+
+    async def restarted(self, version: int, *, bound: int, n_samples: int) -> Recovered: ...
 
 
 class Rewind:
@@ -29,7 +35,7 @@ class Rewind:
         self,
         rollout: RolloutConfig,
         restore: Callable[[Recovered, int], RestoredCollection],
-        ledger: Ledger,
+        ledger: RestartableLedger,
         gate: AdmissionGate,
         batches: Batches,
         assignments: Assignments,

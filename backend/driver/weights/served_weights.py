@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic
 
@@ -69,6 +70,19 @@ class TrainedWeights:
         return self.report
 
 
+@dataclass(eq=False)
+class _Newcomer:
+    """An engine that is to get the current version."""
+
+    engine: EngineAddress
+    admit: Callable[[], None]
+    is_settled: bool = False
+    refused: str | None = None
+    """Why it is not admitted."""
+    mismatch: str = ""
+    """Difference between trainer and engine with the initial weights."""
+
+
 class ServedWeights(Generic[ClientT]):
     """Moves weights, one move at a time: no engine starts to serve between a step and its publication."""
 
@@ -99,6 +113,7 @@ class ServedWeights(Generic[ClientT]):
         self._interrupted = interrupted
         self._transports = transports
         self._starts_served = starts_served
+        self._newcomers: list[_Newcomer] = []
         self._cut_off: set[EngineAddress] = set()
         """Engines that may hold a mixture of two versions since a trainer died. They stand still."""
         self._note = note
@@ -203,44 +218,68 @@ class ServedWeights(Generic[ClientT]):
     async def bring_up_to_date(self, engine: EngineAddress, admit: Callable[[], None]) -> str | None:
         """Bring an engine that holds the initial weights to the current version, then ``admit`` it.
 
-        Return None, or why it was not admitted. Waits while there is no trainer. Raises WeightsMismatch when
-        trainer and engine compute different log-probs from the initial weights.
+        Engines that come together get it together: a thousand sends one after the other would keep the
+        trainer waiting for half an hour. Return None, or why the engine was not admitted. Waits while there
+        is no trainer. Raises WeightsMismatch when trainer and engine compute different log-probs from the
+        initial weights.
         """
-        while True:
-            if not self.life.is_alive:
-                with self._roster.awaited():
-                    await self.life.alive()
-            try:
-                async with self._moving:
-                    if self.life.is_alive:
-                        return await self._bring_up_to_date(engine, admit)
-            except TrainerFailed as error:
-                self._trainer.kill()
-                self.life.fail(error)
-                if self._interrupted is not None:  # else its next update could not begin
-                    stock = await self._interrupted.ended(self._batches.core.version, [engine])
-                    self._cut_off |= {engine} if engine.name in stock.outdated else set()
+        newcomer = _Newcomer(engine, admit)
+        self._newcomers.append(newcomer)
+        try:
+            while not newcomer.is_settled:
+                if not self.life.is_alive:
+                    with self._roster.awaited():
+                        await self.life.alive()
+                await self._bring_up_newcomers()
+        finally:
+            self._newcomers.remove(newcomer)
+        if newcomer.mismatch:
+            raise WeightsMismatch(newcomer.mismatch)
+        return newcomer.refused
 
-    async def _bring_up_to_date(self, engine: EngineAddress, admit: Callable[[], None]) -> str | None:
+    async def _bring_up_newcomers(self) -> None:
+        """Bring up all engines that wait for it, unless another caller has done so meanwhile."""
+        engines: list[EngineAddress] = []
+        try:
+            async with self._moving:
+                waiting = [each for each in self._newcomers if not each.is_settled]
+                engines = [each.engine for each in waiting]
+                if self.life.is_alive and waiting:
+                    await self._bring_up_to_date(waiting)
+        except TrainerFailed as error:
+            self._trainer.kill()
+            self.life.fail(error)
+            if self._interrupted is not None:  # else their next update could not begin
+                stock = await self._interrupted.ended(self._batches.core.version, engines)
+                self._cut_off |= {engine for engine in engines if engine.name in stock.outdated}
+
+    async def _bring_up_to_date(self, newcomers: "Sequence[_Newcomer]") -> None:
         version = self._batches.core.version
+        engines = [each.engine for each in newcomers]
         expected: list[float] = []
-        async with self.trainers_turn(engine):
-            if version > 0 or not self._starts_served or engine in self._cut_off:
+        failed: dict[str, str] = {}
+        async with self.trainers_turn(*engines):
+            stale = [
+                each for each in engines if version > 0 or not self._starts_served or each in self._cut_off
+            ]
+            if stale:
                 async with self._devices.publishing():
-                    report = await self._send(version, [engine])
-                if engine.name in report.failed:
-                    return report.failed[engine.name]
-                self._cut_off.discard(engine)
-            if self._verifier is not None:
+                    failed = dict((await self._send(version, stale)).failed)
+                self._cut_off.difference_update(each for each in stale if each.name not in failed)
+            held = [each for each in engines if each.name not in failed]
+            if self._verifier is not None and held:
                 expected = await self._trainer.logprobs(self._verifier.text)
-        if self._verifier is not None:
-            wrong = await self._verifier.wrong(version, expected, [engine])
-            if wrong and version == 0:
-                raise WeightsMismatch(f"{engine.name}: {wrong[engine.name]}")
-            if wrong:
-                return wrong[engine.name]
-        admit()
-        return None
+        wrong: Mapping[str, str] = {}
+        if self._verifier is not None and held:
+            wrong = await self._verifier.wrong(version, expected, held)
+        for each in newcomers:
+            name = each.engine.name
+            each.is_settled = True
+            each.refused = failed.get(name) or wrong.get(name)
+            if name in wrong and version == 0:
+                each.mismatch = f"{name}: {wrong[name]}"
+            elif each.refused is None and each in self._newcomers:  # else its caller was cancelled
+                each.admit()
 
     async def _publish(self, version: int) -> PublishReport:
         addresses = [client.address for client in self._roster.clients]
