@@ -1,5 +1,5 @@
 """docs/migration.md and rollout/compat/imports/*.yaml: settings exist and take their values, recipes load,
-and the settings that the examples of other systems use are covered. ``test_slime_migration`` does so for slime.
+and the settings that the examples of other systems use are covered. ``test_slime_migration``: those of slime.
 """
 
 import re
