@@ -2,9 +2,9 @@
 
     python -m tests.migration_keys --slime DIR --areal DIR --verl DIR --prime-rl DIR
 
-reads checkouts of the four systems, and writes how often each setting is used into
-tests/unit/migration_keys.jsonl, one line for each system. tests/unit/test_docs_migration.py compares the page
-with that file.
+reads checkouts of the four systems, and writes how often each setting is used, and what `slipstream import`
+makes of them, into tests/unit/migration_keys.jsonl, one line for each system.
+tests/unit/test_docs_migration.py compares the page with that file.
 
 What counts is every use in a configuration of reinforcement learning: a flag of the command that a launch
 script of slime ends in, an override in a script of verl, and a value in a YAML file of AReaL or a TOML file
@@ -20,9 +20,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
+
+from slipstream.rollout.compat.imports.importing import import_recipe
 
 RECORD = Path(__file__).parent / "unit" / "migration_keys.jsonl"
 
@@ -41,33 +44,42 @@ class Usage:
     others: int = 0
     """Number of configurations of supervised training or of inference alone, which are not in ``uses``."""
     uses: Counter[str] = field(default_factory=Counter[str])
+    imports: Counter[str] = field(default_factory=Counter[str])
+    """Number of keys by what an import makes of them, and of recipes: ``recipes``."""
 
-    def add(self, settings: list[str], is_other: bool) -> None:
+    def add(self, path: Path, settings: list[str], is_other: bool) -> None:
         """Count the settings of one configuration."""
         if is_other:
             self.others += 1
         elif settings:
             self.configurations += 1
             self.uses.update(settings)
+            try:
+                with TemporaryDirectory() as folder:
+                    recipe = import_recipe(self.system, [str(path)], Path(folder) / "recipe.yaml")
+            except ValueError as error:
+                print(f"{path} is not imported: {error}")
+                return
+            self.imports.update({"recipes": 1, **recipe.counts()})
 
 
 def _slime(checkout: Path, usage: Usage) -> None:
+    from slipstream.rollout.compat.imports.launch_script import UnreadableScript, read_launch_script
     from slipstream.rollout.compat.slime.launch_flags import is_supervised
-    from slipstream.rollout.compat.slime.launch_script import UnreadableScript, read_launch_script
 
     for path in _files(checkout, "*.sh", "scripts", "examples"):
         try:
             script = read_launch_script(path)
         except UnreadableScript:  # a file that launch scripts source
             continue
-        usage.add([flag.name for flag in script.flags], is_supervised(script))
+        usage.add(path, [flag.name for flag in script.flags], is_supervised(script))
 
 
 def _areal(checkout: Path, usage: Usage) -> None:
     for path in _files(checkout, "*.yaml", "examples"):
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
         if isinstance(settings, dict) and "experiment_name" in settings:
-            usage.add(list(_leaves(settings)), "rollout" not in settings)
+            usage.add(path, list(_leaves(settings)), "rollout" not in settings)
 
 
 def _verl(checkout: Path, usage: Usage) -> None:
@@ -77,13 +89,13 @@ def _verl(checkout: Path, usage: Usage) -> None:
         lines = path.read_text(encoding="utf-8").splitlines()
         text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
         is_other = bool({"sft", "generation"} & set(path.relative_to(checkout).parts))
-        usage.add(_OVERRIDE.findall(text), is_other)
+        usage.add(path, _OVERRIDE.findall(text), is_other)
 
 
 def _prime_rl(checkout: Path, usage: Usage) -> None:
     for path in _files(checkout, "*.toml", "examples", "configs"):
         settings = tomllib.loads(path.read_text(encoding="utf-8"))
-        usage.add(list(_leaves(settings)), "orchestrator" not in settings)
+        usage.add(path, list(_leaves(settings)), "orchestrator" not in settings)
 
 
 READERS = {
@@ -144,7 +156,8 @@ def main() -> None:
     usages = [usage_of(system, checkouts[system.replace("-", "_")]) for system in READERS]
     RECORD.write_text("".join(json.dumps(vars(usage)) + "\n" for usage in usages), encoding="utf-8")
     for usage in usages:
-        print(f"{usage.system}: {usage.configurations} configurations, {usage.uses.total()} uses")
+        imported = ", ".join(f"{count:,} {name}" for name, count in sorted(usage.imports.items()))
+        print(f"{usage.system}: {usage.configurations} configurations, {usage.uses.total()} uses; {imported}")
 
 
 if __name__ == "__main__":

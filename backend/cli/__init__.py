@@ -371,20 +371,26 @@ for command in (runs.audit, runs.report, runs.trace, runs.watch, runs.diagnose):
     app.command(rich_help_panel=LOOK)(command)
 
 
-@app.command(rich_help_panel=TOOLS)
-def import_slime(
-    script: Annotated[Path, typer.Argument(help="A launch script of slime. It is read, never run.")],
+@app.command("import", rich_help_panel=TOOLS)
+def import_recipe(
+    system: Annotated[str, typer.Argument(help="slime, verl, areal or prime-rl.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE... [KEY=VALUE...]",
+            help="Launch script (.sh), YAML or TOML, which is read and never run, and overrides of its keys.",
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The recipe to write.")],
     as_json: Json = False,
 ) -> None:
-    """Make a recipe of a slime launch script, and list the flags that have no counterpart."""
+    """Make a recipe of another system's configuration, and say what becomes of each of its keys."""
     with reported():
         from slipstream.backend.commands.outcome import WrongInput
-        from slipstream.configs.rules.inputs import NO_INPUTS
-        from slipstream.rollout.compat.hooks import imported_script
+        from slipstream.rollout.compat.imports.importing import import_report
 
         try:
-            typer.echo(imported_script(script, out, [f"prepare={NO_INPUTS}"], as_json=as_json))
+            typer.echo(import_report(system, words, out, as_json=as_json))
         except (ImportError, OSError, ValueError) as error:
             raise WrongInput(str(error)) from None
 

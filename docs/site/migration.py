@@ -1,4 +1,4 @@
-"""Pages of tables for docs/migration/*.yaml, the settings of other systems and their counterparts here.
+"""Pages of tables for rollout/compat/imports/*.yaml, the settings of other systems and ours.
 
 ``migration.md`` links to these files. On the site the links lead to pages that the search finds.
 """
@@ -13,7 +13,7 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
-MAPPINGS = Path(__file__).parents[1] / "migration"
+MAPPINGS = Path(__file__).parents[2] / "rollout/compat/imports"
 NAMES = {"areal": "AReaL", "verl": "verl", "prime-rl": "prime-rl"}
 
 
@@ -30,7 +30,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 @event_priority(50)  # before hooks.py, which looks for the targets of links
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point the links to mappings at their pages."""
-    return re.sub(r"\]\(migration/([\w-]+)\.yaml\)", r"](migration/\1.md)", markdown)
+    return re.sub(r"\]\(\.\./rollout/compat/imports/([\w-]+)\.yaml\)", r"](migration/\1.md)", markdown)
 
 
 def _page(name: str, mapping: dict[str, list[dict[str, Any]]]) -> str:

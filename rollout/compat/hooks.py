@@ -9,7 +9,7 @@ without their folder every recipe without hooks runs as before. ``backend.traine
 the ranks of the trainer.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -17,6 +17,7 @@ from typing import cast
 import msgspec
 
 from slipstream.configs.schema import PluginConfig, RunConfig
+from slipstream.rollout.compat.imports.recipe import ImportedRecipe
 from slipstream.rollout.control.filters import GroupChoice
 from slipstream.rollout.prompts.sources.drawn_prompts import Drawing, DrawnPrompts
 from slipstream.rollout.reward.value import EpisodeJudge
@@ -33,7 +34,7 @@ PROBLEMS = "slipstream.rollout.compat.slime.checking.hook_problems"
 PARTS = "slipstream.rollout.compat.slime.parts.hook_parts"
 DRAWING = "slipstream.rollout.compat.slime.data_source_process.slime_drawing"
 SERVE_BATCHES = "slipstream.rollout.compat.slime.batch_process.serve"
-IMPORT_SCRIPT = "slipstream.rollout.compat.slime.import_script.report_of"
+SLIME_RECIPE = "slipstream.rollout.compat.slime.launch_recipe.read_recipe"
 
 
 def adapter(path: str) -> object:
@@ -59,14 +60,18 @@ def hook_problems(config: RunConfig) -> list[str]:
         return [f"rollout.hooks: {error}"]
 
 
-def imported_script(script: Path, out: Path, overrides: Sequence[str], *, as_json: bool) -> str:
-    """Write the recipe of a launch script to ``out``. Return what has become of its flags, for the user.
+def slime_recipe(
+    files: Sequence[Path], overrides: Sequence[str], name: str
+) -> tuple[ImportedRecipe, Collection[str]]:
+    """Return the recipe of a launch script of slime, and all flags that are known.
 
-    ``overrides``: settings with which a recipe loads where its model and its prompts are not. Raises
-    PluginError, OSError, and ValueError for a script of which no recipe can be made.
+    ``name``: of the run. Raises PluginError, OSError, and ValueError for what is no such script.
     """
-    make = cast("Callable[[Path, Path, Sequence[str], bool], str]", adapter(IMPORT_SCRIPT))
-    return make(script, out, overrides, as_json)
+    read = cast(
+        "Callable[[Sequence[Path], Sequence[str], str], tuple[ImportedRecipe, Collection[str]]]",
+        adapter(SLIME_RECIPE),
+    )
+    return read(files, overrides, name)
 
 
 # ---- a collector

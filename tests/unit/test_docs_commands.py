@@ -28,6 +28,7 @@ from tests.environment import ROOT
 from tests.models import make_checkpoint
 from tests.pages import NOT_RUN, PAGES, PROGRAMS, Command, commands
 from tests.unit.run_folders import make_run
+from tests.unit.test_imports import FILES
 
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 ROLLOUT, SUPERVISED = (
@@ -245,6 +246,8 @@ def at_the_desk(command: Command) -> tuple[str, ...]:
         if word.endswith("/config.json"):
             word = CONFIG
         words.append("SCRIPT.sh" if word.endswith(".sh") else word)
+    if words[0] == "import" and words[1] in FILES:
+        words[2] = FILES[words[1]][0]
     is_bundled = (ROOT / f"configs/recipes/{words[1]}.yaml").exists() if len(words) > 1 else False
     needs_model = is_bundled or (words[0] == "plan" and words[1].startswith("examples/"))
     return tuple([*words, "--model-config", CONFIG] if needs_model and CONFIG not in words else words)
@@ -269,6 +272,8 @@ def desk(tmp_path_factory) -> Path:
     log.parent.mkdir(exist_ok=True)
     log.write_text("ready\n")
     (folder / "SCRIPT.sh").write_text(SCRIPT)
+    for name, text in FILES.values():
+        (folder / name).write_text(text)
     return folder
 
 

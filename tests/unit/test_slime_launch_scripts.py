@@ -1,4 +1,4 @@
-"""``slipstream import-slime``: launch scripts are read, never run, and become recipes that load."""
+"""``slipstream import slime``: launch scripts are read, never run, and become recipes that load."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from slipstream.backend.cli import app
 from slipstream.configs.load import load_recipe
 from slipstream.configs.rules import trainer
 from slipstream.configs.rules.inputs import NO_INPUTS
-from slipstream.rollout.compat.slime.launch_script import Flag, UnreadableScript, read_launch_script
+from slipstream.rollout.compat.imports.launch_script import Flag, UnreadableScript, read_launch_script
 
 SCRIPT = r"""#!/bin/bash
 touch /tmp/this-script-was-run-and-must-not-be
@@ -40,7 +40,7 @@ FILTERS=slime.rollout.filter_hub.dynamic_sampling_filters
 ROLLOUT_ARGS+=(--dynamic-sampling-filter-path ${FILTERS}.check_reward_nonzero_std)
 GRPO_ARGS=(--advantage-estimator gspo --eps-clip 1e-4 --eps-clip-high 2e-4 --use-kl-loss --kl-loss-coef 0.01
    --kl-loss-type low_var_kl --num-layers 3)
-OTHER_ARGS=(--sglang-mem-fraction-static 0.7 --sglang-dp-size 2 --eval-top-p 0.7 --made-up-flag 3
+OTHER_ARGS=(--sglang-mem-fraction-static 0.7 --sglang-dp-size 2 --eval-top-p 0.7
    --hidden-dropout 0.1
    --wandb-key ${WANDB_KEY})
 cat <<EOF
@@ -67,7 +67,7 @@ def script(tmp_path: Path) -> Path:
 
 def imported(script: Path, *options: str):
     out = script.with_name("recipe.yaml")
-    result = CliRunner().invoke(app, ["import-slime", str(script), "-o", str(out), *options])
+    result = CliRunner().invoke(app, ["import", "slime", str(script), "-o", str(out), *options])
     return result, out
 
 
@@ -110,14 +110,13 @@ def test_the_recipe_of_a_script_loads_and_has_its_settings(script):
 def test_what_has_no_counterpart_is_listed_with_its_reason(script):
     result, _ = imported(script, "--json")
     flags = {entry["flag"]: entry for entry in json.loads(result.stdout)["flags"]}
-    assert flags["made-up-flag"]["outcome"] == "unknown"
     assert flags["eval-top-p"]["outcome"] == "mapped"
     assert flags["hidden-dropout"]["outcome"] == "refused" and "dropout" in flags["hidden-dropout"]["reason"]
     assert (
         flags["sglang-dp-size"]["outcome"] == "refused"
         and "rollout.engine.count" in flags["sglang-dp-size"]["reason"]
     )
-    assert flags["num-layers"]["outcome"] == "needs nothing"
+    assert flags["num-layers"]["outcome"] == "ours by default"
     assert flags["rm-type"]["outcome"] == "mapped"
     assert flags["rm-type"]["reason"] == "rollout.hooks.rm_type"
 
@@ -157,6 +156,17 @@ def test_a_file_that_starts_no_trainer_is_refused(script, text):
     with pytest.raises(UnreadableScript, match=r"train\.py"):
         read_launch_script(script)
     assert imported(script)[0].exit_code == 2
+
+
+def test_an_unknown_flag_is_an_error_that_names_the_nearest(script):
+    script.write_text(LEFT_OUT.replace("--num-rollout", "--rolout-batch-size 4 --quux 1 --num-rollout"))
+    result, out = imported(script)
+    assert result.exit_code == 2 and not out.exists()
+    said = " ".join(result.stderr.split())
+    assert (
+        "--rolout-batch-size 4: no such setting of slime is known; did you mean --rollout-batch-size?" in said
+    )
+    assert "--quux 1" in said
 
 
 def test_an_existing_recipe_is_not_overwritten(script):
@@ -251,7 +261,7 @@ def test_one_set_of_held_out_prompts_keeps_its_name(script):
 
 
 def test_every_flag_is_reported_and_every_setting_says_where_it_comes_from(script):
-    script.write_text(LEFT_OUT.replace("--num-rollout 3", "--num-rollout 3 --swiglu --made-up 1"))
+    script.write_text(LEFT_OUT.replace("--num-rollout 3", "--num-rollout 3 --swiglu"))
     result, out = imported(script)
     flags = {flag.name for flag in read_launch_script(script).flags}
     assert not {flag for flag in flags if f"--{flag}" not in result.stdout}

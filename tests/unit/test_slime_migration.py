@@ -1,22 +1,16 @@
-"""docs/migration.md: ``slipstream import-slime`` says what becomes of each flag that slime's examples use."""
+"""docs/migration.md: ``slipstream import slime`` says what becomes of each flag that slime's examples use."""
 
 import pytest
 
 from slipstream.configs.installed import passthrough_path
-from slipstream.rollout.compat.slime.launch_flags import (
-    HOOKS,
-    MAPPED,
-    NEEDS_NOTHING,
-    REFUSES,
-    SETTINGS,
-    FlagOutcome,
-)
+from slipstream.rollout.compat.imports.launch_script import Flag, LaunchScript
+from slipstream.rollout.compat.imports.recipe import MAPPED, NEEDS_NOTHING, REFUSES, FlagOutcome
+from slipstream.rollout.compat.slime.launch_flags import HOOKS, SETTINGS
 from slipstream.rollout.compat.slime.launch_recipe import recipe_of
-from slipstream.rollout.compat.slime.launch_script import Flag, LaunchScript
 from tests.unit.test_docs_migration import (
     SECTIONS,
     USAGES,
-    nine_uses_of_ten_are_covered_and_the_page_says_how_many,
+    nine_uses_of_ten_are_covered_and_the_page_says_what_imports_make,
 )
 
 WORDS = {
@@ -97,5 +91,5 @@ def table_of(flag: str) -> str:
     return {MAPPED: "set", NEEDS_NOTHING: "nothing", REFUSES: "without"}.get(outcome_of(flag).outcome, "")
 
 
-def test_nine_uses_of_ten_are_covered_and_the_page_says_how_many():
-    nine_uses_of_ten_are_covered_and_the_page_says_how_many("slime", "slime", table_of)
+def test_nine_uses_of_ten_are_covered_and_the_page_says_what_imports_make():
+    nine_uses_of_ten_are_covered_and_the_page_says_what_imports_make("slime", "slime", table_of)

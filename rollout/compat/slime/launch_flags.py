@@ -5,15 +5,10 @@ Slipstream needs nothing for, and flags that it refuses. Whatever is in none of 
 """
 
 import json
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Callable
+from typing import cast
 
-import yaml
-
-from slipstream.rollout.compat.slime.launch_script import Flag, LaunchScript
+from slipstream.rollout.compat.imports.launch_script import LaunchScript
 
 
 class FlagError(ValueError):
@@ -363,84 +358,3 @@ SFT = "sft_loss"
 def is_supervised(script: LaunchScript) -> bool:
     """Return whether a script trains on responses that it is given."""
     return any(flag.name == "loss-type" and flag.text == SFT for flag in script.flags)
-
-
-MAPPED, NEEDS_NOTHING, REFUSES, UNKNOWN = "mapped", "needs nothing", "refused", "unknown"
-Settings = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class FlagOutcome:
-    """The translation of one flag."""
-
-    flag: Flag
-    outcome: str
-    reason: str = ""
-    """The setting of a mapped flag, and otherwise why there is none."""
-
-
-@dataclass
-class ImportedRecipe:
-    """A recipe made of a script."""
-
-    settings: Settings = field(default_factory=Settings)
-    """By dotted path."""
-    outcomes: list[FlagOutcome] = field(default_factory=list[FlagOutcome])
-    notes: list[str] = field(default_factory=list[str])
-    defaults: frozenset[str] = frozenset()
-    """Settings that have slime's default, because the script leaves their flags out."""
-
-    def set(self, path: str, value: object) -> str:
-        """Set the setting at ``path``, and return the path."""
-        self.settings[path] = value
-        return path
-
-    def nested(self) -> Settings:
-        """Return the settings as a recipe holds them."""
-        recipe: Settings = {}
-        for path, value in self.settings.items():
-            *sections, name = path.split(".")
-            place = recipe
-            for section in sections:
-                place = place.setdefault(section, {})
-            place[name] = value
-        return recipe
-
-    def text(self) -> str:
-        """Return the recipe as YAML, with the flag that each setting comes from."""
-        origins = dict.fromkeys(self.defaults, "slime's default")
-        for outcome in self.outcomes:
-            if outcome.outcome == MAPPED:
-                said = " ".join(f"--{outcome.flag.name} {outcome.flag.text}".split())
-                origins[outcome.reason] = ", ".join(filter(None, [origins.get(outcome.reason), said]))
-        return "\n".join(self._lines(self.nested(), "", origins)) + "\n"
-
-    def _lines(self, section: Settings, around: str, origins: Mapping[str, str]) -> Iterator[str]:
-        indent = "  " * len(around.split(".")) if around else ""
-        for name, value in section.items():
-            path = f"{around}.{name}" if around else name
-            origin = f"  # {origins[path]}" if path in origins else ""
-            if isinstance(value, dict) and path not in self.settings:
-                yield f"{indent}{name}:{origin}"
-                yield from self._lines(cast("Settings", value), path, origins)
-                continue
-            first, *others = yaml.safe_dump({name: value}, sort_keys=False, width=math.inf).splitlines()
-            # A text of several lines goes on in the next one, and cannot have a comment.
-            yield f"{indent}{first}{'' if others and not first.endswith(':') else origin}"
-            yield from (f"{indent}{line}" for line in others)
-
-    def counts(self) -> Counter[str]:
-        """Return the number of flags by outcome."""
-        return Counter(outcome.outcome for outcome in self.outcomes)
-
-    def refuse(self, path: str, reason: str) -> bool:
-        """Take out a setting, and what lies in it, that the loader refuses. Return whether there was one."""
-        taken = [name for name in self.settings if name == path or name.startswith(f"{path}.")]
-        for name in taken:
-            del self.settings[name]
-        for position, outcome in enumerate(self.outcomes):
-            if outcome.outcome == MAPPED and outcome.reason in taken:
-                self.outcomes[position] = FlagOutcome(outcome.flag, REFUSES, f"{path}: {reason}")
-        if taken:
-            self.notes.append(f"{path} is left out: {reason}")
-        return bool(taken)

@@ -1,8 +1,9 @@
 """slime's flags of what training minimises: estimator, objective, corrections, penalty and teacher."""
 
 from slipstream.configs.schema.advantage import WHITENING
-from slipstream.rollout.compat.slime.launch_flags import OWN_HOOKS, FlagError, ImportedRecipe
-from slipstream.rollout.compat.slime.launch_script import Flag, FlagValues
+from slipstream.rollout.compat.imports.launch_script import Flag, FlagValues
+from slipstream.rollout.compat.imports.recipe import ImportedRecipe
+from slipstream.rollout.compat.slime.launch_flags import OWN_HOOKS, FlagError
 
 _ESTIMATORS = {
     "grpo": ("grpo", "ppo"),

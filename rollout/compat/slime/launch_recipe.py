@@ -3,32 +3,42 @@
 script ──► flags ──► settings ──► loader ──► settings that it refuses are taken out again, with its reason
 """
 
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from slipstream.configs.installed import MEGATRON, SGLANG, Library
-from slipstream.rollout.compat.slime.launch_flags import (
-    DATA,
-    DEFAULT_HOOKS,
-    HOOKS,
+from slipstream.rollout.compat.imports.launch_script import (
+    Flag,
+    FlagValues,
+    LaunchScript,
+    UnreadableScript,
+    read_launch_script,
+)
+from slipstream.rollout.compat.imports.recipe import (
     MAPPED,
-    NEEDLESS,
     NEEDS_NOTHING,
-    OWN_HOOKS,
-    PIPELINE,
-    REFUSED,
     REFUSES,
-    SETTINGS,
-    TEACHER_READ,
     UNKNOWN,
-    FlagError,
     FlagOutcome,
     ImportedRecipe,
     Settings,
 )
+from slipstream.rollout.compat.slime.launch_flags import (
+    DATA,
+    DEFAULT_HOOKS,
+    HOOKS,
+    NEEDLESS,
+    OWN_HOOKS,
+    PIPELINE,
+    REFUSED,
+    SETTINGS,
+    TEACHER_READ,
+    FlagError,
+    is_supervised,
+)
 from slipstream.rollout.compat.slime.launch_objective import ObjectiveFlags
-from slipstream.rollout.compat.slime.launch_script import Flag, FlagValues, LaunchScript
 
 _OF_MEGATRON = re.compile(r"moe-|no-|deterministic|attention-backend|decoder-|cross-entropy|tp-comm")
 """Flags of Megatron that are passed on. The loader refuses those that it has no field for."""
@@ -46,6 +56,24 @@ _USUAL_BOUND = 4
 """Bound on the lag for scripts of slime's fully asynchronous rollout, which has none."""
 
 
+def read_recipe(
+    files: Sequence[Path], overrides: Sequence[str], name: str
+) -> tuple[ImportedRecipe, Collection[str]]:
+    """Return the recipe of the one launch script in ``files``, and all flags that are known.
+
+    ``name``: of the run. Raises OSError, and UnreadableScript for what is no such script.
+    """
+    if len(files) != 1 or overrides:
+        raise UnreadableScript("expected one launch script of slime: change its flags in the script itself")
+    script = read_launch_script(files[0], os.environ)
+    if is_supervised(script):
+        raise UnreadableScript(
+            f"{files[0]} trains on given responses (--loss-type sft_loss), expected reinforcement: write a "
+            "recipe of `slipstream sft` (configs/recipes/sft-qwen3-4b-1n8g-dp8.yaml is one)"
+        )
+    return recipe_of(script, name), {*SETTINGS, *HOOKS, *NEEDLESS, *REFUSED}
+
+
 def recipe_of(script: LaunchScript, name: str) -> ImportedRecipe:
     """Return the recipe of a script. ``name``: of the run. The loader has not seen it."""
     return _Import(script, name).recipe
@@ -53,7 +81,7 @@ def recipe_of(script: LaunchScript, name: str) -> ImportedRecipe:
 
 class _Import:
     def __init__(self, script: LaunchScript, name: str) -> None:
-        self.recipe = ImportedRecipe(notes=list(script.notes))
+        self.recipe = ImportedRecipe("slime", "--{} {}", notes=list(script.notes))
         self._settings = self.recipe.settings
         self._all_flags = script.flags
         self._flags = FlagValues(script.flags)
@@ -446,8 +474,3 @@ def _text_of(flag: Flag) -> str:
     if len(flag.values) != 1:
         raise FlagError(f"expected one import path, found {flag.text!r}")
     return flag.values[0]
-
-
-def run_name(path: Path) -> str:
-    """Return a name for the run of a script."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-.") or "imported"

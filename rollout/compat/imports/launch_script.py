@@ -1,19 +1,33 @@
-"""Reads a slime launch script without running it: which flags its trainer would be started with.
+"""Reads a launch script without running it: which flags its trainer would be started with.
 
 A launch script is bash: arrays of flags, variables, files that it sources, and at its end one command that
-starts `train.py` or `train_async.py` with them. What only running it could tell, such as the output of a
-command or a variable of the environment, is reported and left out.
+starts the trainer: `train.py --lr 1e-6` for slime, `-m verl.trainer.main_ppo data.seed=1` for verl. What only
+running it could tell, such as the output of a command or a variable of the environment, is reported and left
+out.
 """
 
+import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-_TRAINERS = ("train.py", "train_async.py")
+OF_SLIME = re.compile(r"(?:.*/)?(?:train|train_async)\.py")
+"""The program that a launch script of slime starts."""
+
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _EXPANSION = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^{}]*))?\}|\$(\w+)")
+_CALCULATION = re.compile(r"\$\(\(((?:[^()$]|\((?:[^()$]|\([^()$]*\))*\))*)\)\)")
+"""Arithmetic of bash: ``$((1024 * 8))``."""
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: int.__add__,
+    ast.Sub: int.__sub__,
+    ast.Mult: int.__mul__,
+    ast.Div: int.__floordiv__,
+    ast.Mod: int.__mod__,
+}
 _LITERAL_DOLLAR = "\0"
 """Stands for a dollar sign between single quotes, which is not expanded."""
 
@@ -72,10 +86,12 @@ class LaunchScript:
     """The program that a script would start, with its flags."""
 
     trainer: str = ""
-    """`train.py` or `train_async.py`."""
+    """The program: `train.py`, `verl.trainer.main_ppo`."""
     flags: list[Flag] = field(default_factory=list[Flag])
     notes: list[str] = field(default_factory=list[str])
     """Messages about parts of the script that could not be read."""
+    words: list[str] = field(default_factory=list[str])
+    """What stands after the program."""
 
 
 @dataclass(frozen=True)
@@ -85,21 +101,27 @@ class _Array:
     words: list[str]
 
 
-def read_launch_script(path: Path, environment: Mapping[str, str] | None = None) -> LaunchScript:
+def read_launch_script(
+    path: Path, environment: Mapping[str, str] | None = None, starts: re.Pattern[str] = OF_SLIME
+) -> LaunchScript:
     """Read a script and the files that it sources. Raises UnreadableScript and OSError.
 
     ``environment``: variables that the script may read without setting them. Secrets among them are not read.
+    ``starts``: matches the program, as the script names it.
     """
-    reader = _Reader(path, environment or {})
+    reader = _Reader(path, environment or {}, starts)
     reader.read(path, 0)
     if not reader.script.trainer:
-        raise UnreadableScript(f"{path} starts none of {', '.join(_TRAINERS)}, expected a launch script")
+        raise UnreadableScript(
+            f"{path} starts no trainer, such as train.py or verl.trainer.main_ppo, expected a launch script"
+        )
     return reader.script
 
 
 class _Reader:
-    def __init__(self, path: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, environment: Mapping[str, str], starts: re.Pattern[str]) -> None:
         self.script = LaunchScript()
+        self._starts = starts
         self._environment = {name: value for name, value in environment.items() if not _SECRET.search(name)}
         self._arrays: dict[str, list[str]] = {}
         self._scalars: dict[str, str] = {}
@@ -125,7 +147,7 @@ class _Reader:
         if not words:
             return
         if self.script.trainer and (array := _EXPANSION.fullmatch(words[0])) and array[1] in self._arrays:
-            self.script.flags += _flags(self._expanded(words))
+            self._take(words)
             self.script.notes.append(
                 f"the command of {self.script.trainer} ends before {words[0]}: a backslash is missing in the "
                 "script, and what follows is taken as its flags"
@@ -135,16 +157,18 @@ class _Reader:
             self._source(words[1], depth)
             return
         for position, word in enumerate(words):
-            if word.rpartition("/")[2] in _TRAINERS:
-                self.script.trainer = word.rpartition("/")[2]
-                self.script.flags = list(_flags(self._expanded(words[position + 1 :])))
+            if self._starts.fullmatch(word):
+                self.script.trainer, self.script.words = word.rpartition("/")[2], []
+                self._take(words[position + 1 :])
                 return
 
+    def _take(self, words: list[str]) -> None:
+        self.script.words += self._expanded(words)
+        self.script.flags = list(_flags(self.script.words))
+
     def _assign(self, name: str, value: str) -> None:
-        if "$(" in value or "`" in value:
-            self._scalars.pop(name, None)
-            return
         words = self._expanded([value], quiet=True)
+        self._scalars.pop(name, None)
         if words:
             self._scalars[name] = " ".join(words)
 
@@ -172,15 +196,47 @@ class _Reader:
                 expanded += self._arrays[whole[1]]
                 continue
             missing: list[str] = []
-            text = _EXPANSION.sub(partial(self._value, missing=missing), word)
+            text = self._text(word, missing)
             is_unknown = "$(" in text or "`" in text
             if (missing or is_unknown) and not quiet:
                 self._note_missing(word, missing)
             if is_unknown or (missing and (quiet or whole)):
                 continue
-            if text or not whole:
+            pieces = text.split()
+            if whole and not quiet and all("=" in piece for piece in pieces):
+                expanded += pieces  # a text of several overrides, without quotes
+            elif text or not whole:
                 expanded.append(text.replace(_LITERAL_DOLLAR, "$"))
         return expanded
+
+    def _text(self, word: str, missing: list[str]) -> str:
+        """Return a word with its variables, also those within defaults of others, and with its sums."""
+        text, before = word, ""
+        while text != before:
+            before = text
+            text = _EXPANSION.sub(partial(self._value, missing=missing), before)
+            text = _CALCULATION.sub(self._calculated, text)
+        return text
+
+    def _calculated(self, match: re.Match[str]) -> str:
+        """Return the result of a sum; the sum as it is where it holds more than whole numbers."""
+        try:
+            return str(self._number(ast.parse(match[1].strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError):
+            return match[0]
+
+    def _number(self, node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int(value)):
+                return value
+            case ast.Name(id=name) if name in self._scalars:
+                return int(self._scalars[name])
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self._number(operand)
+            case ast.BinOp(left, kind, right) if type(kind) in _OPERATORS:
+                return _OPERATORS[type(kind)](self._number(left), self._number(right))
+            case _:
+                raise ValueError(ast.unparse(node))
 
     def _value(self, match: re.Match[str], missing: list[str]) -> str:
         """Return the value of a variable, or its name where the script does not set it."""
