@@ -44,7 +44,7 @@ HELD_OUT = 300
 BATCH, STEPS = 64, 48
 """Turns of a training step, and training steps."""
 
-START_TIMEOUT_S, STEPS_TIMEOUT_S, END_TIMEOUT_S = 600, 1800, 120
+START_TIMEOUT_S, STEPS_TIMEOUT_S, END_TIMEOUT_S = 1800, 1800, 120
 
 SETTINGS = (f"rollout.batch_size={BATCH}", "live={}", "checkpoint.every=1000")
 """Settings that differ from those of the quickstart."""
