@@ -21,8 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sized
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ HELD_OUT = 300
 BATCH, STEPS = 64, 48
 """Turns of a training step, and training steps."""
 
-START_TIMEOUT_S, STEPS_TIMEOUT_S, END_TIMEOUT_S = 300, 600, 120
+START_TIMEOUT_S, STEPS_TIMEOUT_S, END_TIMEOUT_S = 1800, 1800, 120
 
 SETTINGS = (f"rollout.batch_size={BATCH}", "live={}", "checkpoint.every=1000")
 """Settings that differ from those of the quickstart."""
@@ -82,7 +82,7 @@ class Served:
         """``root``: folder of the run folder ``name``."""
         self.folder = root / name
         self._out = root / f"{name}.out"
-        self._key = secrets.token_hex(16)
+        self.key = secrets.token_hex(16)
         self._ports = [hold_port("127.0.0.1"), hold_port("127.0.0.1")]
         port, admin_port = map(port_of, self._ports)
         self.url = f"http://127.0.0.1:{port}"
@@ -97,14 +97,14 @@ class Served:
                 command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"SGLANG_API_KEY": self._key},
+                env=os.environ | {"SGLANG_API_KEY": self.key},
                 preexec_fn=partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM),  # it ends with the benchmark
             )
 
     @asynccontextmanager
     async def conversations(self) -> AsyncIterator[Conversations]:
         """Give a way to talk to the policy, once it is served."""
-        conversations = Conversations(self.url, self._key)
+        conversations = Conversations(self.url, self.key)
         try:
             ready = asyncio.ensure_future(conversations.ready(START_TIMEOUT_S))
             while not ready.done():
@@ -149,17 +149,39 @@ class Served:
 
 async def learn(root: Path, seed: int, *, shuffled: bool) -> Outcome:
     """Serve the policy of a seed to users until it has learned from them for ``STEPS`` steps."""
-    name = f"seed-{seed}{'-shuffled' * shuffled}"
-    policy, held_out = root / f"policy-{seed}", held_out_set(seed, HELD_OUT)
-    served = Served(root, name, *SETTINGS, f"run.seed={seed}", f"run.steps={STEPS}", f"model.path={policy}")
+    problems = train_problems(random.Random(f"users-{seed}"))
+    shuffle = Shuffle(random.Random(f"words-{seed}"), USERS // 2)
+
+    def talking(conversations: Conversations) -> AbstractAsyncContextManager[Sized]:
+        return Users(conversations, problems, USERS, shuffle.exchange if shuffled else honestly).talking()
+
+    return await learned(serve(root, f"seed-{seed}{'-shuffled' * shuffled}", seed), seed, shuffled, talking)
+
+
+def serve(root: Path, name: str, seed: int, *settings: str) -> Served:
+    """Serve the start policy of a seed, which learns for ``STEPS`` steps. ``settings``: further ones."""
+    policy = root / ".inputs" / f"policy-{seed}"  # what `prepare` makes lies in a hidden folder
+    return Served(
+        root, name, *SETTINGS, f"run.seed={seed}", f"run.steps={STEPS}", f"model.path={policy}", *settings
+    )
+
+
+async def learned(
+    served: Served,
+    seed: int,
+    shuffled: bool,
+    talking: Callable[[Conversations], AbstractAsyncContextManager[Sized]],
+) -> Outcome:
+    """Return what a served policy learns, and end it.
+
+    ``talking``: users talk inside of the block, which gives their answers.
+    """
+    held_out = held_out_set(seed, HELD_OUT)
     try:
         async with served.conversations() as conversations:
             before = await conversations.accuracy(held_out, USERS)
-            problems = train_problems(random.Random(f"users-{seed}"))
-            shuffle = Shuffle(random.Random(f"words-{seed}"), USERS // 2)
-            users = Users(conversations, problems, USERS, shuffle.exchange if shuffled else honestly)
             began = time.monotonic()
-            async with users.talking():
+            async with talking(conversations) as answers:
                 await served.trained(STEPS)
             seconds = time.monotonic() - began
             after = await conversations.accuracy(held_out, USERS)
@@ -172,7 +194,7 @@ async def learn(root: Path, seed: int, *, shuffled: bool) -> Outcome:
         before,
         after,
         seconds,
-        len(users.answers),
+        len(answers),
         audit.turns["trained"],
         audit.max_head_lag or 0,
         len(audit.discrepancies),

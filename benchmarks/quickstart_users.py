@@ -149,13 +149,13 @@ class Users:
         """All answers, by session."""
 
     @asynccontextmanager
-    async def talking(self) -> AsyncIterator[None]:
-        """Have users talk inside of the block, and leave at its end. Raises, in an ExceptionGroup, whatever
-        a user's client raises.
+    async def talking(self) -> AsyncIterator[dict[str, tuple[Problem, Answer]]]:
+        """Have users talk inside of the block, which gets ``answers``, and leave at its end. Raises, in an
+        ExceptionGroup, whatever a user's client raises.
         """
         async with asyncio.TaskGroup() as tasks:
             users = [tasks.create_task(self._user(stream=bool(n % 2))) for n in range(self._count)]
-            yield
+            yield self.answers
             for user in users:
                 user.cancel()
 

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from slipstream.client import Client, GatewayRefused
+from slipstream.rollout.gateway.serving.session_routes import PIECE
 
 SAY = [{"role": "user", "content": "#say yes"}]
 
@@ -98,6 +99,16 @@ def test_sessions_that_are_opened_again_are_named_when_they_are_durable(gateway)
     assert again.json() == named.json() and len(again.json()["sessions"]) == 2
     other = httpx.post(f"{gateway.url}/sessions", json={**body, "count": 3}, headers=headers, timeout=60)
     assert other.status_code == 409 and "was used to open other sessions" in other.text
+
+
+def test_a_list_of_many_sessions_is_whole(client):
+    names = [session.name for session in client.group("What?", 2 * PIECE + 1)]
+    assert [each["session"] for each in client.sessions()][-len(names) :] == names
+
+
+def test_a_key_without_sessions_has_an_empty_list(gateway):
+    with Client(gateway.url, "key-side") as other:
+        assert other.sessions() == []
 
 
 def test_a_function_is_an_episode(client):

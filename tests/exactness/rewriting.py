@@ -29,7 +29,7 @@ class RewritingAgent(Conversation):
         self.protocol = CHAT
         self.naming = "history"  # the gateway's own means are those of other conversations
         named = {draw.choice(HEADERS): f"agent {self.number}"} if draw.random() < 0.5 else {}
-        kinds = draw.sample(list(REWRITINGS), draw.randint(1, 2))
+        kinds = sorted(draw.sample(list(REWRITINGS), draw.randint(1, 2)), key=list(REWRITINGS).index)
         history: list[Message] = []
         for step in range(max(2, steps)):
             new = self._next(Branch(history)) if history else self._question()
@@ -78,6 +78,17 @@ def _trimmed(messages: list[Message], step: int) -> list[Message]:
     return [*kept, _with(last, f"  {text_of(last)}\n") if last["role"] == "user" else last]
 
 
+def _answered_by_itself(messages: list[Message], step: int) -> list[Message]:
+    """Say something before the last question, and answer that, as aider does."""
+    if messages[-1]["role"] != "user":
+        return messages
+    own: list[Message] = [
+        {"role": "user", "content": "No files are shared."},
+        {"role": "assistant", "content": "Ok."},
+    ]
+    return [*messages[:-1], *own, messages[-1]]
+
+
 def _with(message: Message, text: str) -> Message:
     return {**message, "content": text}
 
@@ -89,6 +100,7 @@ REWRITINGS: Mapping[str, Callable[[list[Message], int], list[Message]]] = {
     "reminder first": _reminder_first,
     "reminder last": _reminder_last,
     "trimmed": _trimmed,
+    "answered by itself": _answered_by_itself,
 }
 
 

@@ -269,7 +269,7 @@ def test_turns_of_a_session_that_its_client_has_opened_say_so(gateway, restarts)
     own = gateway.talk([user("a")], ODD, session=name)
     other = gateway.talk([user("a")], ODD, session="other")
     assert (gateway.turn(own).is_rewarded, gateway.turn(other).is_rewarded) == (True, False)
-    assert gateway.sessions.listed(User("key"), name)[0].tags == {"task": "sums"}
+    assert next(gateway.sessions.listed(User("key"), name)).tags == {"task": "sums"}
 
 
 @pytest.mark.parametrize("restarts", [False, True])

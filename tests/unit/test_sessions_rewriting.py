@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from slipstream.rollout.gateway.conversations import User
+from slipstream.rollout.gateway.sessions import placing
 from slipstream.rollout.tokens.turn_entries import SessionEnd
 from tests.unit.talking import Gateway, assistant, user, written_call
 
@@ -64,6 +65,11 @@ def all_at_once(history: Messages, step: int) -> Messages:
     return [system(f"step {step}"), *moving_reminder(trimmed(history[-3:], step), step)]
 
 
+def answered_by_itself(history: Messages, step: int) -> Messages:
+    """As aider does, which says where the files are before each question and answers that itself."""
+    return [system("be brief"), *history[:-1], user("no files"), assistant("Ok."), history[-1]]
+
+
 REWRITINGS: list[Callable[[Messages, int], Messages]] = [
     plain,
     changing_system,
@@ -74,6 +80,7 @@ REWRITINGS: list[Callable[[Messages, int], Messages]] = [
     trimmed,
     parts,
     all_at_once,
+    answered_by_itself,
 ]
 NAMINGS: list[dict[str, Any]] = [{}, {"session": "s"}, {"client_session": "c"}]
 
@@ -180,6 +187,64 @@ def test_the_name_that_a_request_gives_goes_before_ids_and_these_go_before_heade
     ]
     assert gateway.begin(history, session="new").session == "new"
     assert gateway.begin(history, client_session="new").session == gateway.turn(first).session == "old"
+
+
+def test_of_many_sessions_with_one_answer_few_are_compared_with_a_conversation(monkeypatch):
+    """One key may have thousands of them, and the process serves others meanwhile."""
+    gateway, many, compared = Gateway(), 10 * placing.MOST_COMPARED, []
+    turns = [gateway.talk([system("s"), user(f"is {n} prime")], "Yes<|end|>") for n in range(many)]
+    repeats = placing.repeats_at
+    monkeypatch.setattr(placing, "repeats_at", lambda *args: compared.append(args) or repeats(*args))
+    for n in (3, many - 1):
+        asked = user(f"{REMINDER}\n is  {n} prime")
+        begun = gateway.begin([system("now"), asked, assistant("Yes"), user(f"why {n}")])
+        assert begun.session == gateway.turn(turns[n]).session
+    assert len(compared) <= 2 * placing.MOST_COMPARED
+    assert gateway.next_states() == {turns[n]: [f"why {n}"] for n in (3, many - 1)}
+
+
+def test_of_many_sessions_with_one_exchange_none_is_taken_and_none_has_ended():
+    gateway, many = Gateway(), placing.MOST_COMPARED + 2
+    turns = [gateway.talk([system(f"{n}"), user("is 7 prime")], "Yes<|end|>") for n in range(many)]
+    begun = gateway.begin([system("now"), user("is 7 prime"), assistant("Yes"), user("why")])
+    assert begun.session not in {gateway.turn(turn).session for turn in turns}
+    gateway.append(gateway.sessions.sweep(gateway.now + 1e6))
+    lost = {number for entry in gateway.journal if isinstance(entry, SessionEnd) for number in entry.unpaired}
+    assert (lost, gateway.next_states()) == (set(turns), {})
+
+
+def test_an_answer_of_the_clients_own_does_not_hide_that_an_edited_answer_is_nobodys():
+    gateway = Gateway()
+    hi, hello = user("hi"), assistant("Hello")
+    first = gateway.talk([hi], "Hello<|end|>")
+    second = gateway.talk([hi, hello, user("go")], "well<|end|>")
+    begun = gateway.begin([hi, hello, user("go"), assistant("not well"), user("thanks")])
+    assert begun.session == gateway.turn(first).session
+    assert gateway.next_states() == {first: ["go"]}
+    gateway.end(begun, "bye<|end|>")
+    gateway.append(gateway.sessions.sweep(gateway.now + 1e6))
+    assert gateway.journal[-1].unpaired == (second,)
+
+
+def test_an_exchange_that_goes_on_already_says_nothing_after_an_answer_of_the_clients_own():
+    gateway = Gateway()
+    ask, yes = user("is 7 prime"), assistant("Yes")
+    first = gateway.talk([system("a"), ask], "Yes<|end|>")
+    gateway.talk([system("a"), ask, yes, user("why")], "So<|end|>")
+    begun = gateway.begin([system("b"), ask, yes, user("no files"), assistant("Ok."), user("is 8 prime")])
+    assert begun.session != gateway.turn(first).session
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_exchange_that_two_sessions_have_names_none_after_an_answer_of_the_clients_own(goes_on):
+    gateway = Gateway()
+    ask, yes = user("is 7 prime"), assistant("Yes")
+    turns = [gateway.talk([system(name), ask], "Yes<|end|>") for name in "ab"]
+    if goes_on:
+        gateway.talk([system("a"), ask, yes, user("why")], "So<|end|>")
+    begun = gateway.begin([system("c"), ask, yes, user("no files"), assistant("Ok."), user("is 8 prime")])
+    assert begun.session not in {gateway.turn(turn).session for turn in turns}
+    assert gateway.next_states() == ({turns[0]: ["why"]} if goes_on else {})
 
 
 def test_another_agent_in_the_session_is_nobodys_next_state():

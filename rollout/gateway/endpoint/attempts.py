@@ -9,7 +9,7 @@ void. Requests of the attempt that still run at its end are dropped.
 
 import hashlib
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import count
@@ -112,11 +112,11 @@ class Attempts:
         """Refuse to open a session. Raises TooManySessions."""
         raise TooManySessions("an episode is one session: its agent returns its reward", 60.0)
 
-    def listed(self, user: User, name: str | None = None) -> list[ListedSession]:
+    def listed(self, user: User, name: str | None = None) -> Iterator[ListedSession]:
         """Return nothing: nobody rewards a turn of an episode. Raises UnknownTurn for a name."""
         if name is not None:
             raise UnknownTurn("an episode shows no sessions")
-        return []
+        return iter(())
 
     def forget(self, session: str | None, key: str | None) -> Sequence[Entry]:
         """Refuse to forget. Raises UnknownTurn."""

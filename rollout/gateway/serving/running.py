@@ -9,7 +9,7 @@ cancelled, and recorded as that.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -256,8 +256,8 @@ class Conversations(Protocol):
         """
         ...
 
-    def listed(self, user: User, name: str | None = None) -> list[ListedSession]:
-        """Return the sessions of a user, or the one of a name. Raises UnknownTurn."""
+    def listed(self, user: User, name: str | None = None) -> Iterator[ListedSession]:
+        """Return the sessions of a user, or the one of a name. Raises UnknownTurn at once."""
         ...
 
     def forget(self, session: str | None, key: str | None) -> Sequence[Entry]:

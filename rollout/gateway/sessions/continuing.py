@@ -6,6 +6,7 @@ The predecessor of a request is, in this order,
    answer;
 2. the turn that has made a tool call whose id the request repeats last;
 3. the turn with the answer that the request repeats last, although something before it has been rewritten;
+   where the client has answered a message of its own since, the answer before that, if its turn waits;
 4. the newest turn after the last known message: its answer has been rewritten;
 5. none: the conversation is new.
 
@@ -116,6 +117,14 @@ def last_answer(messages: Sequence[ChatMessage]) -> int:
     return max(answers, default=-1)
 
 
+def answer_before(messages: Sequence[ChatMessage], last: int) -> int:
+    """Return the place of the answer before the last one, where the client may have answered a message of its
+    own; -1: no message stands between them.
+    """
+    before = last_answer(messages[: max(last, 0)])
+    return before if before < last - 1 else -1
+
+
 def predecessor_of_chat(
     session: SessionState, messages: Sequence[ChatMessage], marks: Sequence[Mark]
 ) -> Predecessor:
@@ -149,6 +158,11 @@ def _rewritten(
         is_reaction = turn is not None and new and _is_same_agent(turn, messages)
         return Predecessor(None, new, turn) if is_reaction else Predecessor(None)
     turn, equals = _with_answer(session, messages, marks, last)
+    if not equals and marks[last].alone not in session.answers:
+        # aider says which files there are, and "Ok." to that, between each answer and the next question
+        own, owns = _with_answer(session, messages, marks, answer_before(messages, last))
+        if own is not None and own.waits and owns == 1:
+            return Predecessor(own, reaction, own)
     if equals != 1:
         answered = _last_answered(session)
         is_meant = answered is not None and answered.node.mark.alone == marks[last].alone
@@ -249,9 +263,9 @@ def _repeated(turn: ChainTurn, messages: Sequence[ChatMessage], marks: Sequence[
     return length
 
 
-def repeats_last(turn: ChainTurn, messages: Sequence[ChatMessage], marks: Sequence[Mark]) -> bool:
-    """True if a conversation repeats the answer of a turn last, after the same message, if only rewritten."""
-    return _repeated(turn, messages, marks, last_answer(messages)) > 1
+def repeats_at(turn: ChainTurn, messages: Sequence[ChatMessage], marks: Sequence[Mark], place: int) -> bool:
+    """True if a conversation has a turn's answer in a place, after the same message, if only rewritten."""
+    return _repeated(turn, messages, marks, place) > 1
 
 
 def _behind_known(session: SessionState, marks: Sequence[Mark]) -> ChainTurn | None:

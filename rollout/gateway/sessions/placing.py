@@ -21,11 +21,20 @@ from slipstream.rollout.gateway.conversations import (
     TooManySessions,
     UnknownTurn,
 )
-from slipstream.rollout.gateway.sessions.continuing import last_answer, repeats_last
+from slipstream.rollout.gateway.sessions.continuing import answer_before, last_answer, repeats_at
 from slipstream.rollout.gateway.sessions.counters import SessionCounters
-from slipstream.rollout.gateway.sessions.stored import EndedTurn, SessionGroup, SessionState
-from slipstream.rollout.tokens.conversation.sameness import Mark, ids_of_calls, results_of
+from slipstream.rollout.gateway.sessions.stored import EndedTurn, MessageNode, SessionGroup, SessionState
+from slipstream.rollout.tokens.conversation.sameness import (
+    Mark,
+    digest_of_exchange,
+    ids_of_calls,
+    results_of,
+)
 from slipstream.rollout.tokens.turn_entries import Opened
+
+MOST_COMPARED = 64
+"""Sessions with equal answers that are compared with a conversation, message by message. Of more, only those
+are that have the answer after the same message, up to blocks in tags and blanks."""
 
 Id = tuple[str, str]
 """Name of the API key, and name of the session. Two keys never share a session."""
@@ -80,8 +89,9 @@ class SessionTable:
         self._histories: dict[tuple[str, bytes], OrderedDict[Id, SessionState]] = {}
         """By key and history: the sessions in which a turn ends there. Those in which it waits for its next
         state are first."""
-        self._answers: dict[tuple[str, bytes], list[SessionState]] = {}
-        """By key and by the digest of an answer alone: sessions with a turn that has it."""
+        self._answers: dict[tuple[str, bytes], dict[Id, SessionState]] = {}
+        """By key and by the digest of an answer, alone and with the message before it: sessions with a turn
+        that has it."""
         self._named: dict[tuple[str, str], SessionState] = {}
         """Sessions by key and by the ids of requests whose answers can be named."""
         self._with_id: dict[tuple[str, str], list[SessionState]] = {}
@@ -133,7 +143,7 @@ class SessionTable:
 
     def of_key(self, key: str) -> list[SessionState]:
         """Return all sessions of a key, the one that has rested longest first."""
-        return [session for session in self._sessions.values() if session.key == key]
+        return list(self._shares.get(key, _Share()).sessions.values())
 
     def make_room(self, key: str, now_s: float) -> SessionState | None:
         """Make room for another session of a key; return the one that had to go. Raises TooManySessions.
@@ -276,16 +286,21 @@ class SessionTable:
         self._forget_names(session)
         self._forget_rewards(session)
 
-    def list_answer(self, session: SessionState, mark: Mark) -> None:
+    def list_answer(self, session: SessionState, answer: MessageNode) -> None:
         """Note that a turn of a session ends with an answer, and waits for its next state."""
+        identity, mark = (session.key, session.name), answer.mark
         sessions = self._histories.setdefault((session.key, mark.history), OrderedDict())
-        if (session.key, session.name) not in sessions:
-            sessions[session.key, session.name] = session
+        if identity not in sessions:
+            sessions[identity] = session
             session.histories.append(mark.history)
-        same = self._answers.setdefault((session.key, mark.alone), [])
-        if session not in same:
-            same.append(session)
-            session.answered.append(mark.alone)
+        digests = [mark.alone]
+        if answer.before is not None:
+            digests.append(digest_of_exchange(answer.before.message, mark.alone))
+        for digest in digests:
+            same = self._answers.setdefault((session.key, digest), {})
+            if identity not in same:
+                same[identity] = session
+                session.answered.append(digest)
 
     def settled(self, session: SessionState, history: bytes) -> None:
         """Note that no turn of a session waits for its next state at a history any longer."""
@@ -389,22 +404,44 @@ class SessionTable:
         """Return the session of a conversation whose history was rewritten; None: none, or several may be.
 
         A conversation that begins as a stored one is not rewritten: None. The session has the answer that the
-        conversation repeats last, after the same message, if only rewritten.
+        conversation repeats last, after the same message, if only rewritten. The client may have answered a
+        message of its own since: then the session's turn must wait.
         """
         if any((key, mark.history) in self._histories for mark in marks):
             return None
-        last = last_answer(messages)
-        same = () if last < 0 else self._answers.get((key, marks[last].alone), ())
-        found = [
-            session
-            for session in same
-            if any(repeats_last(turn, messages, marks) for turn in session.newest())
-        ]
+        place = last_answer(messages)
+        is_own = place > 0 and (key, marks[place].alone) not in self._answers
+        if is_own:
+            place = answer_before(messages, place)
+        found = self._with_answer(key, messages, marks, place)
+        if len(found) <= MOST_COMPARED:
+            found = [
+                session
+                for session in found
+                if any(repeats_at(turn, messages, marks, place) for turn in session.newest())
+            ]
         if len(found) > 1:
             self._counters.ambiguous += 1
             for session in found:
                 session.doubt()
-        return found[0] if len(found) == 1 else None
+        if len(found) != 1 or (is_own and not _waits_at(found[0], messages, marks, place)):
+            return None
+        return found[0]
+
+    def _with_answer(
+        self, key: str, messages: Sequence[ChatMessage], marks: Sequence[Mark], place: int
+    ) -> list[SessionState]:
+        """Return sessions that may have the answer in a place of a conversation, after the same message.
+
+        A key may have thousands of sessions with one short answer: none of another key waits for them.
+        """
+        if place < 1:
+            return []
+        alone = marks[place].alone
+        same = self._answers.get((key, alone), {})
+        if len(same) > MOST_COMPARED:
+            same = self._answers.get((key, digest_of_exchange(messages[place - 1], alone)), {})
+        return list(same.values())
 
     def _unlist(self, session: SessionState, keep: frozenset[bytes]) -> None:
         for history in session.histories:
@@ -415,11 +452,11 @@ class SessionTable:
             if not histories:
                 del self._histories[session.key, history]
         session.histories = [history for history in session.histories if history in keep]
-        for alone in session.answered:
-            sessions = self._answers[session.key, alone]
-            sessions.remove(session)
+        for digest in session.answered:
+            sessions = self._answers[session.key, digest]
+            del sessions[session.key, session.name]
             if not sessions:
-                del self._answers[session.key, alone]
+                del self._answers[session.key, digest]
         session.answered.clear()
 
     def _count_evicted(self, session: SessionState) -> None:
@@ -430,3 +467,10 @@ def _waits(session: SessionState, history: bytes) -> bool:
     """True if a turn of a session waits for a next state at the end of a history."""
     node = session.nodes.get(history)
     return history in session.cleared or (node is not None and any(turn.waits for turn in node.turns))
+
+
+def _waits_at(
+    session: SessionState, messages: Sequence[ChatMessage], marks: Sequence[Mark], place: int
+) -> bool:
+    """True if a turn of a session waits for its next state whose answer a conversation has in a place."""
+    return any(turn.waits and repeats_at(turn, messages, marks, place) for turn in session.newest())

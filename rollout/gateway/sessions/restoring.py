@@ -120,7 +120,7 @@ class Restoring:
             turn.continue_anchor()
             session.add_turn(turn)
             for node in session.endings(turn.node):
-                self._table.list_answer(session, node.mark)
+                self._table.list_answer(session, node)
             self._table.account(session, size)
         if bytes(entry.exchange):
             self._table.name_answer(session, entry.response, number, entry.previous)

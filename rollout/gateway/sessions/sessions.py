@@ -8,7 +8,7 @@ Entries leave in the return values of ``begin``, ``end``, ``sweep`` and the othe
 them to the journal at once and in this order. What arises elsewhere leaves with the next of these calls.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -233,10 +233,10 @@ class Sessions:
     def _there(self, sessions: Iterable[SessionState]) -> list[SessionState]:
         return [each for each in sessions if self._table.get(each.key, each.name) is each]
 
-    def listed(self, user: User, name: str | None = None) -> list[ListedSession]:
-        """Return the sessions of a user, or the one of a name. Raises UnknownTurn."""
+    def listed(self, user: User, name: str | None = None) -> Iterator[ListedSession]:
+        """Return the sessions of a user, or the one of a name. Raises UnknownTurn at once."""
         sessions = self._table.of_key(user.name) if name is None else [self._table.known(user.name, name)]
-        return [session.listed() for session in sessions]
+        return (session.listed() for session in sessions)
 
     def end_session(self, user: User, session: str) -> Sequence[Entry]:
         """End a session without a request. Raises UnknownTurn."""
@@ -388,7 +388,7 @@ class Sessions:
         reason = self._count(turn, entry, prompt)
         session.add_turn(turn)
         for node in session.endings(turn.node):
-            self._table.list_answer(session, node.mark)
+            self._table.list_answer(session, node)
         self._table.account(session, size)
         self._take_reaction(running, turn, answer.choice)
         running.named = bool(answer.exchange)

@@ -167,7 +167,7 @@ class SessionState:
     histories: list[bytes] = field(default_factory=list[bytes])
     """Digests under which the histories of all sessions have this one."""
     answered: list[bytes] = field(default_factory=list[bytes])
-    """Digests of answers alone under which all sessions have this one."""
+    """Digests of answers, alone and with the message before, under which all sessions have this one."""
     named: dict[str, NamedAnswer] = field(default_factory=dict[str, NamedAnswer])
     """Answers that later requests can name, by the ids of their requests."""
     running: int = 0

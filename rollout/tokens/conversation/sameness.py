@@ -101,6 +101,16 @@ def is_rewritten(one: Mapping[str, object], other: Mapping[str, object]) -> bool
     return begins_or_ends or (len(short) >= _TELLING and short in long)
 
 
+def digest_of_exchange(before: Mapping[str, object], alone: bytes) -> bytes:
+    """Return a digest of an answer and the message before it, up to blocks in tags and blanks.
+
+    ``alone``: digest of the answer.
+    """
+    text = text_of(before)
+    said = digest_alone({**before, "content": _bare(text)}) if isinstance(text, str) else digest_alone(before)
+    return blake2b(said + alone, digest_size=16).digest()
+
+
 _TELLING = 16
 """Characters of a text that hardly stands in another one by chance."""
 
