@@ -81,6 +81,10 @@ SETTINGS: dict[str, Setting] = {
     **dict.fromkeys(PIPELINE, ("rollout.engine.pipeline_parallel", _whole)),
     "rollout-max-context-len": ("rollout.engine.args.context_length", _whole),
     "colocate": ("rollout.engine.colocated", _yes),
+    "use-rollout-routing-replay": (
+        "actor.routing_replay",
+        lambda text: "rollout" if _yes(text) else "off",
+    ),
     "tensor-model-parallel-size": ("actor.parallel.tensor", _whole),
     "pipeline-model-parallel-size": ("actor.parallel.pipeline", _whole),
     "context-parallel-size": ("actor.parallel.context", _whole),
@@ -324,8 +328,7 @@ REFUSED = {
     "overlap-cpu-optimizer-d2h-h2d": "the optimizer stays on the GPUs",
     **_each("the trainer computes in model.dtype, not in fp8", "fp8-format fp8-recipe"),
     "use-precision-aware-optimizer": "the optimizer's state is float32",
-    "use-rollout-routing-replay": "routes of experts are not replayed",
-    "use-routing-replay": "routes of experts are not replayed",
+    "use-routing-replay": "with `actor.minibatches` of 2 or more, set `actor.routing_replay: recompute`",
     **_each(
         _DEVELOPERS,
         """
