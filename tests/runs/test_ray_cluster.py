@@ -48,6 +48,7 @@ def cluster() -> Iterator[tuple[int, str]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.slow  # a Ray cluster starts for it
 @pytest.mark.timeout(900)
 def test_a_run_joins_a_cluster_of_others_and_leaves_it_running(
     launch: Callable[..., LaunchedRun], cluster: tuple[int, str]
