@@ -116,6 +116,10 @@ def auxiliary_losses_have_an_effect(config: RunConfig) -> Iterator[Violation]:
         )
 
 
+UNNUMBERED = ("minimax_m2", "mixtral", "olmoe")
+"""Models whose routers have no layer number in SGLang, which ends at the first request for their experts."""
+
+
 def replayed_routes_exist(config: RunConfig) -> Iterator[Violation]:
     actor = config.actor
     if actor.routing_replay == "off":
@@ -124,7 +128,9 @@ def replayed_routes_exist(config: RunConfig) -> Iterator[Violation]:
     if model_config(config, POLICY) is not None and not any(model_number(config, n) for n in EXPERT_COUNTS):
         whys.append("the model has no experts")
     if actor.routing_replay == "rollout":
-        pass
+        kind = (model_config(config, POLICY) or {}).get("model_type")
+        if kind in UNNUMBERED:
+            whys.append(f"SGLang's {kind} does not tell the experts of tokens")
     elif actor.interpolate_logprobs or not actor.recompute_logprobs:
         whys.append("no pass for proximal log-probs is made; set actor.recompute_logprobs to true")
     elif actor.minibatches == 1:

@@ -790,6 +790,15 @@ def test_a_model_with_linear_attention_is_split_by_its_key_heads(base, overrides
     assert path is None or re.search(part, reasons[path])
 
 
+def test_a_model_whose_engine_cannot_tell_the_experts_of_tokens_is_refused(base):
+    file = base.parent / "model/config.json"
+    stated = {"model_type": "mixtral", "num_local_experts": 8}
+    file.write_text(json.dumps(json.loads(file.read_text()) | stated))
+    reasons = violations(base, "actor.routing_replay=rollout")
+    assert "SGLang's mixtral does not tell" in reasons["actor.routing_replay"]
+    assert "actor.routing_replay" not in violations(base)
+
+
 @pytest.mark.parametrize(("backend", "is_refused"), [("triton_kernel", True), ("triton", False)])
 def test_an_engine_that_would_not_tell_the_experts_of_tokens_is_refused(base, backend, is_refused):
     file, name = base.parent / "model/config.json", "moe_runner_backend"
