@@ -223,7 +223,7 @@ def test_an_answer_of_the_clients_own_does_not_hide_that_an_edited_answer_is_nob
     assert gateway.next_states() == {first: ["go"]}
     gateway.end(begun, "bye<|end|>")
     gateway.append(gateway.sessions.sweep(gateway.now + 1e6))
-    assert gateway.journal[-1].unpaired == (second,)
+    assert gateway.journal[-1] == SessionEnd(begun.session, "key", (second,))
 
 
 def test_an_exchange_that_goes_on_already_says_nothing_after_an_answer_of_the_clients_own():
