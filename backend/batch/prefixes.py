@@ -22,9 +22,10 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from slipstream.backend.batch.packing import Pack, distribute
-from slipstream.rollout.tokens.routes import Experts, joined_routes
+from slipstream.rollout.tokens.routes import joined_routes
 
 WORTH = 0.1
 """Share of the FLOPs of the dearest rank that must be saved. Keys are gathered once more for trajectories
@@ -54,7 +55,7 @@ def taken(tokens: Sequence[np.ndarray]) -> np.ndarray:
     return taken_N
 
 
-def keyed(tokens: Sequence[np.ndarray], routes: Sequence[Experts | None]) -> list[np.ndarray]:
+def keyed(tokens: Sequence[np.ndarray], routes: Sequence[npt.NDArray[np.uint16] | None]) -> list[np.ndarray]:
     """Return a number for each token, which is that of tokens with the same id and the same experts.
 
     routes: the engine's experts of the tokens of each trajectory (``Trajectory.routes_TW``); None: not known.
