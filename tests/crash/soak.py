@@ -63,6 +63,7 @@ SETTINGS = (
     "actor.optimizer.lr=1e-9",
     "checkpoint.every=20",
     "checkpoint.keep_last=2",
+    "rollout.engine.args.max_total_tokens=4096",  # else its pages fill up for hours
 )
 KINDS = ("driver", "collector", "judge", "trainer", "engine actor", "engine scheduler")
 LIVE_SETTINGS = (
