@@ -31,7 +31,7 @@ class TrainerActor:
         self._rank = rank
         self._device = device
         self._rank_class = rank_class
-        self._shown = shows_stacks(Path(logs), f"trainer-{rank}")
+        self._logs = Path(logs)
 
     def meeting_point(self) -> tuple[str, int]:
         """Return an address of this node and a port of it, held for the trainer's process group."""
@@ -45,7 +45,8 @@ class TrainerActor:
         """
         import ray
 
-        return this_process(), [str(gpu) for gpu in ray.get_gpu_ids()], self._shown
+        shown = shows_stacks(self._logs, f"trainer-{self._rank}")
+        return this_process(), [str(gpu) for gpu in ray.get_gpu_ids()], shown
 
     def connect(self, address: str, port: int) -> None:
         """Build the rank. Called on all ranks at once, with rank 0's meeting point."""

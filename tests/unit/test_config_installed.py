@@ -350,7 +350,7 @@ def test_megatron_fields_that_cannot_be_right_are_refused(field, value, says):
         ("speculative_algorithm", "EAGLE", "no speculative decoding"),
         ("speculative_num_steps", 3, "no speculative decoding"),
         ("disaggregation_mode", "prefill", "prefill, decode and encode servers"),
-        ("enable_return_routed_experts", True, "routing of experts"),
+        ("enable_return_routed_experts", True, "actor.routing_replay"),
         ("cpu_offload_gb", 8, "GPU memory"),
         ("json_model_override_args", '{"num_hidden_layers": 1}', "another model"),
         ("load_format", "dummy", "weights.transport"),
