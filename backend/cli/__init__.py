@@ -239,11 +239,12 @@ def eval_(
 ) -> None:
     """Evaluate a checkpoint with the recipe's workflow and reward: the mean over samples, and pass@k."""
     with reported():
-        from slipstream.backend.commands.evaluate import evaluate, prompt_sets
+        from slipstream.backend.commands.evaluate import evaluate, prompt_sets, with_checkpoint
 
         config = load_recipe(
             Path(recipe), [*(overrides or []), f"model.path={json.dumps(str(checkpoint))}", "prepare=null"]
         )
+        config = with_checkpoint(config)
         evaluate(config, prompt_sets(config, sets or []), samples, temperature, as_json=as_json)
 
 
