@@ -1,4 +1,4 @@
-"""A Hugging Face Hub on this machine: the requests of `huggingface_hub` for models, over real HTTP.
+"""A Hugging Face Hub on this machine: the requests of `huggingface_hub`, over real HTTP.
 
 python -m tests.hub ORG/NAME FOLDER    serves a folder as a model, and prints its HF_ENDPOINT
 """
@@ -53,7 +53,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.asked.append(f"{self.command} {self.path}")
         path, hub = self.path.partition("?")[0].strip("/"), self.server
         match path.split("/"):
-            case ["api", "models", owner, name, "revision" | "tree" as kind, revision]:
+            case ["api", "models" | "datasets", owner, name, "revision" | "tree" as kind, revision]:
+                pass
+            case ["datasets", owner, name, "resolve" as kind, revision, _]:
                 pass
             case [owner, name, "resolve" | "storage" as kind, revision, _]:
                 pass

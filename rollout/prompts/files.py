@@ -24,12 +24,31 @@ def local_files(path: Path) -> Sequence[Path]:
     return files
 
 
-def _downloaded(name: str) -> list[Path]:
-    """Return local copies of the files of a data set: those in the hub's cache, or new ones."""
+def at_commit(path: Path, commit: str) -> Path:
+    """Return the path of files of a data set of the hub at a commit, in place of their revision."""
+    repository, _, folder = _named(path_text(path))
+    return Path(f"hf://datasets/{repository}@{commit}", folder)
+
+
+def cached_commit(path: Path) -> str | None:
+    """Return the commit of files of a data set of the hub; None if they are not in the hub's cache."""
+    try:
+        return _top(path_text(path), cached=True).name
+    except HubError:
+        return None
+
+
+def _top(name: str, *, cached: bool = False) -> Path:
     repository, revision, folder = _named(name)
     patterns = [f"{folder}*{suffix}" for suffix in PROMPT_SUFFIXES]
+    return hub_files(name, repository, "dataset", revision, patterns, cached=cached)
+
+
+def _downloaded(name: str) -> list[Path]:
+    """Return local copies of the files of a data set: those in the hub's cache, or new ones."""
+    _, _, folder = _named(name)
     try:
-        top = hub_files(name, repository, "dataset", revision, patterns)
+        top = _top(name)
     except HubError as error:
         raise PromptError(str(error)) from None
     return _chosen(name, folder, {path.relative_to(top).as_posix(): path for path in sorted(top.rglob("*"))})

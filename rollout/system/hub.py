@@ -51,7 +51,10 @@ def hub_files(
     what = {"model": "model", "dataset": "data set"}[kind]
     command = f"hf download {repository}{' --repo-type dataset' * (kind == 'dataset')}"
     command += f" --revision {revision}" if revision else ""
-    way_out = f"download the files where there is a network, with the same HF_HOME or to a path: {command}"
+    way_out = (
+        "download the files where there is a network, into the same HF_HOME, or with --local-dir into a "
+        f"folder to name instead: {command}"
+    )
     if importlib.util.find_spec("huggingface_hub") is None:
         raise HubError(
             f"{name}: the package huggingface_hub, which downloads it, is not installed: pip install "

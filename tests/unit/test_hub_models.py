@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -15,6 +16,7 @@ from slipstream.backend.driver.start.run_folder import recipe_text
 from slipstream.configs.load import load_recipe
 from slipstream.configs.published import MODELS, shipped_config
 from slipstream.configs.violations import RecipeError
+from slipstream.rollout.prompts.files import local_files
 from slipstream.rollout.system.hub import HubError, model_files
 from tests.hub import local_hub
 
@@ -85,6 +87,23 @@ def test_every_model_of_a_recipe_becomes_a_folder_and_a_resumed_run_keeps_the_co
     (config.run.folder / "hub.json").write_text("{")
     with pytest.raises(InputError, match=r"hub\.json cannot be read"):
         local(named, resume=True)
+
+
+def test_a_resumed_run_keeps_the_commit_of_its_data_set(hub, recipe):
+    hub.put("a/prompts", {"train.jsonl": b"1\n"}, branch="v1")
+    named = recipe("model.path=models/none", "prepare=slipstream.backend.simulate.only_simulated")
+    path = Path("hf://datasets/a/prompts@v1/train")
+    named = named.model_copy(update={"data": named.data.model_copy(update={"path": path})})
+    config, _ = local(named)
+    assert [file.read_bytes() for file in local_files(config.data.path)] == [b"1\n"]
+    config.run.folder.mkdir(parents=True)
+    record_commits(named, config)
+    hub.put("a/prompts", {"train.jsonl": b"2\n"}, branch="v1")
+    resumed, _ = local(named, resume=True)
+    assert [file.read_bytes() for file in local_files(resumed.data.path)] == [b"1\n"]
+    assert [file.read_bytes() for file in local_files(named.data.path)] == [b"2\n"]
+    record_commits(named, resumed)
+    assert local(named, resume=True)[0] == resumed
 
 
 def test_all_that_cannot_be_downloaded_is_told_at_once_each_with_its_reason(hub, recipe):

@@ -14,12 +14,13 @@ from slipstream.backend.driver.start.job import is_restart
 from slipstream.backend.driver.start.prepare import run_module
 from slipstream.backend.driver.start.run_folder import with_paths
 from slipstream.configs.rules import check_rules
-from slipstream.configs.schema import RunConfig, hub_model, path_text
+from slipstream.configs.schema import RunConfig, hub_model, is_on_hub, path_text
+from slipstream.rollout.prompts.files import at_commit, cached_commit
 from slipstream.rollout.system.durable import write_durably
 from slipstream.rollout.system.hub import HubError, model_files
 
 COMMITS = "hub.json"
-"""Commit of each model of the hub, by its name in the recipe. A resumed run keeps to the commits."""
+"""Commit of each model and data set of the hub, by its name in the recipe. A resumed run keeps to them."""
 
 WILL_DOWNLOAD = "is not in the cache of this machine: the run downloads it when it starts"
 
@@ -44,14 +45,20 @@ async def with_local_models(
 ) -> RunConfig:
     """Return the recipe with folders in place of models of the hub, which are downloaded if need be.
 
-    ``resume``: the run goes on with the commits that it has used. Raises InputError with all problems, those
-    of the rules that read a model among them, and PrepareFailed.
+    ``resume``: the run goes on with the commits that it has used, also of data sets. Raises InputError with
+    all problems, those of the rules that read a model among them, and PrepareFailed.
     """
+    goes_on = resume or is_restart(config.run.folder, os.environ)
+    commits = _recorded(config.run.folder / COMMITS) if goes_on else {}
+
+    def kept(_: str, path: Path) -> Path:
+        commit = commits.get(path_text(path)) if _is_data(path) else None
+        return path if commit is None else at_commit(path, commit)
+
+    config = with_paths(config, kept)
     names = models_of_hub(config)
     if not names:
         return config
-    goes_on = resume or is_restart(config.run.folder, os.environ)
-    commits = _recorded(config.run.folder / COMMITS) if goes_on else {}
     folders, problems = dict[str, Path](), dict[str, str]()
 
     def hear(line: str) -> None:
@@ -104,21 +111,34 @@ def record_commits(named: RunConfig, local: RunConfig) -> None:
 
     Raises OSError.
     """
-    folders, names = dict[str, Path](), models_of_hub(named)
-    with_paths(local, lambda setting, path: folders.setdefault(setting, path))
-    if names:
-        commits = {name: folders[setting].name for setting, name in names.items()}
+    paths, commits = dict[str, Path](), dict[str, str]()
+    with_paths(local, lambda setting, path: paths.setdefault(setting, path))
+
+    def note(setting: str, path: Path) -> Path:
+        commit = cached_commit(paths[setting]) if _is_data(path) else None
+        if hub_model(path) is not None:
+            commit = paths[setting].name
+        if commit is not None:
+            commits[path_text(path)] = commit
+        return path
+
+    with_paths(named, note)
+    if commits:
         write_durably(local.run.folder / COMMITS, json.dumps(commits, indent=2) + "\n")
 
 
+def _is_data(path: Path) -> bool:
+    return is_on_hub(path) and path.parts[1:2] == ("datasets",)
+
+
 def _recorded(file: Path) -> Mapping[str, str]:
-    """Return the recorded commits; none of a run that had no models of the hub. Raises InputError."""
+    """Return the recorded commits; none of a run that had nothing of the hub. Raises InputError."""
     try:
         return _Commits.validate_json(file.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValidationError) as error:
         raise InputError(
-            f"{file} cannot be read: {' '.join(str(error).split())[:200]}; expected the commits of the run's "
-            "models. Restore it from a copy, or delete it to go on with the present ones"
+            f"{file} cannot be read: {' '.join(str(error).split())[:200]}; expected the commits of what the "
+            "run has of the hub. Restore it from a copy, or delete it to go on with the present ones"
         ) from None

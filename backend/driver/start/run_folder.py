@@ -3,7 +3,7 @@
 Only the user may enter it unless `run.mode` says otherwise.
 
 recipe.yaml       the recipe with every default filled in
-hub.json          the commits of the hub's models: ``hub_models.py``
+hub.json          the commits of what is on the hub: ``hub_models.py``
 inputs.json       the data sets and the model, by their content: ``identity.py``
 submitted/        what its jobs were submitted with: ``commands/frozen.py``
 job.json          the Slurm job that drives the run, or drove it last, if there is one: ``job.py``
