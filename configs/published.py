@@ -14,6 +14,7 @@ from typing import cast
 import yaml
 
 from slipstream.configs.document import RECIPES
+from slipstream.configs.schema import hub_model, is_on_hub
 
 MODELS = Path(__file__).parent / "models"
 
@@ -30,6 +31,10 @@ def shipped_config(model: Path) -> Path | None:
     The last part of the path names the model. What a bundled recipe writes (`runs/NAME/checkpoint-hf`) has
     the shape of the recipe's model.
     """
+    if is_on_hub(model):
+        repository, _ = hub_model(model) or ("", None)
+        name = repository.rpartition("/")[2]
+        return MODELS / name if repositories().get(name) == repository else None
     if model.name in repositories():
         return MODELS / model.name
     recipe = RECIPES / f"{model.parent.name}.yaml"

@@ -239,11 +239,12 @@ def eval_(
 ) -> None:
     """Evaluate a checkpoint with the recipe's workflow and reward: the mean over samples, and pass@k."""
     with reported():
-        from slipstream.backend.commands.evaluate import evaluate, prompt_sets
+        from slipstream.backend.commands.evaluate import evaluate, prompt_sets, with_checkpoint
 
         config = load_recipe(
             Path(recipe), [*(overrides or []), f"model.path={json.dumps(str(checkpoint))}", "prepare=null"]
         )
+        config = with_checkpoint(config)
         evaluate(config, prompt_sets(config, sets or []), samples, temperature, as_json=as_json)
 
 
@@ -316,19 +317,20 @@ def plan(
     That of a bundled recipe's model ships.
     """
     with reported():
-        from slipstream.backend.commands.check import planned, read_recipe, shipped_model
+        from slipstream.backend.commands.check import planned, read_plannable
         from slipstream.backend.commands.plan import print_plan
         from slipstream.backend.commands.plan_document import plan_json
         from slipstream.backend.monitor.tables import table_console
         from slipstream.backend.simulate.advice import advise
 
-        model_config = model_config or shipped_model(recipe, overrides or [])
-        config = read_recipe(recipe, overrides or [], model_config=model_config, supervised=sft)
+        config, notes = read_plannable(recipe, overrides or [], model_config=model_config, supervised=sft)
         plan = planned(config, supervised=sft)
         advice = advise(config, plan.export, plan.engine) if split and plan.engine else None
         if as_json:
             typer.echo(plan_json(plan, advice))
         else:
+            for note in notes:
+                typer.echo(note)
             print_plan(plan, advice, table_console(), weights=weights)
 
 

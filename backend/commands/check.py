@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -30,12 +30,13 @@ from slipstream.configs.load import load_recipe, load_supervised
 from slipstream.configs.published import shipped_config
 from slipstream.configs.rules.inputs import NO_INPUTS
 from slipstream.configs.rules.models import MODELS
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import RunConfig, hub_model, is_on_hub, path_text
 from slipstream.configs.schema.live import live_places
 from slipstream.configs.supervised import Supervised
 from slipstream.configs.violations import RecipeError
 from slipstream.rollout.compat.hooks import hook_problems
 from slipstream.rollout.system import plugins
+from slipstream.rollout.system.hub import HubError, model_files
 
 if TYPE_CHECKING:
     from slipstream.backend.commands.prompt_survey import Survey
@@ -78,11 +79,52 @@ def read_supervised(recipe: str, overrides: Sequence[str], *, model_config: Path
 
 def shipped_model(recipe: str, overrides: Sequence[str]) -> Path | None:
     """Return the config.json that ships for a recipe's model, if the model is not on this machine."""
+    path = _named_model(recipe, overrides)
+    if path is None or (path / "config.json").exists() or _is_cached(path):
+        return None
+    return shipped_config(path)
+
+
+def _named_model(recipe: str, overrides: Sequence[str]) -> Path | None:
     model = (read_document(Path(recipe), overrides).data or {}).get("model")
     path = cast("dict[str, object]", model).get("path") if isinstance(model, dict) else None
-    if not isinstance(path, str) or (Path(path) / "config.json").exists():
-        return None
-    return shipped_config(Path(path))
+    return Path(path) if isinstance(path, str) else None
+
+
+def _is_cached(model: Path) -> bool:
+    """True if all files of a model of the hub are in its cache on this machine."""
+    try:
+        return is_on_hub(model) and model_files(path_text(model), cached=True).is_dir()
+    except HubError:
+        return False
+
+
+def read_plannable(
+    recipe: str, overrides: Sequence[str], *, model_config: Path | None, supervised: bool
+) -> tuple[RunConfig, list[str]]:
+    """Load a recipe as ``read_recipe`` to plan it, with what is on this machine in place of the hub's models.
+
+    Return it with notes on what a run would download. Raises WrongInput without a config.json of the policy.
+    """
+    from slipstream.backend.driver.start.hub_models import WILL_DOWNLOAD, cached_models
+    from slipstream.backend.driver.start.inputs import InputError
+
+    shipped = shipped_model(recipe, overrides) if model_config is None else None
+    config = read_recipe(recipe, overrides, model_config=model_config or shipped, supervised=supervised)
+    try:
+        config, notes = cached_models(config)
+    except InputError as error:
+        raise WrongInput(str(error)) from None
+    named = _named_model(recipe, overrides)
+    if shipped is not None and named is not None and is_on_hub(named):
+        notes.insert(0, f"model.path: {path_text(named)} {WILL_DOWNLOAD}")
+    if is_on_hub(config.model.path):
+        repository, _ = hub_model(config.model.path) or ("", None)
+        raise WrongInput(
+            f"model.path: {path_text(config.model.path)} {WILL_DOWNLOAD}; a plan needs its config.json: hf "
+            f"download {repository} config.json --local-dir FOLDER, then --model-config FOLDER"
+        )
+    return config, notes
 
 
 def _excused(model_config: Path | None) -> list[str]:
@@ -157,7 +199,9 @@ def _found(
         engine_problems,
         sampling_problems,
     )
+    from slipstream.backend.driver.start.hub_models import cached_models
     from slipstream.backend.driver.start.inputs import (
+        InputError,
         adapter_problems,
         checkpoint_problems,
         cpu_engine_problems,
@@ -167,7 +211,15 @@ def _found(
     from slipstream.backend.monitor.trackers.opened import missing_packages
 
     findings = Findings(notes=untested_notes(config))
-    problems = [*imported_plugin_problems(config), *hook_problems(config), *judge_model_problems(config)]
+    problems, named = list[str](), config
+    try:
+        config, downloads = cached_models(config)
+        findings.notes += downloads
+    except InputError as error:
+        problems += str(error).splitlines()
+    if supervised is not None and config is not named:
+        supervised = replace(supervised, run=config)
+    problems += [*imported_plugin_problems(config), *hook_problems(config), *judge_model_problems(config)]
     problems += missing_packages(config.log)
     if (config.model.path / "config.json").exists():
         try:

@@ -14,6 +14,7 @@ from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.commands.preflight import check_start
 from slipstream.backend.commands.tryout import phases, told
 from slipstream.backend.driver.modes.tryout import tryout
+from slipstream.backend.driver.start.hub_models import with_local_models
 from slipstream.backend.driver.start.length_filter import LengthFilter
 from slipstream.backend.monitor.passes import by_prompt, passes, powers_to
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
@@ -85,6 +86,12 @@ def prompt_sets(config: RunConfig, named: Sequence[str]) -> dict[str, list[Promp
     if problems:
         raise WrongInput("\n".join(problems))
     return sets
+
+
+def with_checkpoint(config: RunConfig) -> RunConfig:
+    """Return the recipe with its models of the hub on this machine. Raises WrongInput and Failed."""
+    with told(config), phases(Console(stderr=True)) as say:
+        return asyncio.run(with_local_models(config, say))
 
 
 def evaluate(

@@ -80,12 +80,18 @@ def container_variables(config: RunConfig) -> dict[str, str]:
 
 
 def _named_folders(config: RunConfig) -> list[Path]:
-    """Return the folders outside of the folder of submission that the recipe names, if they exist."""
+    """Return the folders outside of the folder of submission that the recipe names, if they exist.
+
+    Files of the hub are in the folder of HF_HOME, a variable that the job has too.
+    """
     root = config.run.root
     folders = [root if root.is_dir() else root.parent]
-    files = (*config.training_files, *config.held_out_files)
-    folders += [file.path.parent for file in files if not is_on_hub(file.path)]
-    folders += [folder for name in (*MODELS, JUDGE) if (folder := model_folder(config, name)) is not None]
+    files = [file.path for file in (*config.training_files, *config.held_out_files)]
+    models = [folder for name in (*MODELS, JUDGE) if (folder := model_folder(config, name)) is not None]
+    folders += [path.parent for path in files if not is_on_hub(path)]
+    folders += [folder for folder in models if not is_on_hub(folder)]
+    if (cache := os.environ.get("HF_HOME")) and any(map(is_on_hub, (*files, *models))):
+        folders.append(Path(cache))
     absolute = [folder for folder in folders if folder.is_absolute() and folder.is_dir()]
     return [folder for folder in absolute if folder != Path("/")]
 

@@ -25,6 +25,7 @@ from slipstream.backend.driver.loops.stop import Stop, Stopped
 from slipstream.backend.driver.loops.training import position_of, training_loop, training_steps
 from slipstream.backend.driver.processes.gateways import announcement
 from slipstream.backend.driver.start.engine_model import write_engine_model
+from slipstream.backend.driver.start.hub_models import record_commits, with_local_models
 from slipstream.backend.driver.start.inputs import read_inputs
 from slipstream.backend.driver.start.job import note_progress
 from slipstream.backend.driver.start.prepare import prepare_inputs
@@ -96,6 +97,7 @@ async def _run(
     planned_s: PlannedSeconds,
 ) -> RunSummary:
     started = time.monotonic()
+    named, config = config, await with_local_models(config, progress.phase, resume=resume)
     await prepare_inputs(config, progress.phase)
     progress.phase("reading model and prompts")
     inputs = read_inputs(config, trains=trains)
@@ -112,6 +114,7 @@ async def _run(
         stop.goes_on(folder)
         stack.enter_context(state.lease.held(stop.fail))
         stack.callback(state.ledger.close)
+        record_commits(named, config)
         progress.keep_in(folder)
         for note in inputs.notes:
             progress.note(note)

@@ -17,7 +17,7 @@ from slipstream.configs.rules.models import (
     model_number,
 )
 from slipstream.configs.rules.rule import Rule, setting
-from slipstream.configs.schema import DataConfig, EvalConfig, RunConfig, is_on_hub, path_text
+from slipstream.configs.schema import DataConfig, EvalConfig, RunConfig, hub_model, is_on_hub, path_text
 from slipstream.configs.schema.data import PROMPT_SUFFIXES, SourceConfig
 from slipstream.configs.schema.live import live_places
 from slipstream.configs.violations import ABSENT, Violation, one_of
@@ -200,7 +200,7 @@ def prompts_have_a_known_format(config: RunConfig) -> Iterator[Violation]:
     for file in (*config.training_files, *config.held_out_files):
         text = path_text(file.path)
         if is_on_hub(file.path):
-            if len(file.path.parts) < 4:
+            if file.path.parts[1:2] != ("datasets",) or len(file.path.parts) < 4:
                 yield Violation(
                     file.setting, text, "expected hf://datasets/OWNER/NAME, with a folder or file"
                 )
@@ -242,6 +242,10 @@ def prompts_exist(config: RunConfig) -> Iterator[Violation]:
 
 def model_exists(config: RunConfig, path: str) -> Iterator[Violation]:
     folder = model_folder(config, path)
+    if folder is not None and is_on_hub(folder):
+        if hub_model(folder) is None:
+            yield Violation(path, path_text(folder), "expected hf://ORG/NAME or hf://ORG/NAME@REVISION")
+        return
     made = folder is not None and folder == config.model.path and _is_prepared(config, folder)
     if folder is not None and not made and not os.path.isfile(folder / "config.json"):
         also = _unprepared(config) if path == POLICY else ""

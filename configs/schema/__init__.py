@@ -2,6 +2,7 @@
 
 from slipstream.configs.schema.actor import ActorConfig, LoraConfig, ParallelConfig, RoutingReplay
 from slipstream.configs.schema.advantage import TeacherTerm
+from slipstream.configs.schema.base import hub_model, is_on_hub, path_text
 from slipstream.configs.schema.checkpoint import CheckpointConfig
 from slipstream.configs.schema.cluster import ContainerConfig, LocalCluster, RayCluster, SlurmCluster
 from slipstream.configs.schema.data import (
@@ -9,8 +10,6 @@ from slipstream.configs.schema.data import (
     DataConfig,
     EvalConfig,
     PromptFile,
-    is_on_hub,
-    path_text,
 )
 from slipstream.configs.schema.dialect import DialectConfig, EndpointConfig
 from slipstream.configs.schema.gateway import GatewayConfig, LimitsConfig, TurnRule
@@ -100,6 +99,7 @@ __all__ = [
     "VerifyDigests",
     "VerifyOff",
     "WeightsConfig",
+    "hub_model",
     "is_on_hub",
     "path_text",
 ]

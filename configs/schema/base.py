@@ -1,9 +1,13 @@
 """The base of every recipe section."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Strict
+from pydantic import BaseModel, ConfigDict, PlainSerializer, Strict
+
+HUB = "hf://"
+"""Begins the path of what is on the Hugging Face Hub, as the hub's own libraries write it."""
 
 
 class Section(BaseModel):
@@ -18,5 +22,21 @@ class Section(BaseModel):
     )
 
 
-PathSetting = Annotated[Path, Strict(False)]
+def is_on_hub(path: Path) -> bool:
+    """True if a path names files on the Hugging Face Hub."""
+    return path.parts[:1] == ("hf:",)
+
+
+def path_text(path: Path) -> str:
+    """Return a path as a recipe writes it."""
+    return HUB + "/".join(path.parts[1:]) if is_on_hub(path) else str(path)
+
+
+def hub_model(path: Path) -> tuple[str, str | None] | None:
+    """Return the repository and the revision of a model on the hub; None if the path names no such model."""
+    named = re.fullmatch(r"hf://(?!datasets/|spaces/)([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", path_text(path))
+    return (named[1], named[2]) if named else None
+
+
+PathSetting = Annotated[Path, Strict(False), PlainSerializer(path_text, return_type=str, when_used="json")]
 """A path, which a recipe writes as text."""

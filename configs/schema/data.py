@@ -7,30 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, PlainSerializer
+from pydantic import AfterValidator, Field
 
 from slipstream.configs.schema.base import PathSetting, Section
 from slipstream.configs.schema.sampling import EvalSamplingConfig
 
-HUB = "hf://datasets/"
-"""Begins the path of files on the Hugging Face Hub, as the hub's own libraries write it."""
-
-
 PROMPT_SUFFIXES = (".jsonl", ".parquet")
-
-
-def is_on_hub(path: Path) -> bool:
-    """True if a path names files on the Hugging Face Hub."""
-    return path.parts[:2] == ("hf:", "datasets")
-
-
-def path_text(path: Path) -> str:
-    """Return a prompt path as a recipe writes it."""
-    return HUB + "/".join(path.parts[2:]) if is_on_hub(path) else str(path)
-
-
-PromptPath = Annotated[PathSetting, PlainSerializer(path_text, return_type=str, when_used="json")]
-"""A prompt file; several, with ``*`` in the name; or files on the hub."""
 
 
 def template_parts(template: str) -> Iterator[tuple[str, str | None]]:
@@ -87,7 +69,7 @@ class SourceConfig(Section):
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the source in metrics and messages."
     )
-    path: PromptPath = Field(description="As `data.path`.")
+    path: PathSetting = Field(description="As `data.path`.")
     columns: ColumnsConfig | None = Field(
         default=None, description="Without the section, the source has the columns of the section around it."
     )
@@ -111,7 +93,7 @@ class WeightedSourceConfig(SourceConfig):
 class PromptsConfig(Section):
     """Prompt files: one `path`, or several named ones."""
 
-    path: PromptPath | None = Field(
+    path: PathSetting | None = Field(
         default=None,
         description="Prompt file (.jsonl or .parquet), several of them (`part-*.parquet`), or a data set "
         "of the Hugging Face Hub (`hf://datasets/OWNER/NAME/FOLDER`).",

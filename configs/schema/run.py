@@ -145,7 +145,9 @@ class ModelConfig(Section):
     """The initial policy."""
 
     path: PathSetting = Field(
-        description="Hugging Face checkpoint directory with config.json, safetensors and tokenizer."
+        description="Hugging Face checkpoint directory with config.json, safetensors and tokenizer, or a "
+        "model of the Hugging Face Hub, `hf://ORG/NAME` or `hf://ORG/NAME@REVISION`, which is downloaded "
+        "when the run starts. Every other path of a model may name one too."
     )
     dtype: Literal["bfloat16", "float32"] = Field(
         default="bfloat16",

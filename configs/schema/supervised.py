@@ -5,10 +5,9 @@ from typing import Literal
 from pydantic import Field
 
 from slipstream.configs.schema.actor import TrainedConfig
-from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.base import PathSetting, Section
 from slipstream.configs.schema.checkpoint import CheckpointConfig
 from slipstream.configs.schema.cluster import Cluster, LocalCluster
-from slipstream.configs.schema.data import PromptPath
 from slipstream.configs.schema.plugin import Plugin
 from slipstream.configs.schema.run import ModelConfig, RunSection
 
@@ -37,7 +36,7 @@ class ExampleColumnsConfig(Section):
 class ExamplesConfig(Section):
     """The examples to train on."""
 
-    path: PromptPath = Field(
+    path: PathSetting = Field(
         description="Example file (.jsonl or .parquet), several of them (`part-*.parquet`), or a data set of "
         "the Hugging Face Hub (`hf://datasets/OWNER/NAME/FOLDER`)."
     )

@@ -1,14 +1,12 @@
 """The files of a prompt set's path: one, several by a pattern, or those of a data set of the hub."""
 
-import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
-from slipstream.configs.schema.data import PROMPT_SUFFIXES, is_on_hub, path_text
+from slipstream.configs.schema import is_on_hub, path_text
+from slipstream.configs.schema.data import PROMPT_SUFFIXES
 from slipstream.rollout.prompts.rows import PromptError
-
-WAY_OUT = "download the files where there is a network, and name them by their path"
+from slipstream.rollout.system.hub import HubError, hub_files
 
 
 def local_files(path: Path) -> Sequence[Path]:
@@ -26,34 +24,33 @@ def local_files(path: Path) -> Sequence[Path]:
     return files
 
 
+def at_commit(path: Path, commit: str) -> Path:
+    """Return the path of files of a data set of the hub at a commit, in place of their revision."""
+    repository, _, folder = _named(path_text(path))
+    return Path(f"hf://datasets/{repository}@{commit}", folder)
+
+
+def cached_commit(path: Path) -> str | None:
+    """Return the commit of files of a data set of the hub; None if they are not in the hub's cache."""
+    try:
+        return _top(path_text(path), cached=True).name
+    except HubError:
+        return None
+
+
+def _top(name: str, *, cached: bool = False) -> Path:
+    repository, revision, folder = _named(name)
+    patterns = [f"{folder}*{suffix}" for suffix in PROMPT_SUFFIXES]
+    return hub_files(name, repository, "dataset", revision, patterns, cached=cached)
+
+
 def _downloaded(name: str) -> list[Path]:
     """Return local copies of the files of a data set: those in the hub's cache, or new ones."""
-    repository, revision, folder = _named(name)
-    if importlib.util.find_spec("huggingface_hub") is None:
-        raise PromptError(
-            f"{name}: the package huggingface_hub, which downloads it, is not installed: pip install "
-            f"huggingface_hub; or {WAY_OUT}"
-        )
-    from httpx import HTTPError
-    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    patterns = [f"{folder}*{suffix}" for suffix in PROMPT_SUFFIXES]
+    _, _, folder = _named(name)
     try:
-        download = cast("Callable[..., str]", snapshot_download)
-        top = Path(download(repository, repo_type="dataset", revision=revision, allow_patterns=patterns))
-    except GatedRepoError:
-        raise PromptError(
-            f"{name}: the data set is gated: accept its terms on the hub, and log in (hf auth login)"
-        ) from None
-    except RepositoryNotFoundError:
-        raise PromptError(
-            f"{name}: the hub has no data set {repository!r} that you may see; correct the name, or log in "
-            "(hf auth login)"
-        ) from None
-    except (HTTPError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise PromptError(f"{name} cannot be downloaded: {reason}; {WAY_OUT}") from None
+        top = _top(name)
+    except HubError as error:
+        raise PromptError(str(error)) from None
     return _chosen(name, folder, {path.relative_to(top).as_posix(): path for path in sorted(top.rglob("*"))})
 
 

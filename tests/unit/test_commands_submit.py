@@ -167,7 +167,8 @@ def test_the_command_is_sbatch_with_the_batch_script():
     assert shlex.split(printed(command, variables)) == command
 
 
-def test_the_container_shows_the_folders_that_the_recipe_names(tmp_path):
+def test_the_container_shows_the_folders_that_the_recipe_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "data"))
     for name in ("models/policy", "data", "runs"):
         (tmp_path / name).mkdir(parents=True)
     config = RunConfig.model_validate(
@@ -189,6 +190,11 @@ def test_the_container_shows_the_folders_that_the_recipe_names(tmp_path):
         f"{folder}:{folder}" for folder in (tmp_path / "runs", tmp_path / "data", tmp_path / "models/policy")
     ]
     assert variables["SLIPSTREAM_CONTAINER_MOUNTS"].split(",") == ["/x:/y", "/z:/z", *shown]
+    of_hub = config.model_copy(update={"model": config.model.model_copy(update={"path": Path("hf://a/b")})})
+    shown = [f"{folder}:{folder}" for folder in (tmp_path / "runs", tmp_path / "data")]
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "models"))
+    shown.append(f"{tmp_path}/models:{tmp_path}/models")
+    assert container_variables(of_hub)["SLIPSTREAM_CONTAINER_MOUNTS"].split(",")[2:] == shown
     assert printed(["sbatch"], variables).startswith(
         "SLIPSTREAM_CONTAINER=pyxis SLIPSTREAM_CONTAINER_IMAGE='"
     )

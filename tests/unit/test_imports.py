@@ -142,6 +142,17 @@ def test_a_file_of_prime_rl_becomes_a_recipe_that_loads(tmp_path):
     assert any("data.path" in note for note in notes), "the tasks of an environment are no file"
 
 
+def test_a_model_with_a_name_of_the_hub_stays_there_unless_a_folder_has_the_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, out = imported(tmp_path, "areal", "actor.path=some-lab/tiny")
+    assert yaml.safe_load(out.read_text())["model"]["path"] == "hf://some-lab/tiny"
+    (tmp_path / "some-lab/tiny").mkdir(parents=True)
+    for system, key in (("verl", "actor_rollout_ref.model.path"), ("prime-rl", "model.name")):
+        out.unlink()
+        _, out = imported(tmp_path, system, f"{key}=some-lab/tiny")
+        assert yaml.safe_load(out.read_text())["model"]["path"] == "some-lab/tiny"
+
+
 def test_a_later_file_changes_keys_of_an_earlier_one(tmp_path):
     later = tmp_path / "later.toml"
     later.write_text("max_steps = 11\n")

@@ -23,6 +23,7 @@ from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.cluster.ray_cluster import ray_cluster
 from slipstream.backend.driver.loops.job_end import job_end
 from slipstream.backend.driver.loops.stop import Stop, Stopped
+from slipstream.backend.driver.start.hub_models import record_commits, with_local_models
 from slipstream.backend.driver.start.inputs import InputError
 from slipstream.backend.driver.start.prepare import prepare_inputs
 from slipstream.backend.driver.start.run_folder import (
@@ -123,6 +124,7 @@ async def run_trainer_half(
 async def _run(config: RunConfig, batches: Path, progress: Progress, stop: Stop, overwrite: bool) -> Path:
     files = saved_batches(config, batches)
     config = with_steps(config, len(files))
+    named, config = config, await with_local_models(config, progress.phase)
     await prepare_inputs(config, progress.phase)
     progress.phase("checking the saved batches")
     longest = _checked(config, files)
@@ -134,6 +136,7 @@ async def _run(config: RunConfig, batches: Path, progress: Progress, stop: Stop,
             raise InputError(str(error)) from error
         stack.enter_context(lease.held(stop.fail))
         run = config.run.folder
+        record_commits(named, config)
         progress.keep_in(run)
         recipe = recipe_text(config)
         metrics = MetricsLog(run, open_trackers(config, recipe, progress.note))

@@ -30,6 +30,7 @@ from slipstream.backend.driver.processes.gateways import announcement
 from slipstream.backend.driver.processes.places import EnginePlaces
 from slipstream.backend.driver.processes.restart_limits import engine_limit
 from slipstream.backend.driver.start.engine_model import write_engine_model
+from slipstream.backend.driver.start.hub_models import record_commits, with_local_models
 from slipstream.backend.driver.start.inputs import InputError, read_inputs
 from slipstream.backend.driver.start.prepare import prepare_inputs
 from slipstream.backend.driver.start.resume import open_run
@@ -82,6 +83,7 @@ async def _serve(
     overwrite: bool,
     stop: Stop,
 ) -> None:
+    named, config = config, await with_local_models(config, progress.phase, resume=resume)
     await prepare_inputs(config, progress.phase)
     progress.phase("reading the model")
     inputs = read_inputs(config, trains=False)
@@ -89,6 +91,7 @@ async def _serve(
         folder, state = await open_run(config, inputs, progress, resume, accept_changes, overwrite=overwrite)
         stack.enter_context(state.lease.held(stop.fail))
         stack.callback(state.ledger.close)
+        record_commits(named, config)
         progress.keep_in(folder)
         if state.control.step:
             raise InputError(

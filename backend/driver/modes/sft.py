@@ -26,6 +26,7 @@ from slipstream.backend.driver.loops.job_end import job_end
 from slipstream.backend.driver.loops.stop import Stop, Stopped
 from slipstream.backend.driver.ports import RunPosition
 from slipstream.backend.driver.start.data_checks import example_checks, template_problems
+from slipstream.backend.driver.start.hub_models import record_commits, with_local_models
 from slipstream.backend.driver.start.inputs import HfTokenizer, InputError, adapter_problems, read_tokenizer
 from slipstream.backend.driver.start.job import note_progress
 from slipstream.backend.driver.start.prepare import prepare_inputs
@@ -123,7 +124,9 @@ async def _run(
     accept_changes: bool,
     overwrite: bool,
 ) -> Path:
-    config = supervised.run
+    named = supervised.run
+    config = await with_local_models(named, progress.phase, resume=resume)
+    supervised = replace(supervised, run=config)
     await prepare_inputs(config, progress.phase)
     progress.phase("reading model and examples")
     examples = read_encoded_examples(supervised)
@@ -140,6 +143,7 @@ async def _run(
         stack.enter_context(lease.held(stop.fail))
         folder, position = config.run.folder, RunPosition(0, 0, 0, GroupCounts())
         stack.enter_context(_end_written(folder, position))
+        record_commits(named, config)
         progress.keep_in(folder)
         recipe = recipe_text(config)
         metrics = MetricsLog(folder, open_trackers(config, recipe, progress.note))

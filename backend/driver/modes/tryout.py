@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from slipstream.backend.driver.processes.engines import EngineLimits
 from slipstream.backend.driver.start.engine_model import write_engine_model
+from slipstream.backend.driver.start.hub_models import with_local_models
 from slipstream.backend.driver.start.inputs import InputError, Inputs, read_inputs
 from slipstream.backend.driver.start.prepare import prepare_inputs
 from slipstream.backend.driver.start.run_folder import with_absolute_paths
@@ -55,6 +56,7 @@ async def tryout(
     """
     config = with_absolute_paths(config)
     _engine_is_on_one_node(config)
+    config = await with_local_models(config, say)
     await prepare_inputs(config, say)
     say("reading model and prompts")
     inputs = read_inputs(config, trains=False)

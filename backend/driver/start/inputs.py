@@ -27,7 +27,7 @@ from slipstream.bridge.shards.check import check_tensors
 from slipstream.configs.installed import untested_notes
 from slipstream.configs.installed.environment import has_gpus
 from slipstream.configs.rules.models import CRITIC, JUDGE, OTHER_MODELS, model_folder
-from slipstream.configs.schema import ModelConfig, PluginConfig, PromptFile, RunConfig, path_text
+from slipstream.configs.schema import ModelConfig, PluginConfig, PromptFile, RunConfig, is_on_hub, path_text
 from slipstream.configs.schema.judge import own_engines
 from slipstream.rollout.compat.hooks import hook_problems
 from slipstream.rollout.control.filters import GroupFilter
@@ -266,7 +266,8 @@ def checkpoint_problems(config: RunConfig, settings: Iterable[str]) -> list[str]
     """
     problems: list[str] = []
     for name in settings:
-        if (path := model_folder(config, name)) is not None:
+        path = model_folder(config, name)
+        if path is not None and not is_on_hub(path):  # a model that is not downloaded yet
             try:
                 spec = model_spec(path, plugins.resolved(config.model.families))
                 check_tensors(value_spec(spec) if name == CRITIC else spec)
@@ -315,7 +316,7 @@ def cpu_engine_problems(config: RunConfig) -> list[str]:
 def judge_model_problems(config: RunConfig) -> list[str]:
     """Return what is wrong with the model of the judge's own engines, as far as it is not in the weights."""
     engines = own_engines(config.judge)
-    if engines is None:
+    if engines is None or is_on_hub(engines.path):
         return []
     try:
         tokenizer, vocabulary = load_tokenizer(engines.path), vocabulary_of(engines.path)

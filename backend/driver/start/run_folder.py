@@ -3,6 +3,7 @@
 Only the user may enter it unless `run.mode` says otherwise.
 
 recipe.yaml       the recipe with every default filled in
+hub.json          the commits of what is on the hub: ``hub_models.py``
 inputs.json       the data sets and the model, by their content: ``identity.py``
 submitted/        what its jobs were submitted with: ``commands/frozen.py``
 job.json          the Slurm job that drives the run, or drove it last, if there is one: ``job.py``
@@ -19,7 +20,7 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TypeVar, cast
@@ -232,16 +233,23 @@ def apply_mode(config: RunConfig) -> None:
 
 def with_absolute_paths(section: AnySection) -> AnySection:
     """Return the same settings with absolute paths: other nodes need not share the working directory."""
+    return with_paths(section, lambda _, path: path if is_on_hub(path) else path.resolve())
+
+
+def with_paths(section: AnySection, change: Callable[[str, Path], Path], around: str = "") -> AnySection:
+    """Return the same settings with the paths that ``change`` returns for a dotted setting and its path."""
     changed: dict[str, object] = {}
     for name, value in section:
-        if isinstance(value, Path) and not is_on_hub(value):
-            changed[name] = value.resolve()
+        setting = f"{around}{name}"
+        if isinstance(value, Path):
+            changed[name] = change(setting, value)
         elif isinstance(value, Section):
-            changed[name] = with_absolute_paths(value)
+            changed[name] = with_paths(value, change, f"{setting}.")
         elif isinstance(value, list):
             items = cast("list[object]", value)
             changed[name] = [
-                with_absolute_paths(each) if isinstance(each, Section) else each for each in items
+                with_paths(each, change, f"{setting}.{place}.") if isinstance(each, Section) else each
+                for place, each in enumerate(items)
             ]
     return section.model_copy(update=changed)
 
