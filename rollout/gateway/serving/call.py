@@ -336,8 +336,8 @@ class LiveCall:
     def contents(self, form: Form) -> AsyncGenerator[Content | list[Content]]:
         """Yield the answers in SGLang's form: all at the end, or each part with its ``index`` as it comes.
 
-        Raises ValueError, with which SGLang's endpoints refuse a request; ``refusal`` says more. Ends with
-        ``end`` at the latest: SGLang's generators do not close those that they read.
+        Raises ValueError, with which SGLang's endpoints refuse a request; ``refusal`` says more. Only ``end``
+        closes the generator: SGLang's generators do not close those that they read.
         """
         contents = self._read(form)
         self._contents.append(contents)
@@ -409,10 +409,14 @@ class LiveCall:
         return sum(map(self._shared.turns.abort, self.answers))
 
     async def end(self) -> None:
-        """Leave all answers: what is neither finished nor read by another request is cancelled."""
+        """Leave all answers: what is neither finished nor read by another request is cancelled.
+
+        A task that reads contents at this moment gets their failure, unless another request reads on.
+        """
         try:
             for contents in self._contents:
-                await contents.aclose()
+                if not contents.ag_running:  # Python refuses to close it then
+                    await contents.aclose()
         finally:
             answers, self.answers = self.answers, []
             self._shared.turns.leave(answers)
