@@ -275,7 +275,7 @@ def test_a_call_may_end_while_another_task_reads_its_contents(choices, streams):
         shared = SimpleNamespace(turns=scene.turns, contents=AnswerContents(tokenizer, lambda: 1))
         call = LiveCall(shared, ARRIVAL, {}, 0)  # pyright: ignore
         call.answers = scene.start(choices)
-        generating = [answer.generating for answer in call.answers]
+        generating = [answer.generating for answer in call.answers if answer.generating]
         contents = call.contents(Form("id", streams))
         reader = asyncio.create_task(read_all(contents))
         scene.put(b"ab")
