@@ -560,6 +560,19 @@ class TestEnds:
         cancelled = {answer["text"]: answer["cancelled"] for answer in gateway.control()["answers"][-2:]}
         assert cancelled == {"ok": not spares_others, "H": True}
 
+    def test_a_stream_that_breaks_off_beside_an_answer_that_goes_on_is_closed_once(self, http, gateway):
+        """SGLang's generators leave what they read to the event loop, which closes it in another task."""
+        before = gateway.control(hold=True)
+        body = {"prompt": ["#hold #say Hello, I am long", "#chunk=1 #fail #say Hello"], "stream": True}
+        for _ in range(5):
+            with http.stream("POST", COMPLETION, json=body) as reply:
+                assert "cannot be finished" in reply.read().decode()
+        eventually(lambda: len(gateway.control()["answers"]) == len(before["answers"]) + 10)
+        after = gateway.control()
+        assert after["running"] == 0
+        assert after["cancelled"] == before["cancelled"] + 5
+        assert after["exceptions"] == before["exceptions"]
+
     def test_an_answer_that_breaks_off_before_its_first_byte_may_be_asked_for_again(self, http):
         text = json.dumps(BODIES[CHAT]).replace("#say", "#fail #say")
         reply = http.post(CHAT, content=text)

@@ -3,11 +3,14 @@
 import asyncio
 import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slipstream.rollout.gateway.conversations import Answer, Arrival, User
+from slipstream.rollout.gateway.serving.call import LiveCall
+from slipstream.rollout.gateway.serving.contents import AnswerContents, Form
 from slipstream.rollout.gateway.serving.running import RunningAnswer, RunningTurns
 from slipstream.rollout.gateway.serving.text import GrowingText
 from slipstream.rollout.gateway.sessions.placing import SessionLimits
@@ -86,23 +89,24 @@ class Scene:
         )
 
 
+ARRIVAL = Arrival(
+    user=User("key"),
+    session="s",
+    turn_type=None,
+    ends_session=False,
+    digest=b"",
+    retries=0,
+    arrived_s=0.0,
+    prompt_ids=[1],
+    most_tokens=9,
+)
+
+
 def running_request() -> RunningRequest:
     sessions = Sessions(
         SessionLimits(1, 1 << 30, 9.0), temperature=1.0, override=False, decode=str, mint=lambda: "s"
     )
-    return sessions.begin(
-        Arrival(
-            user=User("key"),
-            session="s",
-            turn_type=None,
-            ends_session=False,
-            digest=b"",
-            retries=0,
-            arrived_s=0.0,
-            prompt_ids=[1],
-            most_tokens=9,
-        )
-    )
+    return sessions.begin(ARRIVAL)
 
 
 def new_answer(
@@ -259,3 +263,32 @@ async def test_the_number_of_answers_that_are_generated_follows_every_end():
     assert scene.turns.answers == 0, "its task has not even begun"
     await asyncio.gather(*(each.generating for each in at_once), return_exceptions=True)
     assert scene.turns.answers == 0
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_call_may_end_while_another_task_reads_its_contents(choices, streams):
+    @on_a_loop
+    async def run() -> None:
+        scene = Scene()
+        tokenizer: Any = SimpleNamespace(decode=lambda ids: bytes(ids).decode())
+        shared = SimpleNamespace(turns=scene.turns, contents=AnswerContents(tokenizer, lambda: 1))
+        call = LiveCall(shared, ARRIVAL, {}, 0)  # pyright: ignore
+        call.answers = scene.start(choices)
+        generating = [answer.generating for answer in call.answers if answer.generating]
+        contents = call.contents(Form("id", streams))
+        reader = asyncio.create_task(read_all(contents))
+        scene.put(b"ab")
+        await call.answers[0].started()
+        await asyncio.sleep(0)
+        await call.end()
+        await asyncio.wait({reader, *generating}, timeout=60)
+        assert reader.done()
+        assert [answer.cancelled for answer in scene.answers.ended] == [True] * choices
+        assert not contents.ag_running
+
+    run()
+
+
+async def read_all(contents: AsyncGenerator[object]) -> list[object]:
+    return [part async for part in contents]

@@ -12,7 +12,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from http import HTTPStatus
-from typing import Any, TypeVar
+from types import AsyncGeneratorType
+from typing import Any, TypeVar, cast
 
 import orjson
 
@@ -114,7 +115,7 @@ class LiveCall:
         """All answers, in the order of the prompts."""
         self._prompts = 0
         """Number of prompts so far."""
-        self._contents: list[AsyncGenerator[Content | list[Content]]] = []
+        self._contents: list[AsyncGeneratorType[Content | list[Content]]] = []
         self.one_by_one = False
         """The answers are parsed while they are streamed."""
         self.id = arrival.request
@@ -333,13 +334,13 @@ class LiveCall:
         except Exception as error:
             raise self._refuse(error) from error
 
-    def contents(self, form: Form) -> AsyncGenerator[Content | list[Content]]:
+    def contents(self, form: Form) -> AsyncGeneratorType[Content | list[Content]]:
         """Yield the answers in SGLang's form: all at the end, or each part with its ``index`` as it comes.
 
-        Raises ValueError, with which SGLang's endpoints refuse a request; ``refusal`` says more. Ends with
-        ``end`` at the latest: SGLang's generators do not close those that they read.
+        Raises ValueError, with which SGLang's endpoints refuse a request; ``refusal`` says more. Only ``end``
+        closes the generator: SGLang's generators do not close those that they read.
         """
-        contents = self._read(form)
+        contents = cast("AsyncGeneratorType[Content | list[Content]]", self._read(form))
         self._contents.append(contents)
         return contents
 
@@ -409,10 +410,14 @@ class LiveCall:
         return sum(map(self._shared.turns.abort, self.answers))
 
     async def end(self) -> None:
-        """Leave all answers: what is neither finished nor read by another request is cancelled."""
+        """Leave all answers: what is neither finished nor read by another request is cancelled.
+
+        A task that reads contents at this moment gets their failure, unless another request reads on.
+        """
         try:
             for contents in self._contents:
-                await contents.aclose()
+                if not contents.ag_running:  # Python refuses to close it then
+                    await contents.aclose()
         finally:
             answers, self.answers = self.answers, []
             self._shared.turns.leave(answers)

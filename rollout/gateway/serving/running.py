@@ -368,6 +368,8 @@ class RunningTurns:
             if answer.recorded is None:
                 message = {"role": "assistant", "content": answer.text}
                 self._record(answer, message, b"", cancelled=True)
+            if not answer.is_over:
+                answer.fail(Interrupted("its last reader has left"))
             self._turns.pop(answer.request, None)
 
     async def close(self) -> None:

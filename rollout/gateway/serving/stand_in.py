@@ -6,7 +6,6 @@ process, so that a process serves one model.
 
 import logging
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from contextlib import aclosing
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,9 +160,10 @@ class StandIn:
             prompt_ids=bool(request.return_prompt_token_ids),
             thought_end=self._thought_end if request.require_reasoning else None,
         )
-        async with aclosing(self.call.contents(form)) as contents:
-            async for content in contents:
-                yield content
+        # `LiveCall.end` alone closes the contents: SGLang may leave this generator to the event loop, which
+        # closes it in a task of its own, and two tasks must not close one generator.
+        async for content in self.call.contents(form):
+            yield content
 
     def create_abort_task(self, _request: GenerateReqInput) -> None:
         """Do nothing after a reply: a request that is left is cancelled as soon as its client goes."""
