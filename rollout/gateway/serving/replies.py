@@ -152,9 +152,11 @@ class EventStream(Response):
             await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await _cancel(sending, watching)
-            if isinstance(self._events, AsyncGenerator):
-                await self._events.aclose()
-            await self._close()
+            try:
+                if isinstance(self._events, AsyncGenerator):
+                    await self._events.aclose()
+            finally:
+                await self._close()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
