@@ -7,7 +7,9 @@ of samples share system prompt and task. Some agents forget their earlier reason
 a branch; some send sub-agents ahead with their history; some compact it. *groups*: samples of prompts as long
 as completions.
 
-A step has one mini-batch. FLOPs count the LM head for every token, as all FLOPs of the project do.
+A step has one mini-batch. FLOPs count the LM head for every token, as all FLOPs of the project do. Each side
+has one thread by default: on a machine with other work, threads that wait for each other use CPU time, and
+the side with less work then seems to take almost as long.
 """
 
 import json
@@ -269,7 +271,7 @@ TABLE: Columns[Row] = {
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=2)
-    options.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options.add_argument("--threads", type=int, default=1)
     arguments = options.parse_args()
     rows = {
         name: measure(name, draw, arguments.steps, arguments.threads)
