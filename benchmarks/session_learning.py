@@ -27,7 +27,7 @@ from pathlib import Path
 from openai import AsyncOpenAI
 
 from benchmarks.harness import parser
-from benchmarks.live_learning import TABLE, USERS, Conversations, Outcome, Served, learned, serve
+from benchmarks.live_learning import BATCH, TABLE, USERS, Conversations, Outcome, Served, learned, serve
 from benchmarks.quickstart_users import LONGEST_ANSWER
 from slipstream.backend.api.client import Client, GatewayRefused, RewardedSession
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
@@ -113,7 +113,8 @@ def _prompts(rng: random.Random, said: str) -> Iterator[str]:
 async def learn(root: Path, seed: int, turns: int, credit: str, *, shuffled: bool) -> Outcome:
     """Have the policy of a seed learn from a program's rewards."""
     name = f"{credit}-{seed}{'-shuffled' * shuffled}"
-    served = serve(root, name, seed, f"live.credit.type={credit}")
+    batch = turns * BATCH  # as many sessions in a step, however many turns they have
+    served = serve(root, name, seed, f"live.credit.type={credit}", f"rollout.batch_size={batch}")
     program = Program(served, seed, turns, shuffled=shuffled)
     outcome = await learned(served, seed, shuffled, program.solving)
     print(f"{name}: {outcome}, {outcome.gain:+} points, {program.late} rewards too late", flush=True)
