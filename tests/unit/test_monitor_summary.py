@@ -175,7 +175,8 @@ def test_a_reward_that_is_no_accuracy_is_called_a_reward(before, after, row):
     assert rows.get("reward") == row
 
 
-def test_plain_summary_is_ascii_and_complete():
+def test_plain_summary_is_ascii_and_complete(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no run of this name has a checkpoint to evaluate
     stream = io.StringIO()
     print_summary(RunSummary(**FIELDS), stream, Path("runs/quickstart"))
     assert stream.getvalue().isascii()
