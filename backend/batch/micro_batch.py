@@ -8,7 +8,7 @@ from numpy.typing import DTypeLike
 
 from slipstream.backend.batch.packing import Pack
 from slipstream.backend.batch.train_batch import TrainBatch
-from slipstream.rollout.tokens.routes import NO_ROUTE, placed_routes
+from slipstream.rollout.tokens.routes import NO_ROUTE, joined_routes
 from slipstream.rollout.tokens.teacher import TeacherScores, placed
 from slipstream.rollout.tokens.trajectory import Trajectory
 
@@ -145,7 +145,7 @@ def assemble(
         share_N=share_N[list(indices)],
         scale=scale,
         teacher=_taught(parts, starts, predicted_M),
-        routes_TW=_routed(parts, starts, is_own_T, padding),
+        routes_TW=_routed(parts, lengths, is_own_T, padding),
     )
 
 
@@ -177,18 +177,13 @@ def _taught(parts: Sequence[Trajectory], starts: np.ndarray, predicted_M: np.nda
 
 
 def _routed(
-    parts: Sequence[Trajectory], starts: np.ndarray, is_own_T: np.ndarray, padding: int
+    parts: Sequence[Trajectory], lengths: Sequence[int], is_own_T: np.ndarray, padding: int
 ) -> np.ndarray | None:
     """Return the engine's experts of the own tokens of trajectories and of padding, if any are known."""
-    routes = [
-        (int(start), part.routes_TW)
-        for start, part in zip(starts, parts, strict=False)
-        if part.routes_TW is not None
-    ]
-    if not routes:
+    routes_TW = joined_routes(zip(lengths, (part.routes_TW for part in parts), strict=True))
+    if routes_TW is None:
         return None
-    own_TW = placed_routes(int(starts[-1]), routes)[is_own_T]
-    return np.pad(own_TW, ((0, padding), (0, 0)), constant_values=NO_ROUTE)
+    return np.pad(routes_TW[is_own_T], ((0, padding), (0, 0)), constant_values=NO_ROUTE)
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: DTypeLike, multiple: int) -> np.ndarray:

@@ -53,7 +53,7 @@ class RankGroup:
         self._actors: Sequence[RankActor] = make_actors()
         self._processes: list[ProcessIdentity] = []
         self._shown: dict[int, ShownProcess] = {}
-        """How the stacks of each rank are got."""
+        """Where each rank writes its stacks."""
         self.gpus: list[list[str]] = []
         """Ids that Ray has for the GPUs of each rank, also those of ranks that were killed. Empty before the
         ranks are connected for the first time."""

@@ -56,7 +56,7 @@ def shows_stacks(logs: Path, name: str) -> ShownProcess:
 
 
 async def show_stacks(processes: Mapping[int, ShownProcess], logs: Path) -> dict[int, str]:
-    """Have processes write their stacks, and write down what the tasks of this one wait for.
+    """Let processes write their stacks, and write down what the tasks of this one wait for.
 
     Return why there is no stack, by the key of each process without one.
     """
@@ -84,7 +84,7 @@ async def _asked(node: str, processes: dict[int, ShownProcess]) -> dict[int, str
 
 
 def signal_processes(processes: Mapping[int, ShownProcess]) -> dict[int, str]:
-    """Have processes of this machine write their stacks. Return why there is none, by key."""
+    """Let processes of this machine write their stacks. Return, by key, why one has written none."""
     sizes: dict[int, int] = {}
     missing: dict[int, str] = {}
     for key, (_, pid, path) in processes.items():

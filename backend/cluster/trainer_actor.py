@@ -40,8 +40,8 @@ class TrainerActor:
         return address, port_of(self._port_holder)
 
     def process(self) -> tuple[ProcessIdentity, list[str], ShownProcess]:
-        """Return this process's identity, the ids of the GPUs that Ray has given it on this node, and how its
-        stacks are got.
+        """Return this process's identity, the ids of the GPUs that Ray has given it on this node, and
+        where it writes its stacks.
         """
         import ray
 
