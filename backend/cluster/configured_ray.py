@@ -29,9 +29,9 @@ import ray.util.scheduling_strategies
 if "RAY_ADDRESS" not in os.environ:
     from ray._private.node import Node
 
-    # Two programs that a cluster of one run has no use for, and that ray.init cannot leave out: the server of
-    # the dashboard, which starts without a dashboard too, and what sends workers' output to the driver.
-    # Each takes most of a second of a core, and ray.init waits for the first.
-    Node.start_api_server = Node.start_log_monitor = lambda self, **_: None
+    # Three programs that a cluster of one run has no use for, and that ray.init cannot leave out: the server
+    # of the dashboard, which starts without a dashboard too, what sends workers' output to the driver, and
+    # the autoscaler. Each takes most of a second of a core, and ray.init waits for the first.
+    Node.start_api_server = Node.start_log_monitor = Node.start_monitor = lambda self, **_: None
 
 __all__ = ["ray"]
