@@ -7,7 +7,7 @@ from slipstream.backend.cluster.stacks import ShownProcess, shows_stacks
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.engine.leftovers import ProcessIdentity, this_process
 from slipstream.rollout.system import gpu_environment
-from slipstream.rollout.system.garbage import kept_for_good
+from slipstream.rollout.system.garbage import kept_for_good, return_free_memory
 from slipstream.rollout.system.network import hold_port, port_of, process_group_variables
 from slipstream.rollout.system.plugins import resolve
 
@@ -66,7 +66,10 @@ class TrainerActor:
 
     def call(self, verb: str, *arguments: object) -> object:
         """Call the method ``verb`` of the rank."""
-        return getattr(self._instance, verb)(*arguments)
+        try:
+            return getattr(self._instance, verb)(*arguments)
+        finally:
+            return_free_memory()  # else the largest batch of a run decides what the process holds
 
     def _address(self) -> str:
         """Return the address of this node at which the run's processes reach each other."""

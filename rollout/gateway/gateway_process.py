@@ -59,8 +59,10 @@ log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 
 SWEEP_S = 5.0
-RETURN_S = 60.0
 """Time between two looks for sessions that have rested for too long."""
+
+RETURN_S = 10.0
+"""Time after which free memory is given back again: requests of megabytes leave holes."""
 
 GRACE_S = 4.0
 """Time that running answers have at an orderly end."""
@@ -218,7 +220,7 @@ class _Process:
             entries = self._served.sweep(steady_s())
             if entries:
                 self._journal.append(entries)
-            if steady_s() > returned_s + RETURN_S:  # requests of megabytes leave holes
+            if steady_s() > returned_s + RETURN_S:
                 await asyncio.to_thread(return_free_memory)
                 returned_s = steady_s()
 
