@@ -349,9 +349,18 @@ class Trajectory:
         """
         teacher = self.teacher if teacher is None else teacher
         turns = turn_rewards or self.header.turn_rewards
-        trajectory = replace(self, reward=reward, reward_parts=parts, teacher=teacher, turn_rewards=turns)
         header = msgspec.structs.replace(self.header, reward=reward, reward_parts=parts, turn_rewards=turns)
-        trajectory.__dict__["header"] = header  # as computed
+        # `replace` would look at each of a dozen fields, for every trajectory, and compute the header anew.
+        trajectory = object.__new__(Trajectory)
+        trajectory.__dict__.update(
+            self.__dict__,
+            reward=reward,
+            reward_parts=parts,
+            teacher=teacher,
+            turn_rewards=turns,
+            header=header,
+        )
+        trajectory.__post_init__()
         return trajectory
 
     def without_loss(self, *, is_dropped: bool = False) -> "Trajectory":
