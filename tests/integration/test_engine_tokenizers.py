@@ -12,7 +12,7 @@ ASKED = {"tokenizer_mode": "auto"}
 """SGLang's default, for which it is asked even if no part of tokenizer.json was restored."""
 
 
-@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "Qwen2TokenizerFast", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "Qwen2TokenizerFast"])
 def test_sglang_reads_byte_level_tokenizers_alike(name: str, tmp_path: Path):
     folder = folder_of(tmp_path, byte_level(), name, "llama")
     tokenizer = load_tokenizer(folder)

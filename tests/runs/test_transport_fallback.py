@@ -1,4 +1,7 @@
-"""Whole runs whose first publication by `shards` is broken: they go on with the next transport."""
+"""Whole runs whose first publication by `shards` is broken: they go on with the next transport.
+
+They are synchronous, and their rewards lie below zero.
+"""
 
 import json
 
@@ -8,11 +11,12 @@ from slipstream.backend.commands.audit import audit_run
 from tests.runs.conftest import LaunchedRun
 from tests.runs.test_run import Launch, finish, records, summary
 
-BOUND = "rollout.max_head_offpolicyness=2"
+BOUND = "rollout.max_head_offpolicyness=0"
+BELOW_ZERO = "rollout.reward=tests.runs.many_turns.Signed"
 GIVEN_UP = "perf/weight_transports_given_up"
 
 
-SETTINGS = (BOUND, "rollout.engine.count=2", "actor.parallel.tensor=2", "checkpoint.every=2")
+SETTINGS = (BOUND, BELOW_ZERO, "rollout.engine.count=2", "actor.parallel.tensor=2", "checkpoint.every=2")
 
 
 def assert_went_on_with_tensor(run: LaunchedRun, steps: int) -> None:
@@ -23,7 +27,7 @@ def assert_went_on_with_tensor(run: LaunchedRun, steps: int) -> None:
     assert [record["step"] for record in logged] == list(range(1, steps + 1))
     assert {record[GIVEN_UP] for record in logged} == {1}
     assert (found["steps"], found["engine_restarts"], found["groups"]["failed"]) == (steps, 0, 0)
-    assert max(record["staleness/head_max"] for record in logged) <= 2
+    assert all(record["staleness/head_max"] == 0 for record in logged)
     assert max(record.get("mismatch/logprob_abs_max", 0.0) for record in logged) < 1e-3
     assert audit_run(run.folder, print).discrepancies == []
     run.assert_nothing_left()
@@ -33,6 +37,16 @@ def test_a_run_whose_shards_do_not_arrive_goes_on_with_tensor(launch: Launch):
     run = launch("run.steps=4", *SETTINGS, fault="break:1")
     assert finish(run) == 0, run.output()
     assert_went_on_with_tensor(run, 4)
+    found = summary(run)
+    assert (found["exit"], found["versions"], found["reward_is_accuracy"]) == ("done", 4, False)
+    assert found["multi_version_fraction"] == 0
+    assert found["groups"]["trained"] == found["groups"]["admitted"] == 16
+    assert -3 <= found["reward_after"] < 0
+    assert "accuracy" not in run.output()
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    evaluations = [record for record in map(json.loads, lines) if "eval/reward" in record]
+    assert evaluations[-1]["eval/reward"] == found["reward_after"]
+    assert not any("eval/accuracy" in record for record in evaluations)
 
 
 @pytest.mark.slow  # test_driver_transports.py has what a resume reads
