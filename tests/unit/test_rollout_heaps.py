@@ -54,3 +54,25 @@ def heaps(setting: str) -> int:
 def test_threads_share_two_heaps():
     assert heaps("few") <= 2 < heaps("many")
     assert heaps("child of few") <= 2
+
+
+def test_a_ranks_largest_batch_does_not_decide_what_it_holds_from_then_on():
+    """Blocks below the threshold of mmap are freed between others that stay: glibc alone keeps the holes."""
+    program = """
+from types import SimpleNamespace
+from slipstream.backend.cluster.trainer_actor import TrainerActor
+
+def held():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
+
+class Rank:
+    def train(self):
+        blocks = [b"x" * 60_000 + bytes([i % 256]) for i in range(4000)]
+        self.kept = blocks[::100]
+
+actor, before = SimpleNamespace(_instance=Rank()), held()
+TrainerActor.call(actor, "train")
+print(held() - before)
+"""
+    grown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(grown.stdout) < 60
