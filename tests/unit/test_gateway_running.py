@@ -273,7 +273,7 @@ def test_a_call_may_end_while_another_task_reads_its_contents(choices, streams):
         scene = Scene()
         tokenizer: Any = SimpleNamespace(decode=lambda ids: bytes(ids).decode())
         shared = SimpleNamespace(turns=scene.turns, contents=AnswerContents(tokenizer, lambda: 1))
-        call = LiveCall(shared, ARRIVAL, {}, 0)  # pyright: ignore
+        call = LiveCall(shared, ARRIVAL, {}, None)  # pyright: ignore
         call.answers = scene.start(choices)
         generating = [answer.generating for answer in call.answers if answer.generating]
         contents = call.contents(Form("id", streams))

@@ -39,7 +39,7 @@ from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.running import AnswerPart, Conversations, RunningAnswer, RunningTurns
 from slipstream.rollout.gateway.serving.text import GrowingText
 from slipstream.rollout.gateway.serving.words import TOO_LONG, UNKNOWN_RESPONSE
-from slipstream.rollout.gateway.serving.workers import INLINE_BYTES, Workers
+from slipstream.rollout.gateway.serving.workers import Turn, Workers
 from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.gateway.source import Exhausted, Rejected, TokenRequest
 from slipstream.rollout.tokens.tokenizer import Tokenizer
@@ -100,15 +100,15 @@ class LiveCall:
         shared: SharedParts,
         arrival: Arrival,
         body: Mapping[str, object],
-        size: int,
+        turn: Turn | None,
         tools: ClientTools | None = None,
     ) -> None:
-        """``arrival``: without a prompt. ``body``: as the client has sent it, in ``size`` bytes."""
+        """``arrival``: without a prompt. ``body``: as the client has sent it. ``turn``: None: it is short."""
         self.tools = tools or ClientTools()
         self.ignored: list[str] = []
         """Wishes that the endpoint could not grant."""
         self._shared = shared
-        self._size = size
+        self._turn = turn
         self._arrival = arrival
         self.body = body
         self.answers: list[RunningAnswer] = []
@@ -154,9 +154,7 @@ class LiveCall:
 
     async def prepared(self, work: Callable[[], T]) -> T:
         """Return what ``work`` makes of the request, in a thread if it may take long. Raises as it does."""
-        if self._size <= INLINE_BYTES:
-            return work()
-        return await self._shared.workers.run(self._arrival.user.name, work, self._size)
+        return work() if self._turn is None else await self._turn.run(work)
 
     def check_length(self, characters: int) -> None:
         """Raise Refusal if a prompt with so many characters cannot fit into the context."""

@@ -36,6 +36,7 @@ from slipstream.rollout.gateway.serving.metrics import ServingMetrics
 from slipstream.rollout.gateway.serving.replies import ClientGone, EventStream, Result, unless_disconnected
 from slipstream.rollout.gateway.serving.schema import Endpoint
 from slipstream.rollout.gateway.serving.words import UNKNOWN_RESPONSE, Protocols, words_of
+from slipstream.rollout.gateway.serving.workers import INLINE_BYTES, Turn
 from slipstream.rollout.gateway.source import TokenSource
 from slipstream.rollout.system.steady_clock import steady_s
 from slipstream.rollout.tokens.turn_entries import TurnType
@@ -159,6 +160,19 @@ class RequestHandler:
         user = self.user(request)
         self._rates.take(user.name)
         raw = await read_body(request, self._limits.body_bytes)
+        if len(raw) <= INLINE_BYTES:
+            return await self._answer_body(endpoint, request, user, raw, None, now_s)
+        turn = self._shared.workers.turn(user.name)
+        try:
+            await unless_disconnected(request.receive, turn.taken(len(raw)))
+            return await self._answer_body(endpoint, request, user, raw, turn, now_s)
+        finally:
+            turn.give_up()
+
+    async def _answer_body(
+        self, endpoint: Endpoint, request: Request, user: User, raw: bytes, turn: Turn | None, now_s: float
+    ) -> Response:
+        """Answer a request that has come at ``now_s``, and whose ``turn`` it is, if it is long."""
         body = _json(raw)
         if self._log_content:
             log.info("%s %s: %s", user.name, endpoint.name, raw.decode(errors="replace"))
@@ -181,7 +195,7 @@ class RequestHandler:
         if endpoint.generates:
             self._tokens.check(user.name)
             self._check_capacity()
-        call = LiveCall(self._shared, arrival, body, len(raw), read.tools)
+        call = LiveCall(self._shared, arrival, body, turn, read.tools)
         self._calls[call] = user.name
         is_streamed = False
         try:

@@ -1,8 +1,9 @@
-"""Threads for what takes long about a request before it runs: reading it, its template and its tokens.
+"""Threads for what takes long about a request before it runs: its template and its tokens.
 
 The event loop serves all users, and must not stand still for one of them. Python's threads take turns every
-few milliseconds, and the tokenizer's own code runs beside them. One request of a key is prepared at a time: a
-user who sends many takes one thread.
+few milliseconds, and the tokenizer's own code runs beside them. One request of a key is read and prepared at
+a time: a user who sends many takes one thread, and only one of them is in memory as objects, of which there
+are ten times the bytes that were sent.
 """
 
 import asyncio
@@ -33,11 +34,60 @@ def finished(coroutine: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError(f"{coroutine.__qualname__} waits")
 
 
-class _Turn(asyncio.Lock):
-    """The turn of a key."""
+class _Key(asyncio.Lock):
+    """The requests of a key, of which one at a time has its turn."""
 
     waiting = 0
-    """Bytes of the requests that wait for it."""
+    """Bytes of those that wait for it."""
+
+
+class Turn:
+    """The turn of one request, from before it is read until it is prepared. Single event loop.
+
+    Whoever has it calls ``give_up`` in the end, whatever happens.
+    """
+
+    def __init__(self, key: _Key, threads: ThreadPoolExecutor) -> None:
+        self._key = key
+        self._threads = threads
+        self._is_held = self._works = False
+
+    async def taken(self, size: int) -> None:
+        """Wait for it. Raises Refusal with 429 if too much of the key waits.
+
+        ``size``: bytes of the request.
+        """
+        key = self._key
+        if key.waiting + size > MOST_WAITING:
+            raise Refusal(429, "too many long requests of this key wait; try again", retry_after_s=1.0)
+        key.waiting += size
+        try:
+            self._is_held = await key.acquire()
+        finally:
+            key.waiting -= size
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns, in a thread, and end the turn. Raises what it raises.
+
+        Work that has begun goes on to its end, though its caller is cancelled, and keeps the turn.
+        """
+        self._works = True
+        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        running.add_done_callback(lambda _: self._end())
+        try:
+            return await asyncio.shield(running)
+        finally:
+            del running  # the frames of an error in it have the request, and this one would have the error
+
+    def give_up(self) -> None:
+        """End the turn, unless work does, or has."""
+        if not self._works:
+            self._end()
+
+    def _end(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._key.release()
 
 
 class Workers:
@@ -45,30 +95,14 @@ class Workers:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prepare")
-        self._turns: WeakValueDictionary[str, _Turn] = WeakValueDictionary()
+        self._keys: WeakValueDictionary[str, _Key] = WeakValueDictionary()
 
-    async def run(self, key: str, work: Callable[[], T], size: int) -> T:
-        """Return what ``work`` returns, when it is the turn of a request of this key. Raises what it raises,
-        and Refusal with 429 if too much of the key waits. ``size``: bytes of the request.
-
-        Work that has begun goes on to its end, though its caller is cancelled, and keeps the turn.
-        """
-        turn = self._turns.get(key)
-        if turn is None:
-            turn = self._turns[key] = _Turn()
-        if turn.waiting + size > MOST_WAITING:
-            raise Refusal(429, "too many long requests of this key wait; try again", retry_after_s=1.0)
-        turn.waiting += size
-        try:
-            await turn.acquire()
-        finally:
-            turn.waiting -= size
-        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        running.add_done_callback(lambda _, turn=turn: turn.release())
-        try:
-            return await asyncio.shield(running)
-        finally:
-            del running  # the frames of an error in it have the request, and this one would have the error
+    def turn(self, name: str) -> Turn:
+        """Return the turn of a request of a key, which it has yet to take."""
+        key = self._keys.get(name)
+        if key is None:
+            key = self._keys[name] = _Key()
+        return Turn(key, self._threads)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
