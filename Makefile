@@ -13,7 +13,7 @@
 # make test-slime SLIME=DIR   slime's contract: our tests of it, and with SLIME= the tests and examples of a checkout of slime (some minutes)
 # make test-verifiers   episodes of environments of verifiers, in an environment of its own that this makes (a minute)
 # make test-agents   Claude Code, Codex and others, installed as they are and caged, against a gateway; ONLY=codex
-# make test-cluster   jobs on a Slurm of several nodes, which are namespaces of this machine (needs root)
+# make test-cluster   jobs on a Slurm of several nodes, which are namespaces of this machine (needs root); all of them
 # make test-slow    tests of minutes each: engines that do not answer for one, further kills and layouts
 # make test-other-megatron   the trainer's parity and optimizer tests on Megatron-Core 0.19.2, which Python 3.11 does not get
 # make staleness-study   how methods learn from stale batches (a bit over an hour on two cores; goes on where it was stopped)
@@ -51,15 +51,17 @@ quickstart: install
 # there are others.
 test: install $(VENV)/.triton $(VENV)/.docs
 	bash tests/cluster/install_slurm.sh
-	@$(MAKE) --jobs=5 --keep-going --output-sync=target --no-print-directory BESIDE='nice -n 15' \
+	@$(MAKE) --jobs=5 --keep-going --output-sync=target --no-print-directory BESIDE='nice -n 15' CLUSTER= \
 	  test-runs test-numerics test-cluster test-unit-0 test-unit-1
 
 test-numerics: install
 	$(BESIDE) $(BIN)/python -m pytest tests/integration tests/gpu
 
+# All of them. `make test` leaves out those that are marked as slow.
+CLUSTER = -m ''
 test-cluster: install
 	bash tests/cluster/install_slurm.sh
-	$(BIN)/python -m pytest tests/cluster
+	$(BIN)/python -m pytest tests/cluster $(CLUSTER)
 
 test-runs: install
 	$(BIN)/python -m pytest tests/runs tests/clients tests/agents

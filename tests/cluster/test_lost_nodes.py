@@ -30,6 +30,7 @@ def is_down(cluster: SlurmCluster, node: str) -> bool:
     return "State=DOWN" in cluster.scontrol("--oneliner", "show", "node", node)
 
 
+@pytest.mark.slow  # `make test-cluster` runs it; test_train_on_slurm.py has a second start
 @pytest.mark.timeout(900)
 def test_a_lost_node_ends_the_job_only_when_the_run_cannot_go_on_and_then_the_job_starts_again(
     three_nodes: SlurmCluster, tmp_path: Path

@@ -141,6 +141,7 @@ RESTART_S = 240.0
 """Slurm waits before it starts a job again; the rest is for a loaded machine."""
 
 
+@pytest.mark.slow  # `make test-cluster` runs it; test_train_on_slurm.py has a second start
 @pytest.mark.timeout(900)
 def test_a_job_is_started_again_for_its_time_limit_and_a_preemption_until_it_makes_no_progress(
     jobs: Jobs,

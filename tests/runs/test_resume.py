@@ -209,8 +209,6 @@ def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes_a
     assert f"checkpoint {newest.name} is damaged: {shard.name} has a wrong checksum" in run.output()
     resumed = re.search(rf"resumed from version {int(older.name[1:])} \(step (\d+)\)", run.output())
     assert resumed, run.output()
-    continued = re.search(r"groups ready, (\d+) continued", run.output())
-    assert continued and int(continued[1]) > 0, run.output()
     found = audit(folder)
     assert found["clean"], found
     assert found["groups"]["trained"] == steps * BATCH_SIZE
@@ -293,7 +291,7 @@ def cut_off(run: LaunchedRun, is_stored: Callable[[], bool]) -> None:
     pytest.fail(f"the beginning of no answer was stored:\n{run.output()}")
 
 
-@pytest.mark.slow  # the story above goes on with episodes too, and test_ledger_resume.py has their answers
+@pytest.mark.slow  # test_driver_resume.py has what is gone on with, test_collector_recording.py the answers
 def test_unfinished_episodes_are_gone_on_with_after_a_restart(unfinished: Unfinished):
     """Nothing is asked twice of an engine, a part of an answer is continued, a lost judge costs no answer."""
     folder = unfinished.run.folder
