@@ -34,6 +34,7 @@ from slipstream.rollout.gateway.serving.rewarding import (
     reply_of,
 )
 from slipstream.rollout.gateway.serving.running import Conversations
+from slipstream.rollout.gateway.serving.traces import Traces
 
 ONCE_HEADER = "idempotency-key"
 """Header that may name an opening or the giving of a reward, in place of ``key`` of its body."""
@@ -52,7 +53,10 @@ class SessionRoutes:
         conversations: Conversations,
         entries: EntryLog,
         clock: Callable[[], float],
+        traces: Traces | None = None,
     ) -> None:
+        """``traces``: takes an event of each reward; None: nothing does."""
+        self._traces = traces
         self._handler = handler
         self._conversations = conversations
         self._entries = entries
@@ -133,6 +137,8 @@ class SessionRoutes:
             )
             for turn, outcome in zip(given.turns, outcomes, strict=True):
                 turn.outcome = outcome
+            if self._traces is not None:
+                self._traces.rewarded(given)
         else:
             await self._entries.durable(self._entries.last)  # it was given before, maybe just now
         status, content = reply_of(given)
