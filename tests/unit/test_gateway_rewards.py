@@ -81,7 +81,7 @@ WRONG = [
     (f'{{"value": 1, "session": "s", "name": "{"n" * 65}"}}', ["name"]),
     ('{"value": 1, "session": "s", "key": ""}', ["key: expected a text"]),
     ('{"value": 1, "session": "s", "key": 1}', ["key", "found 1"]),
-    ('{"value": 1, "value": 2, "session": "s"}', ["value is given twice"]),
+    ('{"value": 1, "value": 2, "session": "s"}', ['"value" is given twice']),
     ("[1]", ["expected a JSON object"]),
     ("1", ["expected a JSON object"]),
     ("", ["the body is not JSON"]),
