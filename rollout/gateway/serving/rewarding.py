@@ -111,7 +111,9 @@ def _is_tags(value: object) -> bool:
 
 
 def _is_tag(tag: object) -> bool:
-    return (isinstance(tag, str | bool) and len(str(tag)) <= LONGEST_NAME) or _is_finite(tag)
+    if isinstance(tag, str):  # half of a surrogate pair is in no list of sessions, which is UTF-8
+        return len(tag) <= LONGEST_NAME and not any("\ud800" <= character <= "\udfff" for character in tag)
+    return isinstance(tag, bool) or _is_finite(tag)
 
 
 MOST_SESSIONS = 1024
