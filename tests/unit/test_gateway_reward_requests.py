@@ -171,6 +171,23 @@ async def test_of_equal_givings_at_the_same_time_one_counts_and_another_value_is
     assert [turn["value"] for turn in (await give(1)).json()["turns"]] == [1.0]
 
 
+@on_a_loop
+async def test_a_client_that_gives_a_reward_again_hears_what_the_driver_had_not_said_in_time():
+    gateway, told = PlainGateway(), ["", "", "expired"]
+
+    async def outcomes(numbers):
+        return [told.pop(0) for _ in numbers]
+
+    gateway.entries.outcomes = outcomes
+    await gateway.ask("#say Hello", {"x-session-id": "s"})
+    statuses = []
+    for _ in range(4):
+        reply = await gateway.http.post("/rewards", content=body(key="k"))
+        statuses.append((reply.status_code, reply.json()["turns"][0]["outcome"]))
+    assert statuses == [(202, None), (202, None), (409, "expired"), (409, "expired")]
+    assert not told
+
+
 @pytest.mark.parametrize("key", ["", " ", "k" * 257])
 @on_a_loop
 async def test_a_header_that_names_no_giving_is_refused(key):

@@ -58,8 +58,6 @@ class SessionRoutes:
     ) -> None:
         """``traces``: takes an event of each reward; None: nothing does."""
         self._traces = traces
-        self._taking: dict[tuple[str, str], asyncio.Event] = {}
-        """Rewards that are being taken, by user and the name of the giving."""
         self._handler = handler
         self._conversations = conversations
         self._entries = entries
@@ -132,34 +130,28 @@ class SessionRoutes:
             raise Refusal(409, str(error), param="key") from error
         except (AmbiguousTurn, ValueError) as error:
             raise Refusal(400, str(error)) from error
-        name = user.name, reward.once
         if given.entries:
-            taking = self._taking[name] = asyncio.Event()
-            try:
-                await self._take(given)
-            finally:
-                taking.set()
-                if self._taking.get(name) is taking:
-                    del self._taking[name]
-        else:  # it was given before, maybe just now
-            await self._entries.durable(self._entries.last)
-            if (before := self._taking.get(name)) is not None:
-                await before.wait()
+            given.numbers = self._entries.append(given.entries)
+        await self._await(given)
+        if given.entries and self._traces is not None:
+            self._traces.rewarded(given)
         status, content = reply_of(given)
         headers = replies.session_headers(given.session)
         return replies.json_reply(content, status=status, headers=headers)
 
-    async def _take(self, given: TakenReward) -> None:
-        """Wait until a reward is recorded, and note what the driver has made of it, if it says so in time."""
-        numbers = self._entries.append(given.entries)
-        awaited = numbers if given.turns else []  # the driver takes what is held with its group
+    async def _await(self, given: TakenReward) -> None:
+        """Wait until a reward is recorded, and note what the driver has made of it, if it says so in time.
+
+        One that is given again may wait beside the first giving, or learn what came too late for that.
+        """
+        last = given.numbers[-1] if given.numbers else self._entries.last
+        # The driver takes what is held with its group: then there are no turns.
+        asked = [pair for pair in zip(given.turns, given.numbers, strict=False) if not pair[0].outcome]
         _, outcomes = await asyncio.gather(
-            self._entries.durable(numbers[-1]), self._entries.outcomes(awaited)
+            self._entries.durable(last), self._entries.outcomes([number for _, number in asked])
         )
-        for turn, outcome in zip(given.turns, outcomes, strict=True):
-            turn.outcome = outcome
-        if self._traces is not None:
-            self._traces.rewarded(given)
+        for (turn, _), outcome in zip(asked, outcomes, strict=True):
+            turn.outcome = turn.outcome or outcome
 
 
 async def _pieces(sessions: Iterator[ListedSession]) -> AsyncIterator[bytes]:

@@ -43,7 +43,7 @@ def give(table: SessionTable, user: User, reward: ClientReward, credit: float) -
     if before is not None:
         if before.digest != digest:
             raise GivenBefore(f"the key {reward.once!r} was used for another reward: give this one its own")
-        return TakenReward(before.session, before.turns, ())
+        return TakenReward(before.session, before.turns, (), numbers=before.numbers)
     if (taken := _for_group(table, user, reward, credit, digest)) is not None:
         return taken
     session, turns = _rewarded(table, user, reward, credit)
