@@ -51,6 +51,9 @@ LONGEST_TEXT = 1024
 
 LONGEST_REPLY = 65_536
 
+HEADERS = "gateway.traces.headers_env"
+"""Setting of the variable with the headers of the collector."""
+
 AGAIN = frozenset({429, 502, 503, 504})
 """Statuses after which the same POST may be sent again; after all others it must not be."""
 

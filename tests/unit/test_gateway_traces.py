@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from slipstream.backend.driver.start.plugin_checks import plugin_problems
+from slipstream.configs.load import load_recipe
 from slipstream.configs.schema import GatewayConfig, TracesConfig
 from slipstream.rollout.gateway.conversations import RewardedTurn, TakenReward
 from slipstream.rollout.gateway.otlp import OtlpExport, headers_of
@@ -14,7 +16,10 @@ from slipstream.rollout.tokens.turn_entries import UserReward
 from tests.otlp_collector import Collector
 from tests.unit.plain_gateway import CHAT, PlainGateway
 from tests.unit.talking import encode
+from tests.unit.test_config_rules import base
 from tests.unit.test_gateway_running import on_a_loop
+
+__all__ = ["base"]
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SECRET = "swordfish"
@@ -326,6 +331,15 @@ def test_headers_that_are_missing_or_cannot_be_read_are_refused_without_their_va
     with pytest.raises(ValueError, match=r"gateway\.traces\.headers_env: .* COLLECTOR must hold") as refused:
         headers_of("COLLECTOR", "gateway.traces.headers_env")
     assert not value or value not in str(refused.value)
+
+
+def test_headers_that_are_missing_are_told_before_the_run_begins(base, monkeypatch):
+    monkeypatch.delenv("COLLECTOR", raising=False)
+    traces = "gateway={traces: {endpoint: 'http://127.0.0.1:4318', headers_env: COLLECTOR}}"
+    [problem] = plugin_problems(load_recipe(base, [traces]))
+    assert problem.startswith("gateway.traces.headers_env: the environment variable COLLECTOR must hold")
+    monkeypatch.setenv("COLLECTOR", "api-key=x")
+    assert not plugin_problems(load_recipe(base, [traces]))
 
 
 @pytest.mark.parametrize(

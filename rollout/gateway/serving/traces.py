@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from slipstream.configs.schema import TracesConfig
 from slipstream.rollout.gateway.conversations import ChatMessage, TakenReward
-from slipstream.rollout.gateway.otlp import Attribute, OtlpExport, attributes, headers_of
+from slipstream.rollout.gateway.otlp import HEADERS, Attribute, OtlpExport, attributes, headers_of
 from slipstream.rollout.gateway.serving.call import LiveCall
 from slipstream.rollout.gateway.serving.running import RunningAnswer
 from slipstream.rollout.system.steady_clock import steady_s
@@ -97,7 +97,7 @@ class Traces:
 
         Raises ValueError if the environment lacks the headers of the collector.
         """
-        headers = headers_of(config.headers_env, "gateway.traces.headers_env")
+        headers = headers_of(config.headers_env, HEADERS)
         resource = {"service.name": "slipstream-gateway", "service.instance.id": instance}
         self.export = OtlpExport(config.endpoint, headers, resource, scope="slipstream.gateway")
         self._model = model
