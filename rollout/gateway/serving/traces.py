@@ -41,7 +41,7 @@ MOST_ANSWERS = 10_000
 LONGEST_CONTENT = 131_072
 """Characters of messages in a span. Of a longer history the last messages are kept."""
 
-LONGEST_NAME = 256
+LONGEST_SPAN_NAME = 256
 """Characters of the name of a span, which has the model in it that the request names."""
 
 CLIENT = 3
@@ -174,7 +174,7 @@ class Traces:
         given: dict[str, object] = {
             "traceId": span.trace,
             "spanId": span.id,
-            "name": f"{values['gen_ai.operation.name']} {values['gen_ai.request.model']}"[:LONGEST_NAME],
+            "name": f"{values['gen_ai.operation.name']} {values['gen_ai.request.model']}"[:LONGEST_SPAN_NAME],
             "kind": CLIENT,
             "startTimeUnixNano": str(span.began_ns),
             "endTimeUnixNano": str(span.began_ns + took_ns),
@@ -271,7 +271,8 @@ def _message(message: ChatMessage) -> dict[str, object]:
     parts: list[dict[str, object]] = []
     if reasoning := message.get("reasoning_content"):
         parts.append({"type": "reasoning", "content": str(reasoning)[:LONGEST_CONTENT]})
-    parts += [{"type": "text", "content": text[:LONGEST_CONTENT]} for text in texts if text]
+    for text in filter(None, texts):
+        parts.append({"type": "text", "content": text[:LONGEST_CONTENT]})
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         parts.append(
