@@ -320,6 +320,31 @@ def test_a_group_is_compared_once_each_of_its_sessions_has_a_reward(gateway, res
         give(gateway, session=names[0], is_whole=True)
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_held_reward_that_is_sent_again_tells_what_has_become_of_it_since(gateway, restarts):
+    names = opened(gateway, 3, is_group=True)
+    for name in names:
+        gateway.talk([user(name)], ODD, session=name)
+
+    def given(place: int):
+        reward = {"session": names[place], "is_whole": True, "value": float(place), "once": f"k{place}"}
+        return give(gateway, **reward)
+
+    assert [given(place).waits_for for place in (0, 0, 1)] == [2, 2, 1]
+    if restarts:
+        gateway.restart()
+    assert given(0).waits_for == 1, "another one has its reward"
+    last = given(2)
+    last.turns[0].outcome = "counted"
+    if restarts:
+        gateway.restart()
+    for place in (0, 1):
+        again = given(place)
+        assert not again.entries and not again.waits_for
+        assert [(turn.session, turn.value) for turn in again.turns] == [(names[place], float(place))]
+        assert reply_of(again)[1]["status"] == ("counted" if not place and not restarts else "recorded")
+
+
 @pytest.mark.parametrize(("fits", "running"), [(2, 0), (4, 2)])
 def test_of_a_group_that_does_not_fit_no_session_stays(fits, running):
     """It would push its own first sessions out, and could never be compared."""
