@@ -240,7 +240,11 @@ class RequestHandler:
     def _reply(
         self, endpoint: Endpoint, call: LiveCall, result: Result, span: RequestSpan | None
     ) -> Response:
-        headers = {"x-request-id": call.id, **replies.session_headers(call.session), **call.tools.headers}
+        headers = {
+            "x-request-id": call.answer_id,
+            **replies.session_headers(call.session),
+            **call.tools.headers,
+        }
         if isinstance(result, AsyncIterator):
             return EventStream(
                 result if endpoint.protocol is not Protocols.ANTHROPIC else _with_id(result, call.answer_id),
