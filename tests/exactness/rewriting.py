@@ -94,7 +94,11 @@ def _with(message: Message, text: str) -> Message:
 
 
 def _last_question(messages: list[Message]) -> int:
-    return max(place for place, message in enumerate(messages) if message["role"] == "user")
+    """Return the place of the last question before which no call has its result only now, or has none yet."""
+    places = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    before = messages[places[-1] - 1] if places[-1] else {"role": "user"}
+    is_open = before["role"] == "tool" or bool(before.get("tool_calls"))
+    return places[-1] if not is_open else places[-2] if len(places) > 1 else 0
 
 
 def _calls_left_out(messages: list[Message], step: int) -> list[Message]:
