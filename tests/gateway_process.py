@@ -162,6 +162,8 @@ async def _serve(folder: Path, settings: dict[str, Any]) -> None:
         entries=entries,
         keys=FixedKeys(),
         mint=lambda: uuid.uuid4().hex,
+        traces=gateway.traces,
+        instance="scripted",
     )
     actions = {
         "hold": source.hold,

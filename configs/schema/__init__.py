@@ -12,7 +12,7 @@ from slipstream.configs.schema.data import (
     PromptFile,
 )
 from slipstream.configs.schema.dialect import DialectConfig, EndpointConfig
-from slipstream.configs.schema.gateway import GatewayConfig, LimitsConfig, TurnRule
+from slipstream.configs.schema.gateway import GatewayConfig, LimitsConfig, TracesConfig, TurnRule
 from slipstream.configs.schema.hooks import HooksConfig
 from slipstream.configs.schema.judge import CodeJudge, Judge, ModelJudge
 from slipstream.configs.schema.live import LiveConfig, LiveJudgingConfig
@@ -92,6 +92,7 @@ __all__ = [
     "SlurmCluster",
     "TeacherTerm",
     "TensorTransportConfig",
+    "TracesConfig",
     "TransportConfig",
     "TurnRule",
     "TurnsConfig",

@@ -99,6 +99,28 @@ class TurnRule(Section):
         return self
 
 
+class TracesConfig(Section):
+    """Spans of requests and events of clients' rewards, by OpenTelemetry's conventions for generative AI
+    (docs/gateway.md). No request waits for them."""
+
+    endpoint: str = Field(
+        pattern=r"^https?://[^/\s@?#]+(/[^\s?#]*)?$",
+        description="Address of a collector that takes OTLP over HTTP in its JSON form, such as "
+        "`http://127.0.0.1:4318`. Spans go to its `/v1/traces`, rewards to its `/v1/logs`.",
+    )
+    headers_env: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Environment variable with headers for the collector, as `NAME=VALUE,NAME=VALUE` with "
+        "percent-encoding; null: it needs none.",
+    )
+    content: bool = Field(
+        default=False,
+        description="Send the messages of requests and answers as well. Of a history beyond 131,072 "
+        "characters only the last messages are sent.",
+    )
+
+
 class GatewayConfig(DialectConfig):
     """The endpoint for live users, on the engines that also generate rollouts. It serves OpenAI's and
     Anthropic's protocols and SGLang's own (docs/live.md)."""
@@ -157,6 +179,9 @@ class GatewayConfig(DialectConfig):
     )
     log_content: bool = Field(
         default=False, description="Write the content of requests and answers into the log."
+    )
+    traces: TracesConfig | None = Field(
+        default=None, description="Where spans of requests and events of rewards are sent; null: nowhere."
     )
     limits: LimitsConfig = Field(
         default=LimitsConfig(),

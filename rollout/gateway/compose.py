@@ -6,6 +6,7 @@ journal ──entries──► Sessions ◄──► endpoints ◄──► user
 from collections.abc import Sequence
 
 from slipstream.rollout.gateway.helpers import TurnTypes
+from slipstream.rollout.gateway.peers import name_of
 from slipstream.rollout.gateway.serving.assemble import Serving, assemble, served_model
 from slipstream.rollout.gateway.serving.metrics import SessionCollector
 from slipstream.rollout.gateway.sessions.placing import SessionLimits
@@ -73,6 +74,8 @@ def build(surroundings: GatewaySurroundings) -> ServedSessions:
         entries=journal,
         keys=surroundings.keys,
         mint=surroundings.mint,
+        traces=gateway.traces,
+        instance=f"{config.run.name}/{name_of(spec.number)}",
     )
     serving.metrics.registry.register(SessionCollector(sessions))
     serving.metrics.follow(journal)

@@ -177,6 +177,8 @@ class TakenReward:
     digest: bytes = b""
     waits_for: int = 0
     """Sessions of its group without a reward. Above 0, the reward is held until they have theirs."""
+    numbers: Sequence[int] = ()
+    """Numbers of its entries, once the journal has given them. Empty after a restart."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,9 @@ TIDY_S = 1.0
 OUTCOME_S = 5.0
 """Longest time that a client waits for the outcome of its reward. The reward itself is recorded."""
 
+MOST_OUTCOMES = 10_000
+"""Outcomes that have not come yet, or that nobody has asked for again."""
+
 CLOSE_TIMEOUT_S = 60.0
 
 
@@ -167,18 +170,21 @@ class TurnJournal:
     async def outcomes(self, numbers: Sequence[int]) -> list[str]:
         """Return what the driver has made of the rewards with these numbers.
 
-        An outcome is empty where the driver has not said so within ``OUTCOME_S``.
+        An outcome is empty where the driver has not said so within ``OUTCOME_S``. One that comes later is
+        kept for the next question.
         """
         loop = asyncio.get_running_loop()
         waiting = {number: self._outcomes.setdefault(number, loop.create_future()) for number in numbers}
         if waiting:
             await asyncio.wait(waiting.values(), timeout=OUTCOME_S)
-        for number in waiting:
+        for number in [number for number, future in waiting.items() if future.done()]:
             self._outcomes.pop(number, None)
+        while len(self._outcomes) > MOST_OUTCOMES:
+            del self._outcomes[next(iter(self._outcomes))]
         return [future.result() if future.done() else "" for future in waiting.values()]
 
     def rewarded(self, outcomes: Sequence[tuple[int, str]]) -> None:
-        """Note what the driver has made of rewards. Those that nobody waits for are passed over."""
+        """Note what the driver has made of rewards. Those that nobody has asked for are passed over."""
         for number, outcome in outcomes:
             future = self._outcomes.get(number)
             if future is not None and not future.done():

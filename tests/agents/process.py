@@ -29,8 +29,10 @@ VERSION = 4
 CONTEXT = 2048
 TEMPERATURE = 0.9
 START_TIMEOUT_S = 120
-OWN_KEYS = dict.fromkeys(("RAY_AUTH_TOKEN", "SGLANG_API_KEY", "VOTING_KEY", "GRADING_KEY"), "secret")
-"""Variables with keys of the run itself; the recipe names the last two."""
+OWN_KEYS = dict.fromkeys(
+    ("RAY_AUTH_TOKEN", "SGLANG_API_KEY", "VOTING_KEY", "GRADING_KEY", "COLLECTOR_HEADERS"), "secret"
+)
+"""Variables with keys of the run itself; the recipe names the last three."""
 
 
 class AgentsProcess:
@@ -396,6 +398,7 @@ async def _main(folder: Path, dialect: dict[str, Any]) -> None:
                 "type": "model",
                 "endpoint": {"type": "url", "url": "nowhere", "model": "any", "key_env": "VOTING_KEY"},
             },
+            "gateway": {"traces": {"endpoint": "http://nowhere", "headers_env": "COLLECTOR_HEADERS"}},
         }
     )
     async with serve(config, context=CONTEXT, version=lambda: VERSION, decode=tokenizer.decode) as served:

@@ -535,7 +535,9 @@ class TestEnds:
         assert [r.json()["choices"][0]["message"]["content"] for r in replies] == ["Hello, I am long"] * 2
         assert len(after["requests"]) == len(before["requests"]) + 1
         assert len(after["answers"]) == len(before["answers"]) + 1
-        assert replies[0].json()["session_id"] == replies[1].json()["session_id"]
+        for name in ("id", "session_id"):
+            assert replies[0].json()[name] == replies[1].json()[name], "rewards name the answer by it"
+        assert replies[0].headers["x-request-id"] == replies[1].headers["x-request-id"]
 
     @pytest.mark.parametrize("path", [CHAT, ANTHROPIC, RESPONSES, COMPLETION, GENERATE])
     def test_a_stream_that_breaks_off_ends_with_an_error(self, http, gateway, path):

@@ -93,6 +93,46 @@ def _with(message: Message, text: str) -> Message:
     return {**message, "content": text}
 
 
+def _last_question(messages: list[Message]) -> int:
+    """Return the place of the last question before which no call has its result only now, or has none yet."""
+    places = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    before = messages[places[-1] - 1] if places[-1] else {"role": "user"}
+    is_open = before["role"] == "tool" or bool(before.get("tool_calls"))
+    return places[-1] if not is_open else places[-2] if len(places) > 1 else 0
+
+
+def _calls_left_out(messages: list[Message], step: int) -> list[Message]:
+    """Leave out the calls and results of earlier questions."""
+    last = _last_question(messages)
+    kept = [m for m in messages[:last] if m["role"] != "tool" and not m.get("tool_calls")]
+    return [*kept, *messages[last:]]
+
+
+def _results_cut(messages: list[Message], step: int) -> list[Message]:
+    last = _last_question(messages)
+    cut = [_with(m, f"{text_of(m)[:10]}...") if m["role"] == "tool" else m for m in messages[:last]]
+    return [*cut, *messages[last:]]
+
+
+def _ids_anew(messages: list[Message], step: int) -> list[Message]:
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            call["id"] = f"toolu_{step}_{call['id']}"
+        if "tool_call_id" in message:
+            message["tool_call_id"] = f"toolu_{step}_{message['tool_call_id']}"
+    return messages
+
+
+def _reasoning_in_text(messages: list[Message], step: int) -> list[Message]:
+    thoughts = [message.pop("reasoning_content", None) for message in messages]
+    both = zip(messages, thoughts, strict=True)
+    return [_with(m, f"<think>{t}</think>{text_of(m)}") if t else m for m, t in both]
+
+
+def _reminder_alone(messages: list[Message], step: int) -> list[Message]:
+    return [*messages, {"role": "user", "content": REMINDER}]
+
+
 REWRITINGS: Mapping[str, Callable[[list[Message], int], list[Message]]] = {
     "clock": lambda messages, step: messages,
     "window": _window,
@@ -101,6 +141,11 @@ REWRITINGS: Mapping[str, Callable[[list[Message], int], list[Message]]] = {
     "reminder last": _reminder_last,
     "trimmed": _trimmed,
     "answered by itself": _answered_by_itself,
+    "results cut": _results_cut,
+    "calls left out": _calls_left_out,
+    "ids anew": _ids_anew,
+    "reasoning in text": _reasoning_in_text,
+    "reminder alone": _reminder_alone,
 }
 
 

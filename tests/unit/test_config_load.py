@@ -330,6 +330,7 @@ BESIDES = {
     "actor.lora": {"rank": 8, "alpha": 16},
     "actor.overlong": {"start": 10, "end": 20},
     "cluster.container": {"runtime": "apptainer", "image": "image.sif"},
+    "gateway.traces": {"endpoint": "http://localhost:4318"},
     "log.wandb": {"project": "thing"},
     "log.mlflow": {"tracking_uri": "http://localhost:5000"},
 }

@@ -81,7 +81,7 @@ WRONG = [
     (f'{{"value": 1, "session": "s", "name": "{"n" * 65}"}}', ["name"]),
     ('{"value": 1, "session": "s", "key": ""}', ["key: expected a text"]),
     ('{"value": 1, "session": "s", "key": 1}', ["key", "found 1"]),
-    ('{"value": 1, "value": 2, "session": "s"}', ["value is given twice"]),
+    ('{"value": 1, "value": 2, "session": "s"}', ['"value" is given twice']),
     ("[1]", ["expected a JSON object"]),
     ("1", ["expected a JSON object"]),
     ("", ["the body is not JSON"]),
@@ -320,6 +320,31 @@ def test_a_group_is_compared_once_each_of_its_sessions_has_a_reward(gateway, res
         give(gateway, session=names[0], is_whole=True)
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_held_reward_that_is_sent_again_tells_what_has_become_of_it_since(gateway, restarts):
+    names = opened(gateway, 3, is_group=True)
+    for name in names:
+        gateway.talk([user(name)], ODD, session=name)
+
+    def given(place: int):
+        reward = {"session": names[place], "is_whole": True, "value": float(place), "once": f"k{place}"}
+        return give(gateway, **reward)
+
+    assert [given(place).waits_for for place in (0, 0, 1)] == [2, 2, 1]
+    if restarts:
+        gateway.restart()
+    assert given(0).waits_for == 1, "another one has its reward"
+    last = given(2)
+    last.turns[0].outcome = "counted"
+    if restarts:
+        gateway.restart()
+    for place in (0, 1):
+        again = given(place)
+        assert not again.entries and not again.waits_for
+        assert [(turn.session, turn.value) for turn in again.turns] == [(names[place], float(place))]
+        assert reply_of(again)[1]["status"] == ("counted" if not place and not restarts else "recorded")
+
+
 @pytest.mark.parametrize(("fits", "running"), [(2, 0), (4, 2)])
 def test_of_a_group_that_does_not_fit_no_session_stays(fits, running):
     """It would push its own first sessions out, and could never be compared."""
@@ -375,6 +400,11 @@ def test_a_list_shows_versions_ids_and_rewards_of_the_users_own_turns(gateway):
         ('{"group": true}', "expected 2 or more for a group"),
         ('{"tags": {"a": null}}', "tags: expected an object"),
         ('{"tags": {"a": NaN}}', "tags: expected an object"),
+        ('{"tags": {"a": "\\ud800"}}', "tags: expected an object"),
+        ('{"tags": {"\\udfff": 1}}', "tags: expected an object"),
+        ('{"tags": {"a": {"b": 1}}}', "tags: expected an object"),
+        ('{"count": 2, "key": "\\ud800"}', "key: expected a text"),
+        ('{"count": 1e3}', "found 1000.0"),
         ('{"tag": {}}', "did you mean `tags`?"),
         ('{"n": 3, "tags": []}', 'no field "n"'),
     ],

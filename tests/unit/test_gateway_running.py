@@ -22,12 +22,12 @@ from slipstream.rollout.tokens.turn_entries import Entry, SessionEnd
 from tests.watched_sessions import MemoryLog
 
 
-def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """Run an async test with an event loop of its own."""
 
     @functools.wraps(test)
-    def run() -> None:
-        asyncio.run(test())
+    def run(**arguments: Any) -> None:
+        asyncio.run(test(**arguments))
 
     return run
 

@@ -168,13 +168,19 @@ def test_a_client_hears_what_the_driver_has_made_of_its_rewards(world):
     world(main)
 
 
-def test_a_client_does_not_wait_for_a_driver_that_is_gone(world, monkeypatch):
+def test_a_client_does_not_wait_for_a_driver_that_is_gone_and_hears_later_what_it_has_made(
+    world, monkeypatch
+):
     monkeypatch.setattr(journal_module, "OUTCOME_S", 0.05)
+    monkeypatch.setattr(journal_module, "MOST_OUTCOMES", 2)
 
     async def main(world: World):
         async with world.gateway() as (journal, _):
-            assert await journal.outcomes(journal.append([reward(1)])) == [""]
-            assert not journal._outcomes
+            numbers = journal.append([reward(1)] * 3)
+            assert await journal.outcomes(numbers) == [""] * 3
+            journal.rewarded([(number, "counted") for number in numbers])
+            assert await journal.outcomes(numbers[1:]) == ["counted"] * 2
+            assert not journal._outcomes, "the first has made room for the others"
 
     world(main)
 

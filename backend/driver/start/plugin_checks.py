@@ -102,7 +102,19 @@ def _objects(config: RunConfig) -> list[tuple[str, PluginConfig, Sequence[Method
 def plugin_problems(config: RunConfig) -> list[str]:
     """Return what is wrong with the code that the recipe names. Imports it into this process."""
     problems = [problem for code in named_code(config) if (problem := problem_with(code, config)) is not None]
-    return [*problems, *endpoint_problems(config.rollout)]
+    return [*problems, *endpoint_problems(config.rollout), *_traces_problems(config)]
+
+
+def _traces_problems(config: RunConfig) -> list[str]:
+    if config.gateway is None or config.gateway.traces is None:
+        return []
+    from slipstream.rollout.gateway.otlp import HEADERS, headers_of  # aiohttp takes a while to import
+
+    try:
+        headers_of(config.gateway.traces.headers_env, HEADERS)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def problem_with(code: Named, config: RunConfig) -> str | None:

@@ -27,7 +27,7 @@ from slipstream.rollout.workflow.endpoint import EndedEpisode, NothingToTrain, P
 RAY_TOKEN = "RAY_AUTH_TOKEN"
 """The environment variable by which Ray's processes get the secret of their cluster."""
 
-KEY_SETTINGS = ("key_env", "key_variable")
+KEY_SETTINGS = ("key_env", "key_variable", "headers_env")
 """Settings that name a variable with a key, among the arguments of plug-ins too."""
 
 

@@ -426,7 +426,7 @@ class TextCompletion(OpenAIServingCompletion):
             prompts = [self.call.prompt(ids, text=text) for text, ids in self._prompts(converted)]
         for prompt in prompts:
             begin(self.call, prompt, sampling, request.logprobs or 0, scores_prompt=scores_prompt)
-        converted.rid = f"cmpl-{self.call.id}"
+        converted.rid = f"cmpl-{self.call.answer_id}"
         return converted, request
 
     def _prompts(self, converted: GenerateReqInput) -> Iterator[tuple[str | None, list[int]]]:

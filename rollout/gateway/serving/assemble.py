@@ -13,7 +13,13 @@ from dataclasses import dataclass
 
 from fastapi import FastAPI
 
-from slipstream.configs.schema import DialectConfig, LimitsConfig, ModelConfig, SamplingConfig
+from slipstream.configs.schema import (
+    DialectConfig,
+    LimitsConfig,
+    ModelConfig,
+    SamplingConfig,
+    TracesConfig,
+)
 from slipstream.rollout.gateway.conversations import EntryLog, KeyRing
 from slipstream.rollout.gateway.helpers import TurnTypes
 from slipstream.rollout.gateway.serving.app import ModelCard, create_admin_app, create_app
@@ -25,6 +31,7 @@ from slipstream.rollout.gateway.serving.metrics import ServingMetrics
 from slipstream.rollout.gateway.serving.running import Conversations, RunningTurns
 from slipstream.rollout.gateway.serving.session_routes import SessionRoutes
 from slipstream.rollout.gateway.serving.stand_in import ServedModel, StandIn
+from slipstream.rollout.gateway.serving.traces import Traces
 from slipstream.rollout.gateway.serving.workers import Workers
 from slipstream.rollout.gateway.source import TokenSource
 from slipstream.rollout.system.steady_clock import steady_s
@@ -39,11 +46,14 @@ class Serving:
     metrics: ServingMetrics
     turns: RunningTurns
     workers: Workers
+    traces: Traces | None
 
     async def close(self) -> None:
         """Cancel all turns that run, and wait until they are recorded."""
         await self.turns.close()
         self.workers.close()
+        if self.traces is not None:
+            await self.traces.export.close()
 
 
 def assemble(
@@ -58,13 +68,19 @@ def assemble(
     types: TurnTypes | None = None,
     log_content: bool = False,
     aborts_all: bool = False,
+    traces: TracesConfig | None = None,
+    instance: str = "",
 ) -> Serving:
     """Make both applications. Once in a process: SGLang's settings belong to the whole process.
 
     ``mint`` returns ids of requests, which nobody can guess. ``types``: gives types to turns whose requests
     do not say. ``log_content``: write requests into the log.
     ``aborts_all``: a key names one client, which may abort all of its requests at once.
+    ``traces``: where spans go; None: nowhere. ``instance``: name of the process in them.
+
+    Raises ValueError if the environment lacks what ``traces`` needs.
     """
+    spans = None if traces is None else Traces(traces, model=model.name, instance=instance)
     stand_in = StandIn(model)
     turns = RunningTurns(source, conversations, entries)
     workers = Workers()
@@ -95,11 +111,14 @@ def assemble(
         types=types,
         log_content=log_content,
         aborts_all=aborts_all,
+        traces=spans,
     )
+    if spans is not None:
+        metrics.follow_export(spans.export)
     card = ModelCard(model.name, str(model.path), model.context, int(time.time()))
     app = create_app(
         handler,
-        SessionRoutes(handler, conversations, entries, steady_s),
+        SessionRoutes(handler, conversations, entries, steady_s, spans),
         Endpoints(stand_in).all(),
         card,
         source=source,
@@ -107,7 +126,7 @@ def assemble(
         answers=lambda: turns.answers,
     )
     admin = create_admin_app(source, metrics, lambda: turns.answers)
-    return Serving(app, admin, metrics, turns, workers)
+    return Serving(app, admin, metrics, turns, workers, spans)
 
 
 def served_model(

@@ -113,8 +113,10 @@ class LiveCall:
         self.body = body
         self.answers: list[RunningAnswer] = []
         """All answers, in the order of the prompts."""
-        self._prompts = 0
-        """Number of prompts so far."""
+        self.prompts: list[Arrival] = []
+        """All prompts so far."""
+        self.messages: Sequence[ChatMessage] = ()
+        """What the client has got of each answer; empty: it has not got all of them."""
         self._contents: list[AsyncGeneratorType[Content | list[Content]]] = []
         self.one_by_one = False
         """The answers are parsed while they are streamed."""
@@ -231,7 +233,7 @@ class LiveCall:
             new_answer = partial(self._new_answer, running, parameters)
             answers = self._shared.turns.start(running, requests, new_answer)
         self.answers += answers
-        self._prompts += 1
+        self.prompts.append(prompt)
         self.session = running.session
         self.answer_id = running.request
 
@@ -268,7 +270,7 @@ class LiveCall:
         arrival = replace(
             prompt,
             session=self.session or prompt.session,
-            digest=prompt.digest + self._prompts.to_bytes(2),
+            digest=prompt.digest + len(self.prompts).to_bytes(2),
             sampling={name: value for name, value in parameters.items() if name not in TEXT_ONLY},
             choices=choices,
             most_tokens=self._shared.context - 1,
@@ -395,6 +397,7 @@ class LiveCall:
         Answers that have failed are left out, and end as cancelled. ``exchange``: JSON by which a later
         request that names the answer knows what came before; empty: none can name it.
         """
+        self.messages = messages
         await asyncio.gather(
             *(
                 self._shared.turns.record(answer, message, exchange)

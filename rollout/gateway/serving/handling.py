@@ -35,6 +35,7 @@ from slipstream.rollout.gateway.serving.limits import Rates, Refusal
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
 from slipstream.rollout.gateway.serving.replies import ClientGone, EventStream, Result, unless_disconnected
 from slipstream.rollout.gateway.serving.schema import Endpoint
+from slipstream.rollout.gateway.serving.traces import RequestSpan, Traces
 from slipstream.rollout.gateway.serving.words import UNKNOWN_RESPONSE, Protocols, words_of
 from slipstream.rollout.gateway.serving.workers import INLINE_BYTES, Turn
 from slipstream.rollout.gateway.source import TokenSource
@@ -106,8 +107,11 @@ class RequestHandler:
         types: TurnTypes | None = None,
         log_content: bool = False,
         aborts_all: bool = False,
+        traces: Traces | None = None,
     ) -> None:
-        """``aborts_all``: a key names one client, which may abort all of its requests at once."""
+        """``aborts_all``: a key names one client, which may abort all of its requests at once. ``traces``:
+        takes a span of each request for answers that has a valid key; None: nothing does.
+        """
         self._shared = shared
         self._source = source
         self._keys = keys
@@ -117,6 +121,7 @@ class RequestHandler:
         self._types = types
         self._log_content = log_content
         self._aborts_all = aborts_all
+        self._traces = traces
         self._rates = Rates(limits.requests_per_minute, time.monotonic)
         self._tokens = Rates(limits.tokens_per_minute, time.monotonic, unit="tokens")
         self._calls: dict[LiveCall, str] = {}
@@ -137,27 +142,43 @@ class RequestHandler:
 
     async def take(self, endpoint: Endpoint, request: Request) -> Response:
         """Answer a request."""
-        status = 500
+        status, error, span = 500, "server_error", None
+        is_streamed = False
         try:
-            reply = await self._answer(endpoint, request)
-            status = reply.status_code
+            user = self.user(request)
+            span = self._begun(endpoint, request)
+            reply = await self._answer(endpoint, request, user, span)
+            status, error = reply.status_code, ""
+            is_streamed = isinstance(reply, EventStream)  # which ends its span at its own end
             return reply
         except Refusal as refused:
-            status = words_of(refused, endpoint.protocol).status
+            status, error = words_of(refused, endpoint.protocol).status, _error(refused, endpoint.protocol)
             # The errors before it and their frames refer to each other, and would keep the request in memory
             # until Python looks for garbage.
             refused.__cause__ = refused.__context__ = refused.__traceback__ = None
             return replies.error_reply(refused, endpoint.protocol)
         except (ClientGone, ClientDisconnect):
-            status = 499
+            status, error = 499, GONE
             self._metrics.disconnects.labels(endpoint.name).inc()
             return Response(status_code=status)
         finally:
             self._metrics.requests.labels(endpoint.name, str(status)).inc()
+            if not is_streamed:
+                self._end_span(span, error)
 
-    async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
+    def _begun(self, endpoint: Endpoint, request: Request) -> RequestSpan | None:
+        if self._traces is None or not endpoint.generates:
+            return None
+        return self._traces.begin(endpoint.name, request.headers)
+
+    def _end_span(self, span: RequestSpan | None, error: str) -> None:
+        if self._traces is not None and span is not None:
+            self._traces.end(span, error)
+
+    async def _answer(
+        self, endpoint: Endpoint, request: Request, user: User, span: RequestSpan | None
+    ) -> Response:
         now_s = self._clock()
-        user = self.user(request)
         self._rates.take(user.name)
         raw = await read_body(request, self._limits.body_bytes)
         if len(raw) <= INLINE_BYTES:
@@ -174,6 +195,8 @@ class RequestHandler:
     ) -> Response:
         """Answer a request that has come at ``now_s``, and whose ``turn`` it is, if it is long."""
         body = _json(raw)
+        if self._traces is not None and span is not None:
+            self._traces.asked(span, body)
         if self._log_content:
             log.info("%s %s: %s", user.name, endpoint.name, raw.decode(errors="replace"))
         read = endpoint.read(body, self._limits)
@@ -202,7 +225,9 @@ class RequestHandler:
             result = await unless_disconnected(request.receive, self._ask(endpoint, call, read.request))
             if isinstance(result, AsyncIterator):
                 self._metrics.first_token_s.labels(endpoint.name).observe(self._clock() - now_s)
-            reply = self._reply(endpoint, call, result)
+                if self._traces is not None and span is not None:
+                    self._traces.first_chunk(span)
+            reply = self._reply(endpoint, call, result, span)
             is_streamed = isinstance(reply, EventStream)  # which leaves its turns at its own end
             return reply
         except Refusal as refused:
@@ -210,7 +235,7 @@ class RequestHandler:
             raise
         finally:
             if not is_streamed:
-                await self._end(call)
+                await self._end(call, span)
 
     async def _ask(self, endpoint: Endpoint, call: LiveCall, parsed: object) -> Result:
         """Return the reply, or the events of one whose first tokens have come. Raises Refusal."""
@@ -226,15 +251,21 @@ class RequestHandler:
             await call.started()
         return result
 
-    def _reply(self, endpoint: Endpoint, call: LiveCall, result: Result) -> Response:
-        headers = {"x-request-id": call.id, **replies.session_headers(call.session), **call.tools.headers}
+    def _reply(
+        self, endpoint: Endpoint, call: LiveCall, result: Result, span: RequestSpan | None
+    ) -> Response:
+        headers = {
+            "x-request-id": call.answer_id,
+            **replies.session_headers(call.session),
+            **call.tools.headers,
+        }
         if isinstance(result, AsyncIterator):
             return EventStream(
                 result if endpoint.protocol is not Protocols.ANTHROPIC else _with_id(result, call.answer_id),
                 session=call.session,
                 headers=headers,
                 protocol=endpoint.protocol,
-                close=partial(self._left, endpoint, call),
+                close=partial(self._left, endpoint, call, span),
             )
         if call.session is not None:
             if endpoint.protocol is Protocols.ANTHROPIC and isinstance(result, dict):
@@ -244,15 +275,24 @@ class RequestHandler:
                 part["session_id"] = call.session
         return replies.json_reply(result, headers=headers)
 
-    async def _left(self, endpoint: Endpoint, call: LiveCall) -> None:
+    async def _left(self, endpoint: Endpoint, call: LiveCall, span: RequestSpan | None) -> None:
+        error = "" if call.refusal is None else _error(call.refusal, endpoint.protocol)
         if any(answer.recorded is None for answer in call.answers):
             self._metrics.disconnects.labels(endpoint.name).inc()
-        await self._end(call)
+            error = error or GONE
+        try:
+            await self._end(call, span)
+        finally:
+            self._end_span(span, error)
 
-    async def _end(self, call: LiveCall) -> None:
+    async def _end(self, call: LiveCall, span: RequestSpan | None) -> None:
         self._tokens.charge(self._calls.pop(call), call.tokens)
         self._metrics.count_ignored(call.ignored)
-        await call.end()
+        try:
+            if self._traces is not None and span is not None:
+                self._traces.answered(span, call)
+        finally:
+            await call.end()
 
     def _check_capacity(self) -> None:
         """Raises Refusal with 503 if nothing can be generated now."""
@@ -352,6 +392,16 @@ def path_session(request: Request) -> str | None:
         return checked_name("the path", request.path_params.get("session"))
     except ValueError as error:
         raise Refusal(400, str(error)) from error
+
+
+GONE = "client_gone"
+"""Error of a request whose client has gone before the end."""
+
+
+def _error(refused: Refusal, protocol: Protocols) -> str:
+    """Return what the client gets as the code of an error, or else as its type."""
+    words = words_of(refused, protocol)
+    return words.code or words.type
 
 
 def _json(raw: bytes) -> dict[str, object]:

@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from slipstream.rollout.gateway.journal import TurnJournal
+from slipstream.rollout.gateway.otlp import OtlpExport
 from slipstream.rollout.gateway.serving.client_tools import family
 from slipstream.rollout.gateway.serving.preferences import WISHES
 from slipstream.rollout.gateway.serving.schema import ReadBody
@@ -93,9 +94,35 @@ class ServingMetrics:
             gauge = Gauge(f"slipstream_gateway_journal_{name}", description, registry=self.registry)
             gauge.set_function(value)
 
+    def follow_export(self, export: OtlpExport) -> None:
+        """Show what has become of spans and events."""
+        self.registry.register(_ExportCollector(export))
+
     def text(self) -> bytes:
         """Return all figures in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+class _ExportCollector(Collector):
+    """Shows the counters of the export as they are when somebody looks."""
+
+    def __init__(self, export: OtlpExport) -> None:
+        self._export = export
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "slipstream_gateway_traces_sent",
+            "Spans and events that a collector has taken.",
+            self._export.sent,
+        )
+        dropped = CounterMetricFamily(
+            "slipstream_gateway_traces_dropped",
+            "Spans and events that were dropped: full, refused and ended.",
+            labels=("reason",),
+        )
+        for reason in ("full", "refused", "ended"):
+            dropped.add_metric((reason,), self._export.dropped[reason])
+        yield dropped
 
 
 @dataclass(frozen=True)

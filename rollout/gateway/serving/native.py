@@ -90,7 +90,7 @@ class Native:
                 call.begin(prompt, sampling, top_logprobs=top, scores_prompt=body.scores_prompt)
         except ValueError as error:
             raise Refusal(400, str(error)) from error
-        form = Form(call.id, body.stream, body.return_logprob, top, prompt_ids=False)
+        form = Form(call.answer_id, body.stream, body.return_logprob, top, prompt_ids=False)
         if body.stream:
             return self._events(call, form)
         contents = await anext(call.contents(form))

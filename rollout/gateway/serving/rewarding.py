@@ -17,6 +17,12 @@ from slipstream.rollout.tokens.trajectory import LARGEST_REWARD
 
 LONGEST_REWARD_NAME = 64
 NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+MOST_PROBLEMS = 16
+"""Problems of a body that are told. A body of millions of unknown fields has as many."""
+
+LONGEST_FIELD = 80
+"""Characters of a client's field or value in an error."""
+
 MOST_TURNS = 1 << 40
 """Turns and choices have smaller places."""
 
@@ -72,6 +78,10 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and 0 < len(value) <= LONGEST_NAME and value.isprintable()
 
 
+def _is_answer(value: object) -> bool:
+    return _is_text(value) and bool(request_of(cast(str, value)))
+
+
 def _is_reward_name(value: object) -> bool:
     return isinstance(value, str) and 0 < len(value) <= LONGEST_REWARD_NAME and {*value} <= NAME_CHARACTERS
 
@@ -101,7 +111,9 @@ def _is_tags(value: object) -> bool:
 
 
 def _is_tag(tag: object) -> bool:
-    return (isinstance(tag, str | bool) and len(str(tag)) <= LONGEST_NAME) or _is_finite(tag)
+    if isinstance(tag, str):  # half of a surrogate pair is in no list of sessions, which is UTF-8
+        return len(tag) <= LONGEST_NAME and not any("\ud800" <= character <= "\udfff" for character in tag)
+    return isinstance(tag, bool) or _is_finite(tag)
 
 
 MOST_SESSIONS = 1024
@@ -130,7 +142,7 @@ SESSION_REWARD = {"reward": _VALUE, "turn": _TURN, "name": _NAME, "key": _ONCE}
 
 REWARD = {
     "value": _VALUE,
-    "response_id": OwnField(_TEXT, "the id of an answer", _is_text),
+    "response_id": OwnField(_TEXT, "the id of an answer", _is_answer),
     "choice": OwnField(_PLACE, "the place of an answer among several, from 0", _is_place),
     "call_id": OwnField(_TEXT, "the id of a tool call in an answer", _is_text),
     "session": OwnField(_TEXT, f"the name of a session, of at most {LONGEST_NAME} characters", _is_session),
@@ -262,9 +274,9 @@ def _with_key(body: dict[str, object], header: str | None) -> dict[str, object]:
 def _object(raw: bytes) -> dict[str, object]:
     """Return a body in which no field is given twice. NaN and Infinity are read, to be refused by name."""
     try:
-        body = json.loads(raw, object_pairs_hook=_once)
+        body = json.loads(raw.decode(), object_pairs_hook=_once)  # bytes could be UTF-16, too
     except _Twice as error:
-        raise Refusal(400, f"{error} is given twice", param=str(error)) from None
+        raise Refusal(400, f"{_shown(str(error))} is given twice", param=_param(str(error))) from None
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
@@ -291,14 +303,16 @@ def _problems(
     problems = [(name, f"`{name}` is missing") for name in required if name not in body]
     for name, value in body.items():
         if name not in fields:
-            problems.append((name, _unknown(name, fields)))
+            is_told = len(problems) < MOST_PROBLEMS
+            problems.append((name, _unknown(name, fields) if is_told else ""))
         elif not fields[name].fits(value):
             problems.append((name, f"{name}: expected {fields[name].expected}, found {_shown(value)}"))
     return problems
 
 
 def _unknown(name: str, fields: Mapping[str, OwnField]) -> str:
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), fields, n=1, cutoff=0.5)
+    word = name.lower().replace("-", "_")
+    near = difflib.get_close_matches(word, fields, n=1, cutoff=0.5) if len(word) <= LONGEST_FIELD else []
     meant = f", did you mean `{near[0]}`?" if near else ""
     return f"there is no field {_shown(name)}{meant or ';'} the fields are {', '.join(fields)}"
 
@@ -306,10 +320,21 @@ def _unknown(name: str, fields: Mapping[str, OwnField]) -> str:
 def _shown(value: object) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return json.dumps(value)
-    text = json.dumps(value, ensure_ascii=True)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    try:
+        text = json.dumps(value, ensure_ascii=True)
+    except RecursionError:
+        return "a value that is nested too deeply"
+    return text if len(text) <= LONGEST_FIELD else f"{text[: LONGEST_FIELD - 3]}..."
+
+
+def _param(name: str) -> str:
+    """Return the name of a field as an error names it: what is no ASCII is escaped."""
+    return name[:LONGEST_FIELD].encode("ascii", "backslashreplace").decode()
 
 
 def _raise(problems: Sequence[tuple[str, str]]) -> None:
     if problems:
-        raise Refusal(400, "; ".join(text for _, text in problems), param=problems[0][0])
+        told = [text for _, text in problems[:MOST_PROBLEMS]]
+        if len(problems) > MOST_PROBLEMS:
+            told.append(f"and {len(problems) - MOST_PROBLEMS} more")
+        raise Refusal(400, "; ".join(told), param=_param(problems[0][0]))

@@ -20,6 +20,7 @@ from slipstream.rollout.gateway.conversations import (
     EntryLog,
     GivenBefore,
     ListedSession,
+    TakenReward,
     TooManySessions,
     UnknownTurn,
     User,
@@ -34,6 +35,7 @@ from slipstream.rollout.gateway.serving.rewarding import (
     reply_of,
 )
 from slipstream.rollout.gateway.serving.running import Conversations
+from slipstream.rollout.gateway.serving.traces import Traces
 
 ONCE_HEADER = "idempotency-key"
 """Header that may name an opening or the giving of a reward, in place of ``key`` of its body."""
@@ -52,7 +54,10 @@ class SessionRoutes:
         conversations: Conversations,
         entries: EntryLog,
         clock: Callable[[], float],
+        traces: Traces | None = None,
     ) -> None:
+        """``traces``: takes an event of each reward; None: nothing does."""
+        self._traces = traces
         self._handler = handler
         self._conversations = conversations
         self._entries = entries
@@ -126,18 +131,27 @@ class SessionRoutes:
         except (AmbiguousTurn, ValueError) as error:
             raise Refusal(400, str(error)) from error
         if given.entries:
-            numbers = self._entries.append(given.entries)
-            awaited = numbers if given.turns else []  # the driver takes what is held with its group
-            _, outcomes = await asyncio.gather(
-                self._entries.durable(numbers[-1]), self._entries.outcomes(awaited)
-            )
-            for turn, outcome in zip(given.turns, outcomes, strict=True):
-                turn.outcome = outcome
-        else:
-            await self._entries.durable(self._entries.last)  # it was given before, maybe just now
+            given.numbers = self._entries.append(given.entries)
+        await self._await(given)
+        if given.entries and self._traces is not None:
+            self._traces.rewarded(given)
         status, content = reply_of(given)
         headers = replies.session_headers(given.session)
         return replies.json_reply(content, status=status, headers=headers)
+
+    async def _await(self, given: TakenReward) -> None:
+        """Wait until a reward is recorded, and note what the driver has made of it, if it says so in time.
+
+        One that is given again may wait beside the first giving, or learn what came too late for that.
+        """
+        last = given.numbers[-1] if given.numbers else self._entries.last
+        # The driver takes what is held with its group: then there are no turns.
+        asked = [pair for pair in zip(given.turns, given.numbers, strict=False) if not pair[0].outcome]
+        _, outcomes = await asyncio.gather(
+            self._entries.durable(last), self._entries.outcomes([number for _, number in asked])
+        )
+        for (turn, _), outcome in zip(asked, outcomes, strict=True):
+            turn.outcome = turn.outcome or outcome
 
 
 async def _pieces(sessions: Iterator[ListedSession]) -> AsyncIterator[bytes]:

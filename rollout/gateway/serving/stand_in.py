@@ -153,7 +153,7 @@ class StandIn:
     ) -> AsyncGenerator[Content | list[Content]]:
         """Yield the answers of the request that this copy is bound to. Its turns have begun already."""
         form = Form(
-            id=str(request.rid or f"chatcmpl-{self.call.id}"),
+            id=str(request.rid or f"chatcmpl-{self.call.answer_id}"),
             stream=bool(request.stream),
             logprobs=bool(request.return_logprob),
             top_logprobs=int(request.top_logprobs_num or 0),  # pyright: ignore[reportArgumentType]

@@ -18,7 +18,7 @@ The prompt is as much of the predecessor's chain as its text repeats, and then w
 where something is not repeated, or where another trained turn continues the predecessor already.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -44,11 +44,17 @@ from slipstream.rollout.tokens.conversation.chains import (
 from slipstream.rollout.tokens.conversation.sameness import (
     Mark,
     ids_of_calls,
+    is_reminder,
     is_rewritten,
+    is_step,
+    reasoning_of,
     results_of,
     role_of,
     text_of,
 )
+
+MOST_STEPS = 64
+"""Messages before an answer among which its question is looked for."""
 
 CONTINUED = "This session is being continued from a previous conversation"
 """Phrase of Claude Code's before the summary of a compacted conversation. What is new follows in the same
@@ -220,15 +226,10 @@ def _is_same_agent(turn: ChainTurn, messages: Sequence[ChatMessage]) -> bool:
 def _meant(turns: Sequence[ChainTurn], answer: ChatMessage) -> Sequence[ChainTurn]:
     """Return the turns, of those with equal answers, that a client means: with the ids of calls and with the
     reasoning that it repeats, if any has them."""
-    for tell in (ids_of_calls, _reasoning_of):
+    for tell in (ids_of_calls, reasoning_of):
         told = tell(answer)
         turns = [turn for turn in turns if told and tell(turn.message) == told] or turns
     return turns
-
-
-def _reasoning_of(message: Mapping[str, object]) -> str:
-    reasoning = message.get("reasoning_content")
-    return reasoning.strip() if isinstance(reasoning, str) else ""
 
 
 def _with_answer(
@@ -251,16 +252,38 @@ def _with_answer(
 
 def _repeated(turn: ChainTurn, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int) -> int:
     """Return how many messages up to its answer a turn has in common with a conversation, the last one first.
-    Each but the answer may be rewritten."""
-    length = 0
+    Each but the answer may be rewritten. Left out are messages that are reminders alone, and the calls and
+    results between a question and its answer, if the conversation has none there.
+    """
+    length, place = 0, last
     node: MessageNode | None = turn.node
-    while node is not None and length <= last:
-        place = last - length
-        is_same = node.mark.alone == marks[place].alone
-        if not is_same and not (length and is_rewritten(node.message, messages[place])):
+    while node is not None and place >= 0:
+        message = messages[place]
+        if node.mark.alone == marks[place].alone or (length and is_rewritten(node.message, message)):
+            length, place, node = length + 1, place - 1, node.before
+        elif length and is_reminder(message):
+            place -= 1
+        elif length and (is_reminder(node.message) or (is_step(node.message) and role_of(message) == "user")):
+            node = node.before
+        else:
             break
-        length, node = length + 1, node.before
     return length
+
+
+def asked_before(answer: MessageNode) -> list[ChatMessage]:
+    """Return the messages after which a conversation may repeat an answer: the one before it, and that before
+    the calls and results that have led to it. Messages that are reminders alone are neither."""
+    found: list[ChatMessage] = []
+    node = answer.before
+    for _ in range(MOST_STEPS):
+        if node is None:
+            break
+        if not is_reminder(node.message) and not (found and is_step(node.message)):
+            found.append(node.message)
+            if not is_step(node.message):
+                break
+        node = node.before
+    return found
 
 
 def repeats_at(turn: ChainTurn, messages: Sequence[ChatMessage], marks: Sequence[Mark], place: int) -> bool:

@@ -21,13 +21,19 @@ from slipstream.rollout.gateway.conversations import (
     TooManySessions,
     UnknownTurn,
 )
-from slipstream.rollout.gateway.sessions.continuing import answer_before, last_answer, repeats_at
+from slipstream.rollout.gateway.sessions.continuing import (
+    answer_before,
+    asked_before,
+    last_answer,
+    repeats_at,
+)
 from slipstream.rollout.gateway.sessions.counters import SessionCounters
 from slipstream.rollout.gateway.sessions.stored import EndedTurn, MessageNode, SessionGroup, SessionState
 from slipstream.rollout.tokens.conversation.sameness import (
     Mark,
     digest_of_exchange,
     ids_of_calls,
+    is_reminder,
     results_of,
 )
 from slipstream.rollout.tokens.turn_entries import Opened
@@ -293,10 +299,8 @@ class SessionTable:
         if identity not in sessions:
             sessions[identity] = session
             session.histories.append(mark.history)
-        digests = [mark.alone]
-        if answer.before is not None:
-            digests.append(digest_of_exchange(answer.before.message, mark.alone))
-        for digest in digests:
+        asked = asked_before(answer)
+        for digest in {mark.alone, *(digest_of_exchange(message, mark.alone) for message in asked)}:
             same = self._answers.setdefault((session.key, digest), {})
             if identity not in same:
                 same[identity] = session
@@ -440,7 +444,8 @@ class SessionTable:
         alone = marks[place].alone
         same = self._answers.get((key, alone), {})
         if len(same) > MOST_COMPARED:
-            same = self._answers.get((key, digest_of_exchange(messages[place - 1], alone)), {})
+            before = next((m for m in messages[place - 1 :: -1] if not is_reminder(m)), messages[place - 1])
+            same = self._answers.get((key, digest_of_exchange(before, alone)), {})
         return list(same.values())
 
     def _unlist(self, session: SessionState, keep: frozenset[bytes]) -> None:

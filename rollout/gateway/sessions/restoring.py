@@ -62,6 +62,9 @@ class Restoring:
                 session = self._table.get(held.key, held.session)
                 if session is not None and session.group is not None:
                     session.held = held
+                    if held.once:
+                        given = TakenReward(session.name, [], (), held.digest)
+                        self._table.note_given(session, held.once, given)
             case SessionEnd() as end:
                 session = self._table.get(end.key, end.session)
                 if session is not None:

@@ -43,7 +43,8 @@ def give(table: SessionTable, user: User, reward: ClientReward, credit: float) -
     if before is not None:
         if before.digest != digest:
             raise GivenBefore(f"the key {reward.once!r} was used for another reward: give this one its own")
-        return TakenReward(before.session, before.turns, ())
+        waits_for = 0 if before.turns else _missing(table.known(user.name, before.session))
+        return TakenReward(before.session, before.turns, (), waits_for=waits_for, numbers=before.numbers)
     if (taken := _for_group(table, user, reward, credit, digest)) is not None:
         return taken
     session, turns = _rewarded(table, user, reward, credit)
@@ -86,21 +87,28 @@ def _for_group(
             f"session {session.name} belongs to a group, whose sessions are compared as wholes: give "
             "`session` without a turn"
         )
-    if group.is_over:
-        raise GivenBefore(f"the group of session {session.name} has its rewards, or has lost a session")
+    _missing(session)
     shared(session, reward.value, 1.0)  # raises UnknownTurn without a main turn
     discount = credit if reward.discount is None else reward.discount
     session.held = HeldReward(
         session.name, session.key, float(reward.value), discount, reward.name, reward.once, digest
     )
-    waits_for = sum(member.held is None for member in group.sessions)
+    waits_for = _missing(session)
     taken = TakenReward(session.name, [], [session.held], digest, waits_for)
     if not waits_for:
-        turns, entries = _compared(group)
+        turns, entries = _compared(table, group)
         taken = TakenReward(session.name, turns, entries, digest)
     if reward.once:
         table.note_given(session, reward.once, taken)
     return taken
+
+
+def _missing(session: SessionState) -> int:
+    """Return how many sessions of a session's group have no reward yet. Raises GivenBefore if it is over."""
+    group = session.group
+    if group is None or group.is_over:
+        raise GivenBefore(f"the group of session {session.name} has its rewards, or has lost a session")
+    return sum(member.held is None for member in group.sessions)
 
 
 def _owner_of(table: SessionTable, user: User, reward: ClientReward) -> SessionState | None:
@@ -109,7 +117,7 @@ def _owner_of(table: SessionTable, user: User, reward: ClientReward) -> SessionS
     return sessions[0] if len(sessions) == 1 else None
 
 
-def _compared(group: SessionGroup) -> tuple[list[RewardedTurn], list[UserReward]]:
+def _compared(table: SessionTable, group: SessionGroup) -> tuple[list[RewardedTurn], list[UserReward]]:
     """Return the turns of a group whose sessions have all got their rewards, and what is to be recorded."""
     held = [(session, session.held) for session in group.sessions if session.held is not None]
     values = [given.value for _, given in held]
@@ -118,10 +126,13 @@ def _compared(group: SessionGroup) -> tuple[list[RewardedTurn], list[UserReward]
     turns: list[RewardedTurn] = []
     entries: list[UserReward] = []
     for session, given in held:
-        for turn, factor in zip(*_factors(session, given), strict=True):
+        own, factors = _factors(session, given)
+        for turn, factor in zip(own, factors, strict=True):
             compared = (mean * factor, deviation, len(values))
-            turns.append(turn)
             entries.append(_entry(session, turn, given.name, given.once, given.digest, compared))
+        turns += own
+        if given.once:
+            table.note_given(session, given.once, TakenReward(session.name, own, (), given.digest))
         session.held = None
     return turns, entries
 

@@ -1,9 +1,10 @@
 """Digests that are equal for equal messages, and for equal beginnings of conversations.
 
 Two messages are the same if their role, text and tool calls are. Calls are compared as JSON values. Ids,
-the order of keys, reasoning, names, settings of caches and blanks around an answer do not count: clients
-change or drop them when they send a message again. ``developer`` is another word for ``system``, and
-``function`` for ``tool``. One part of text is the same as the text itself.
+the order of keys, reasoning (in its field, or before the text in ``<think>``), names, settings of caches and
+blanks around an answer do not count: clients change or drop them when they send a message again.
+``developer`` is another word for ``system``, and ``function`` for ``tool``. One part of text is the same as
+the text itself.
 """
 
 import json
@@ -41,7 +42,8 @@ def digest_alone(message: Mapping[str, object]) -> bytes:
     role = role_of(message).encode("utf-8", "replace")
     text = text_of(message)
     if role == b"assistant" and isinstance(text, str):
-        text = text.strip()
+        thought = _THOUGHT.match(text)
+        text = text[thought.end() if thought else 0 :].strip()
     calls = _calls(message)
     if isinstance(text, str) and not calls:
         return blake2b(b"%b\0%b" % (role, text.encode("utf-8", "replace")), digest_size=16).digest()
@@ -101,6 +103,27 @@ def is_rewritten(one: Mapping[str, object], other: Mapping[str, object]) -> bool
     return begins_or_ends or (len(short) >= _TELLING and short in long)
 
 
+def reasoning_of(message: Mapping[str, object]) -> str:
+    """Return the reasoning of an answer, from its field or from the beginning of its text."""
+    reasoning = message.get("reasoning_content")
+    if isinstance(reasoning, str) and reasoning.strip():
+        return reasoning.strip()
+    text = text_of(message)
+    thought = _THOUGHT.match(text) if isinstance(text, str) else None
+    return thought[2].strip() if thought else ""
+
+
+def is_reminder(message: Mapping[str, object]) -> bool:
+    """True for a message of blocks in tags alone: agents put such messages in and take them out again."""
+    text = text_of(message) if role_of(message) in ("user", "system") else ""
+    return isinstance(text, str) and text.lstrip().startswith("<") and not _bare(text)
+
+
+def is_step(message: Mapping[str, object]) -> bool:
+    """True for a tool call or its result: agents may leave out those that have led to an answer."""
+    return role_of(message) == "tool" or bool(message.get("tool_calls") or message.get("function_call"))
+
+
 def digest_of_exchange(before: Mapping[str, object], alone: bytes) -> bytes:
     """Return a digest of an answer and the message before it, up to blocks in tags and blanks.
 
@@ -113,6 +136,8 @@ def digest_of_exchange(before: Mapping[str, object], alone: bytes) -> bytes:
 
 _TELLING = 16
 """Characters of a text that hardly stands in another one by chance."""
+
+_THOUGHT = re.compile(r"\s*<(think|thinking)>(.*?)</\1>", re.DOTALL)
 
 _BLOCK = re.compile(r"<([A-Za-z][\w-]{0,40})>.*?</\1>", re.DOTALL)
 

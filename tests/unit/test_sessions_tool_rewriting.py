@@ -1,0 +1,374 @@
+"""Agents with tools that rewrite their histories: what they do to calls, results, reasoning and messages."""
+
+import itertools
+import json
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from slipstream.rollout.gateway.conversations import User
+from slipstream.rollout.gateway.sessions import placing
+from slipstream.rollout.tokens.turn_entries import SessionEnd
+from tests.unit.talking import Gateway, assistant, parsed, tool, user, written_call
+
+Messages = list[dict[str, Any]]
+NAMINGS: list[dict[str, Any]] = [{}, {"session": "s"}, {"client_session": "c"}]
+REMINDER = "<system-reminder>Two files have changed.</system-reminder>"
+
+
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def cut_at(history: Messages, exchanges: int) -> int:
+    """Place of the user message that begins the last ``exchanges`` questions."""
+    places = [place for place, message in enumerate(history) if message["role"] == "user"]
+    return places[max(0, len(places) - exchanges)]
+
+
+def summary_by_the_system(history: Messages, step: int) -> Messages:
+    start = cut_at(history, 1)
+    return [system("be brief"), *([system(f"So far ({step}): much.")] if start else []), *history[start:]]
+
+
+def summary_by_the_assistant(history: Messages, step: int) -> Messages:
+    """As agents do that let the policy sum up, and go on from what it has said."""
+    start = cut_at(history, 2)
+    said = [user("Sum up."), assistant(f"So far ({step}): much.")] if start else []
+    return [system("be brief"), *said, *history[start:]]
+
+
+def results_in_another_order(history: Messages, step: int) -> Messages:
+    runs: Messages = []
+    for role, run in itertools.groupby(history, lambda message: message["role"]):
+        messages = list(run)
+        runs += messages[::-1] if role == "tool" else messages
+    return runs
+
+
+def without_reasoning(history: Messages, step: int) -> Messages:
+    return [{k: v for k, v in message.items() if k != "reasoning_content"} for message in history]
+
+
+def reasoning_in_the_text(history: Messages, step: int) -> Messages:
+    """As clients of other providers do, which know no field for it."""
+    return [
+        without_reasoning([m], step)[0]
+        | {"content": f"<think>{m['reasoning_content']}</think>{m['content']}"}
+        if m.get("reasoning_content")
+        else m
+        for m in history
+    ]
+
+
+def merged_users(history: Messages, step: int) -> Messages:
+    """Put a note before each question, and send both as one message later."""
+    notes = [
+        user(f"note\n\n{m['content']}") if m["role"] == "user" else m for m in history[: cut_at(history, 1)]
+    ]
+    last = history[cut_at(history, 1) :]
+    return (
+        [*notes, user("note"), *last]
+        if last[-1]["role"] == "user"
+        else [*notes, user(f"note\n\n{last[0]['content']}"), *last[1:]]
+    )
+
+
+def other_whitespace(history: Messages, step: int) -> Messages:
+    def change(text: str) -> str:
+        return re.sub(r"\s+", " \r\n", text) if step % 2 else f"\n{text}  "
+
+    return [
+        m | {"content": change(m["content"])} if m["role"] in ("user", "tool") else m for m in history[:-1]
+    ] + [history[-1]]
+
+
+def date_in_the_system(history: Messages, step: int) -> Messages:
+    return [system(f"Today is 2026-11-{step + 1:02}, 12:{step:02}."), *history]
+
+
+def old_results_cleared(history: Messages, step: int) -> Messages:
+    last = cut_at(history, 1)
+    return [
+        m | {"content": "[Old tool result content cleared]"} if m["role"] == "tool" and place < last else m
+        for place, m in enumerate(history)
+    ]
+
+
+def results_truncated(history: Messages, step: int) -> Messages:
+    """A result is whole at first, and cut when anything has followed it."""
+    last = max(place for place, message in enumerate(history) if message["role"] != "tool")
+    return [
+        m | {"content": m["content"][:6] + "... [truncated]"} if m["role"] == "tool" and place < last else m
+        for place, m in enumerate(history)
+    ]
+
+
+def with_calls(history: Messages, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Messages:
+    return [
+        m | {"tool_calls": [change(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m
+        for m in history
+    ]
+
+
+def arguments_in_another_order(history: Messages, step: int) -> Messages:
+    def change(call):
+        arguments = dict(reversed(call["function"]["arguments"].items()))
+        return call | {"function": call["function"] | {"arguments": arguments}}
+
+    return with_calls(history, change)
+
+
+def other_ids(history: Messages, step: int) -> Messages:
+    """Ids are made anew for each request, in calls and results alike."""
+
+    def changed(id_: str) -> str:
+        return f"toolu_{step}_{id_}"
+
+    called = with_calls(history, lambda call: call | {"id": changed(call["id"])})
+    return [m | {"tool_call_id": changed(m["tool_call_id"])} if m["role"] == "tool" else m for m in called]
+
+
+def without_ids(history: Messages, step: int) -> Messages:
+    called = with_calls(history, lambda call: {k: v for k, v in call.items() if k != "id"})
+    return [{k: v for k, v in message.items() if k != "tool_call_id"} for message in called]
+
+
+def images_replaced(history: Messages, step: int) -> Messages:
+    """A question has a picture when it is asked, and later a note in its place."""
+    last = cut_at(history, 1)
+
+    def content(place: int, text: str):
+        picture = "[image 1]" if place == last else "[image omitted]"
+        return [{"type": "text", "text": text}, {"type": "text", "text": picture}]
+
+    return [
+        m | {"content": content(i, m["content"])} if m["role"] == "user" else m for i, m in enumerate(history)
+    ]
+
+
+def reminder_as_a_message(history: Messages, step: int) -> Messages:
+    return [*history, user(REMINDER)]
+
+
+def reminder_before_all(history: Messages, step: int) -> Messages:
+    return [user(f"{REMINDER} {step}"), *history]
+
+
+def reminders_between(history: Messages, step: int) -> Messages:
+    """They stand after each result, but for those of the request before."""
+    return [part for m in history for part in ((m, user(REMINDER)) if m["role"] == "tool" else (m,))]
+
+
+def old_calls_dropped(history: Messages, step: int) -> Messages:
+    last = cut_at(history, 1)
+    kept = [m for m in history[:last] if m["role"] != "tool" and not m.get("tool_calls")]
+    return [*kept, *history[last:]]
+
+
+def calls_as_texts(history: Messages, step: int) -> Messages:
+    """As agents do that have no field for calls: those of earlier questions are told in words."""
+    last = cut_at(history, 1)
+
+    def told(m: dict[str, Any]) -> dict[str, Any]:
+        if m.get("tool_calls"):
+            return assistant(f"I call {json.dumps([c['function'] for c in m['tool_calls']])}")
+        return user(f"Result: {m['content']}") if m["role"] == "tool" else m
+
+    return [*map(told, history[:last]), *history[last:]]
+
+
+def old_answers_cut(history: Messages, step: int) -> Messages:
+    last = cut_at(history, 1)
+    return [
+        m | {"content": m["content"][:4] + "..."} if m["role"] == "assistant" and place < last - 1 else m
+        for place, m in enumerate(history)
+    ]
+
+
+def text_beside_calls_dropped(history: Messages, step: int) -> Messages:
+    return [m | {"content": None} if m.get("tool_calls") else m for m in history]
+
+
+def goal_moves_to_the_end(history: Messages, step: int) -> Messages:
+    """A message of the agent's own stands before the last one, wherever that is."""
+    return [*history[:-1], user("Goal: find it."), history[-1]] if history[-1]["role"] == "user" else history
+
+
+def first_question_pinned(history: Messages, step: int) -> Messages:
+    start = cut_at(history, 1)
+    return [history[0], *history[start:]] if start else history
+
+
+REWRITINGS: list[Callable[[Messages, int], Messages]] = [
+    summary_by_the_assistant,
+    results_in_another_order,
+    without_reasoning,
+    reasoning_in_the_text,
+    merged_users,
+    other_whitespace,
+    date_in_the_system,
+    old_results_cleared,
+    results_truncated,
+    arguments_in_another_order,
+    other_ids,
+    without_ids,
+    images_replaced,
+    reminder_as_a_message,
+    reminder_before_all,
+    reminders_between,
+    old_calls_dropped,
+    calls_as_texts,
+    old_answers_cut,
+    text_beside_calls_dropped,
+    goal_moves_to_the_end,
+    first_question_pinned,
+]
+
+
+NAMED_ONLY = (calls_as_texts, first_question_pinned)
+"""They leave nothing that tells whose they are: the session must have a name."""
+
+
+def hold(gateway, rewrite, naming, *, key="key", turns=6, restarts=False, tag="") -> dict[int, list[Any]]:
+    """Hold a conversation with calls, and return the next state that each of its turns must get."""
+    history: Messages = []
+    expected: dict[int, list[Any]] = {}
+    sessions: set[str] = set()
+    before = None
+    for step in range(turns):
+        calls = history[-1].get("tool_calls", ()) if history else ()
+        history += [
+            {"role": "tool", "content": f"result {tag}{step}.{k} of it", "tool_call_id": call["id"]}
+            for k, call in enumerate(calls)
+        ] or [user(f"question {tag} number {step}")]
+        sent = rewrite(deepcopy(history), step)
+        begun = gateway.begin(sent, **naming, user=User(key))
+        sessions.add(begun.session)
+        if before is not None:
+            answers = [place for place, message in enumerate(sent) if message["role"] == "assistant"]
+            new = sent[answers[-1] + 1 :] if answers else sent[-1:]
+            expected[before] = [message["content"] for message in new]
+        called = "".join(
+            written_call({"name": "read", "arguments": {"path": f"/{tag}{step}", "line": k}})
+            for k in range(2)
+        )
+        text = f"<think>thought {tag} {step}</think>answer {tag} {step}{called * (step % 2 == 0)}<|end|>"
+        message = parsed(text)
+        for place, call in enumerate(message.get("tool_calls", ())):
+            call["id"] = f"call_{tag}{step}_{place}"
+        before = gateway.end(begun, text, message=message)
+        history.append(message)
+        if restarts:
+            gateway.restart()
+    assert len(sessions) == 1, sessions
+    return expected
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("naming", NAMINGS, ids=["without a name", "named", "by an agent's header"])
+@pytest.mark.parametrize("rewrite", REWRITINGS)
+def test_each_turn_of_a_rewritten_conversation_gets_its_next_state(rewrite, naming, restarts):
+    if rewrite in NAMED_ONLY and not naming:
+        pytest.skip("nothing tells whose it is")
+    gateway = Gateway()
+    expected = hold(gateway, rewrite, naming, restarts=restarts)
+    assert gateway.next_states() == expected
+    gateway.append(gateway.sessions.sweep(gateway.now + 1e6))
+    [end] = [entry for entry in gateway.journal if isinstance(entry, SessionEnd)]
+    assert end.unpaired == (), "the last turn has ended with its conversation"
+
+
+@pytest.mark.parametrize("naming", NAMINGS)
+def test_a_question_behind_a_summary_of_the_systems_may_be_another_agents_and_is_nobodys(naming):
+    gateway = Gateway()
+    last = 0
+    for step in range(4):
+        sent = summary_by_the_system([user(f"question {place}") for place in range(step + 1)], step)
+        last = gateway.talk(sent, f"answer {step}<|end|>", **naming)
+    assert gateway.next_states() == {} and last
+
+
+@pytest.mark.parametrize("one", REWRITINGS)
+@pytest.mark.parametrize("naming", NAMINGS)
+def test_users_who_say_the_same_are_never_mixed(one, naming):
+    gateway = Gateway()
+    if one in NAMED_ONLY and not naming:
+        pytest.skip("nothing tells whose it is")
+    expected = {key: hold(gateway, one, naming, key=key) for key in ("anna", "berta")}
+    assert gateway.next_states() == expected["anna"] | expected["berta"]
+    assert all(gateway.turn(number).key == key for key, turns in expected.items() for number in turns)
+
+
+def said(number: int) -> Messages:
+    return [user(f"question {number}"), assistant(f"answer {number}")]
+
+
+@pytest.mark.parametrize("naming", NAMINGS)
+def test_a_conversation_that_goes_on_with_another_key_belongs_to_that_key_alone(naming):
+    """What the first key has said is context to the second, and never its turn."""
+    gateway = Gateway()
+    first = gateway.talk(said(0)[:1], "answer 0<|end|>", user=User("anna"), **naming)
+    second = gateway.talk([*said(0), *said(1)[:1]], "answer 1<|end|>", user=User("berta"), **naming)
+    third = gateway.talk([*said(0), *said(1), *said(2)[:1]], "answer 2<|end|>", user=User("anna"), **naming)
+    assert gateway.turn(second).parent is None
+    assert gateway.next_states().get(second) is None
+    assert gateway.next_states().keys() <= {first}, gateway.turn(third)
+
+
+@pytest.mark.parametrize("naming", NAMINGS)
+def test_agents_that_are_forked_from_one_history_each_get_their_own_next_states(naming):
+    """Both go on from the same answer, at the same time: the first one is its next state."""
+    gateway = Gateway()
+    root = gateway.talk(said(0)[:1], "answer 0<|end|>", **naming)
+    forks = [[*said(0), user(f"part {name}")] for name in "ab"]
+    begun = [gateway.begin(fork, **naming) for fork in forks]
+    turns = [gateway.end(each, f"done {name}<|end|>") for each, name in zip(begun, "ab", strict=True)]
+    for fork, name in zip(forks[::-1], "ba", strict=True):
+        gateway.talk([*fork, assistant(f"done {name}"), user(f"more {name}")], "bye<|end|>", **naming)
+    expected = {root: ["part a"], **{turn: [f"more {name}"] for turn, name in zip(turns, "ab", strict=True)}}
+    assert gateway.next_states() == expected
+
+
+def test_answers_that_differ_in_their_reasoning_alone_are_told_apart_where_it_stands_in_the_text():
+    gateway = Gateway()
+    begun = gateway.begin([user("is 7 prime")], choices=2)
+    turns = [
+        gateway.end(begun, f"<think>{thought}</think>Yes<|end|>", choice=choice)
+        for choice, thought in enumerate(("odd", "a list"))
+    ]
+    gateway.begin([user("is 7 prime"), assistant("<think>a list</think>Yes"), user("why")])
+    assert gateway.next_states() == {turns[1]: ["why"]}
+
+
+def test_a_reminder_and_left_out_calls_do_not_join_conversations_whose_questions_differ():
+    gateway = Gateway()
+    call = written_call({"name": "f", "arguments": {}})
+    for name in "ab":
+        asked, calls = user(f"find {name}"), [{"id": f"c{name}", "function": {"name": "f", "arguments": {}}}]
+        called = assistant("", tool_calls=calls)
+        gateway.end(gateway.begin([asked]), f"{call}<|end|>", message=called)
+        result = {"role": "tool", "content": f"result {name}", "tool_call_id": f"c{name}"}
+        gateway.talk([asked, called, result], "Done<|end|>")
+    turns = list(gateway.sampled)
+    other = gateway.begin([user("find c"), assistant("Done"), user(REMINDER), user("on")])
+    begun = gateway.begin([system("s"), user("find b"), assistant("Done"), user(REMINDER), user("on")])
+    assert other.session not in {gateway.turn(turn).session for turn in turns}
+    assert [states for states in gateway.next_states().values() if "on" in states] == [[REMINDER, "on"]]
+    assert begun.session == gateway.turn(turns[-1]).session
+
+
+def test_of_many_sessions_with_one_answer_that_with_the_same_question_is_found_without_its_calls():
+    gateway, many = Gateway(), placing.MOST_COMPARED + 6
+    call = written_call({"name": "f", "arguments": {}})
+    for n in range(many):
+        asked = user(f"find {n}")
+        gateway.talk([asked], f"{call}<|end|>", session=f"s{n}")
+        called = assistant("", tool_calls=[{"id": "call_0", "function": {"name": "f", "arguments": {}}}])
+        history = [asked, called, tool("found"), user(REMINDER)]
+        gateway.talk(history, "Done<|end|>", session=f"s{n}")
+    begun = gateway.begin([system("s"), user("find 3"), user(REMINDER), assistant("Done"), user("on")])
+    assert begun.session == "s3"
