@@ -19,6 +19,7 @@ import hashlib
 import io
 import struct
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -387,10 +388,25 @@ def checksum(data: bytes | memoryview) -> int:
     return zlib.crc32(data)
 
 
-def digest(input_ids: Sequence[int], sampling: bytes = b"") -> bytes:
+def begins_with(input_ids: "array[int]", first: "array[int]") -> bool:
+    """True if a request begins with the token ids ``first``."""
+    n = len(first)
+    if not 0 < n <= len(input_ids):
+        return not n
+    # A comparison of the arrays themselves takes several times as long.
+    return np.array_equal(np.frombuffer(input_ids, np.int32, n), np.frombuffer(first, np.int32))
+
+
+def hashed_ids(ids: Sequence[int] = ()) -> "hashlib.blake2b":
+    """Return the hash of the first token ids of a request, which ``digest`` goes on with."""
+    return hashlib.blake2b(np.asarray(ids, "<i4").tobytes(), digest_size=16)
+
+
+def digest(input_ids: Sequence[int], sampling: bytes = b"", after: "hashlib.blake2b | None" = None) -> bytes:
     """Return a digest that tells whether two requests have the same token ids, and the same ``sampling``
-    where they say how they are sampled."""
-    hashed = hashlib.blake2b(np.asarray(input_ids, "<i4").tobytes(), digest_size=16)
+    where they say how they are sampled. ``after``: hash of the token ids before ``input_ids``."""
+    hashed = hashed_ids() if after is None else after.copy()
+    hashed.update(np.asarray(input_ids, "<i4").tobytes())
     if sampling:
         hashed.update(b"\0" + sampling)
     return hashed.digest()

@@ -47,12 +47,14 @@ from slipstream.rollout.tokens.record import (
     DecodedChunk,
     PieceHeader,
     RoutesPart,
+    begins_with,
     decode_parts,
     decode_piece,
     digest,
     encode_chunk,
     encode_routes,
     encode_trajectory,
+    hashed_ids,
 )
 from slipstream.rollout.tokens.routes import Routes
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Completion, Finish, Trajectory
@@ -123,6 +125,7 @@ class Recording:
         "_clock",
         "_ended",
         "_engines",
+        "_hashed",
         "_ids",
         "_is_closed",
         "_is_cut",
@@ -161,6 +164,8 @@ class Recording:
         """Number of the next request of a client that no earlier run has answered."""
         self._ids: array[int] = array("i")
         """Token ids of the record, since it began the last time."""
+        self._hashed = hashed_ids()
+        """Hash of these."""
         self._logprobs: array[float] = array("f")
         """Their log-probs, 0 for context."""
         self._pieces: list[_Piece] = []
@@ -235,7 +240,7 @@ class Recording:
             raise RuntimeError("the attempt at the episode has ended: its generator takes no more requests")
         ids = array("i", input_ids)  # a copy: the workflow may go on with its own list
         call, self._calls = self._calls, self._calls + 1
-        input_digest = digest(ids)
+        input_digest = self._digest(ids)
         stored_digest, stored = self._stored.pop(call, (input_digest, None))
         if stored_digest != input_digest:
             self._forget(call)
@@ -264,7 +269,7 @@ class Recording:
         if self._is_closed:
             raise RuntimeError("the attempt at the episode has ended: its engines take no more requests")
         ids = array("i", input_ids)
-        request_digest = digest(ids, _told(sampling))
+        request_digest = self._digest(ids, _told(sampling))
         call, stored = self._asked_before(request_digest, sampling, completion)
         if stored is not None:
             completion.take(stored, sampling.max_new_tokens)
@@ -384,7 +389,7 @@ class Recording:
         header = PieceHeader(
             request.call,
             request.digest,
-            _spans(completion, start, end),
+            tuple(completion.spans(start, end)),
             finish,
             completion.retractions,
             begins_again,
@@ -424,7 +429,12 @@ class Recording:
     def _context_of(self, input_ids: "array[int]") -> "array[int] | None":
         """Return what follows the record in a request; None: it does not continue the record."""
         n = len(self._ids)
-        return input_ids[n:] if not self._is_cut and input_ids[:n] == self._ids else None
+        return input_ids[n:] if not self._is_cut and begins_with(input_ids, self._ids) else None
+
+    def _digest(self, input_ids: "array[int]", sampling: bytes = b"") -> bytes:
+        """Return the digest of a request: of what follows the record where the request continues it."""
+        context = self._context_of(input_ids)
+        return digest(input_ids, sampling) if context is None else digest(context, sampling, self._hashed)
 
     def _extend(
         self, header: PieceHeader, context: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float]
@@ -432,8 +442,11 @@ class Recording:
         if header.starts_over:
             self._ids, self._logprobs = array("i"), array("f")
             self._begin, self._is_cut, self._routed = len(self._pieces), False, 0
+            self._hashed = hashed_ids()
+        n = len(self._ids)
         self._ids.extend(context)
         self._ids.extend(tokens)
+        self._hashed.update(np.asarray(self._ids[n:], "<i4").tobytes())
         self._logprobs.extend([0.0] * len(context))
         self._logprobs.extend(logprobs)
         self._pieces.append(_Piece(header.call, len(tokens), len(self._ids)))
@@ -462,6 +475,7 @@ class Recording:
         n = 0 if self._is_cut or not left else self._pieces[-1].end
         del self._ids[n:], self._logprobs[n:]
         self._routed = min(self._routed, n)
+        self._hashed = hashed_ids(self._ids)
 
 
 def _with_routes(data: memoryview) -> list[tuple[DecodedChunk, RoutesPart | None]]:
@@ -480,13 +494,3 @@ def _told(sampling: LiveSampling) -> bytes:
     return msgspec.json.encode(
         [sampling.parameters, sampling.top_logprobs], enc_hook=repr, order="deterministic"
     )
-
-
-def _spans(completion: GrowingCompletion, start: int, end: int) -> tuple[tuple[int, int], ...]:
-    """Return (version, tokens) of the tokens [start, end)."""
-    spans: list[tuple[int, int]] = []
-    for version, length in completion.spans(start):
-        if start < end:
-            spans.append((version, min(length, end - start)))
-        start += length
-    return tuple(spans)
