@@ -10,6 +10,7 @@ from slipstream.backend.batch.packing import distribute
 from slipstream.backend.batch.prefixes import WORTH, dearest, keyed, shared_plan, taken, taken_in, tree_order
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.device_batch import unpacking_of
+from slipstream.rollout.tokens.routes import NO_ROUTE
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
 
 TREES = settings(max_examples=25, deadline=None)
@@ -126,6 +127,31 @@ def test_tokens_share_with_those_that_took_the_same_experts():
     assert taken(keyed(ids, [first, second, None])).tolist() == [0, 1, 0]
     assert taken(keyed(ids, [first, np.vstack([first, first[:1]]), first[:2]])).tolist() == [0, 3, 2]
     assert taken(keyed(ids, [None, None, None])).tolist() == taken(ids).tolist() == [0, 3, 2]
+
+
+@TREES
+@given(
+    st.integers(1, 9),
+    st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1, max_size=5),
+    st.data(),
+)
+def test_numbers_of_tokens_tell_ids_and_experts_apart(width: int, shapes, data):
+    def array(n: int, *highest: int) -> list:
+        return data.draw(
+            st.lists(st.tuples(*[st.sampled_from([0, each]) for each in highest]), min_size=n, max_size=n)
+        )
+
+    ids = [np.array(array(n, 2**32 - 1), np.int64).reshape(-1) for n, _ in shapes]
+    routes = [np.array(array(n, *[NO_ROUTE] * width), np.uint16) if known else None for n, known in shapes]
+    rows = [
+        (int(token), *(each[t].tolist() if each is not None else [NO_ROUTE] * width))
+        for text, each in zip(ids, routes, strict=True)
+        for t, token in enumerate(text)
+    ]
+    if all(each is None for each in routes):
+        rows = [row[:1] for row in rows]
+    numbers = np.concatenate(keyed(ids, routes)).tolist()
+    assert len(set(zip(rows, numbers, strict=True))) == len(set(rows)) == len(set(numbers))
 
 
 def trajectory(ids: np.ndarray, loss: int) -> Trajectory:
