@@ -22,6 +22,7 @@ from slipstream.backend.memory.activations import (
     head_bytes,
     layer_bytes,
     micro_batch_bytes,
+    taken_bytes,
 )
 from slipstream.backend.memory.parameters import (
     StageParameters,
@@ -245,11 +246,14 @@ def _activations(
         if place.stage == stage:
             parts[place.chunk].append(by_kind[kind_of(layer)])
     in_flight = parts_in_flight(stage, layout.pipeline, layout.chunks)
-    kept, work = max(in_flight) * micro_batch_bytes(geometry, sharing) * tokens, 0.0
+    of_micro_batch = micro_batch_bytes(geometry, sharing, has_routes=actor.routing_replay == "rollout")
+    kept, work = max(in_flight) * of_micro_batch * tokens, 0.0
     for part, flights in zip(parts, in_flight, strict=True):
         in_forward, again = _recomputed(part, actor)
         kept += flights * in_forward * tokens
         work = max(work, (again + max((layer.gradients for layer in part), default=0.0)) * tokens)
+    if actor.share_prefixes == "auto":
+        work += taken_bytes(geometry, sharing) * tokens
     if stage == layout.pipeline - 1:
         columns = geometry.padded_vocab(layout.tensor) // layout.tensor
         kept += head_bytes(geometry, sharing) * tokens

@@ -1,5 +1,4 @@
-"""The engine's experts in every layout and family: log-probs and gradients are those of transformers with these
-experts.
+"""The engine's experts in every layout and family: values are those of transformers with these experts.
 
 The reference is transformers' model, whose choice of the best experts is replaced while it runs.
 """

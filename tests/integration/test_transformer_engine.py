@@ -21,6 +21,7 @@ from slipstream.bridge.shards.plan import entries_of
 from slipstream.configs.schema import RunConfig
 from tests import stand_in_engine
 from tests.exported import buckets_of
+from tests.integration.test_engine_routes import batch_with_routes, forced_reference
 from tests.integration.test_megatron_fields import (
     AUXILIARY,
     assert_has_auxiliary_gradients,
