@@ -203,7 +203,7 @@ def packed(batch: TrainBatch, geometry: Geometry, settings: Mapping[str, object]
     if ("share_prefixes" in settings) != (metrics.get("packing/saved_tokens", 0) > 0.1):
         raise RuntimeError(f"unexpected figures of packing: {metrics}")
     for micro in microbatches:
-        unpacking_of(micro.cu_seqlens, micro.taken_N, micro.taken_K)
+        unpacking_of(micro.cu_seqlens, micro.taken_N, micro.taken_R3)
 
 
 SIDES: Mapping[str, Mapping[str, object]] = {

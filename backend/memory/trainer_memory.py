@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from slipstream.backend.batch.prefixes import MASK_PAIRS
 from slipstream.backend.memory.activations import (
     FLOAT,
     Kernels,
@@ -253,7 +254,7 @@ def _activations(
         kept += flights * in_forward * tokens
         work = max(work, (again + max((layer.gradients for layer in part), default=0.0)) * tokens)
     if actor.share_prefixes == "auto":
-        work += taken_bytes(geometry, sharing) * tokens
+        work += taken_bytes(geometry, sharing) * tokens + min(MASK_PAIRS, tokens**2) * (1 + sharing.itemsize)
     if stage == layout.pipeline - 1:
         columns = geometry.padded_vocab(layout.tensor) // layout.tensor
         kept += head_bytes(geometry, sharing) * tokens

@@ -106,7 +106,8 @@ def test_replayed_experts_and_shared_prefixes_take_memory_for_every_token():
         for settings in ({}, {"routing_replay": "rollout"}, {"share_prefixes": "auto"})
     )
     assert routed.activations - plain.activations == pytest.approx(48 * 8 * 2 * tokens, abs=1)
-    assert shared.work - plain.work == pytest.approx(2 * 2 * 4 * 128 * 2 * tokens, abs=1)
+    mask = 3 * tokens**2
+    assert shared.work - plain.work == pytest.approx(2 * 2 * 4 * 128 * 2 * tokens + mask, abs=1)
     assert route_bytes(spec.geometry) == 48 * 8
     many = replace(spec.geometry, experts=replace(spec.geometry.experts, count=257))
     assert route_bytes(many) == 2 * 48 * 8
