@@ -198,7 +198,7 @@ async def collected(length: int, total: int, meter: Meter, folder: Path) -> Enco
 
 def packed(batch: TrainBatch, geometry: Geometry, settings: Mapping[str, object]) -> None:
     """Plan and assemble the micro-batches of a step."""
-    actor = ActorConfig.model_validate({"microbatch_tokens": max(LENGTHS), **settings})
+    actor = ActorConfig.model_validate({"microbatch_tokens": 2 * max(LENGTHS), **settings})
     [microbatches], metrics = microbatches_of(actor, geometry, batch, 0, 0, rank=0)
     if ("share_prefixes" in settings) != (metrics.get("packing/saved_tokens", 0) > 0.1):
         raise RuntimeError(f"unexpected figures of packing: {metrics}")

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from slipstream.backend.batch.prefixes import MASK_PAIRS
 from slipstream.backend.memory.activations import (
     FLOAT,
     Kernels,
@@ -67,6 +66,9 @@ HEAD_SLICE = {"plain": 2**21, "fused": 2**27}
 """Logits of a slice of the head, as in ``backend/objective/logprob.py``."""
 HEAD_MIN_COLUMNS = 512
 HEAD_KEPT = 192 * 2**20
+
+MASK_PAIRS = 2**26
+"""Pairs of the mask of taken tokens, as in ``backend/batch/prefixes.py``."""
 
 CONTEXT = 2**30
 """Bytes of a CUDA context, of loaded kernels and of libraries' workspaces on a GPU: assumed, not computed."""

@@ -388,13 +388,15 @@ def checksum(data: bytes | memoryview) -> int:
     return zlib.crc32(data)
 
 
-def begins_with(input_ids: "array[int]", first: "array[int]") -> bool:
-    """True if a request begins with the token ids ``first``."""
+def begins_with(input_ids: "array[int]", first: "array[int]", known: int = 0) -> bool:
+    """True if a request begins with the token ids ``first``, as it does with so many of them for certain."""
     n = len(first)
-    if not 0 < n <= len(input_ids):
-        return not n
+    if not known < n <= len(input_ids):
+        return n <= known
     # A comparison of the arrays themselves takes several times as long.
-    return np.array_equal(np.frombuffer(input_ids, np.int32, n), np.frombuffer(first, np.int32))
+    return np.array_equal(
+        np.frombuffer(input_ids, np.int32, n)[known:], np.frombuffer(first, np.int32)[known:]
+    )
 
 
 def hashed_ids(ids: Sequence[int] = ()) -> "hashlib.blake2b":

@@ -5,6 +5,7 @@ from math import prod
 
 import pytest
 
+from slipstream.backend.batch.prefixes import MASK_PAIRS
 from slipstream.backend.cluster.actors import MOST_STATIC, static_fraction
 from slipstream.backend.memory import trainer_memory
 from slipstream.backend.memory.activations import Sharing, layer_bytes, route_bytes
@@ -107,6 +108,7 @@ def test_replayed_experts_and_shared_prefixes_take_memory_for_every_token():
     )
     assert routed.activations - plain.activations == pytest.approx(48 * 8 * 2 * tokens, abs=1)
     mask = 3 * tokens**2
+    assert tokens**2 < trainer_memory.MASK_PAIRS == MASK_PAIRS
     assert shared.work - plain.work == pytest.approx(2 * 2 * 4 * 128 * 2 * tokens + mask, abs=1)
     assert route_bytes(spec.geometry) == 48 * 8
     many = replace(spec.geometry, experts=replace(spec.geometry.experts, count=257))

@@ -121,6 +121,7 @@ class Recording:
     __slots__ = (
         "_begin",
         "_calls",
+        "_checked",
         "_client_calls",
         "_clock",
         "_ended",
@@ -166,6 +167,8 @@ class Recording:
         """Token ids of the record, since it began the last time."""
         self._hashed = hashed_ids()
         """Hash of these."""
+        self._checked: tuple[array[int], int] = (array("i"), 0)
+        """The request that was compared last, and how many ids of the record it begins with."""
         self._logprobs: array[float] = array("f")
         """Their log-probs, 0 for context."""
         self._pieces: list[_Piece] = []
@@ -269,7 +272,7 @@ class Recording:
         if self._is_closed:
             raise RuntimeError("the attempt at the episode has ended: its engines take no more requests")
         ids = array("i", input_ids)
-        request_digest = self._digest(ids, _told(sampling))
+        request_digest = self._digest(ids, sampling.told)
         call, stored = self._asked_before(request_digest, sampling, completion)
         if stored is not None:
             completion.take(stored, sampling.max_new_tokens)
@@ -428,8 +431,11 @@ class Recording:
 
     def _context_of(self, input_ids: "array[int]") -> "array[int] | None":
         """Return what follows the record in a request; None: it does not continue the record."""
-        n = len(self._ids)
-        return input_ids[n:] if not self._is_cut and begins_with(input_ids, self._ids) else None
+        n, (checked, known) = len(self._ids), self._checked
+        if self._is_cut or not begins_with(input_ids, self._ids, known if checked is input_ids else 0):
+            return None
+        self._checked = (input_ids, n)
+        return input_ids[n:]
 
     def _digest(self, input_ids: "array[int]", sampling: bytes = b"") -> bytes:
         """Return the digest of a request: of what follows the record where the request continues it."""
@@ -442,7 +448,7 @@ class Recording:
         if header.starts_over:
             self._ids, self._logprobs = array("i"), array("f")
             self._begin, self._is_cut, self._routed = len(self._pieces), False, 0
-            self._hashed = hashed_ids()
+            self._hashed, self._checked = hashed_ids(), (self._ids, 0)
         n = len(self._ids)
         self._ids.extend(context)
         self._ids.extend(tokens)
@@ -475,7 +481,7 @@ class Recording:
         n = 0 if self._is_cut or not left else self._pieces[-1].end
         del self._ids[n:], self._logprobs[n:]
         self._routed = min(self._routed, n)
-        self._hashed = hashed_ids(self._ids)
+        self._hashed, self._checked = hashed_ids(self._ids), (self._ids, 0)
 
 
 def _with_routes(data: memoryview) -> list[tuple[DecodedChunk, RoutesPart | None]]:
@@ -487,10 +493,3 @@ def _with_routes(data: memoryview) -> list[tuple[DecodedChunk, RoutesPart | None
         elif isinstance(part, RoutesPart) and decoded:
             decoded[-1] = (decoded[-1][0], part)
     return decoded
-
-
-def _told(sampling: LiveSampling) -> bytes:
-    """Return a client's sampling without the length, which may depend on other requests."""
-    return msgspec.json.encode(
-        [sampling.parameters, sampling.top_logprobs], enc_hook=repr, order="deterministic"
-    )
