@@ -163,8 +163,8 @@ class Recording:
         self._calls = 0
         self._client_calls = CLIENTS
         """Number of the next request of a client that no earlier run has answered."""
-        self._ids: array[int] = array("i")
-        """Token ids of the record, since it began the last time."""
+        self._ids = bytearray()
+        """Token ids of the record, int32, since it began the last time."""
         self._hashed = hashed_ids()
         """Hash of these."""
         self._checked: tuple[array[int], int] = (array("i"), 0)
@@ -209,7 +209,7 @@ class Recording:
                 start += length
             completion.finish, completion.retractions = header.finish, header.retractions
             completion.matched = header.matched
-            request = requests.setdefault(header.call, len(self._ids) - len(tokens))
+            request = requests.setdefault(header.call, len(self._logprobs) - len(tokens))
             if routes is not None:
                 self._resume_routes(completion, request, routes)
             self._client_calls = max(self._client_calls, header.call + 1)
@@ -371,7 +371,7 @@ class Recording:
 
     def _common(self, trajectory: Trajectory) -> int:
         """Return the number of tokens of the record if it is the beginning of the trajectory, else 0."""
-        n = len(self._ids)
+        n = len(self._logprobs)
         if self._begin or not 0 < n <= len(trajectory.tokens_T):
             return 0
         same_ids = np.array_equal(np.frombuffer(self._ids, np.int32), trajectory.tokens_T[:n])
@@ -411,7 +411,7 @@ class Recording:
         requests side by side may have come between."""
         length = len(request.input_ids) + len(request.completion.tokens)
         first = max(routes.start, self._routed)
-        if length != len(self._ids) or not self._note_routes(routes):
+        if length != len(self._logprobs) or not self._note_routes(routes):
             return b""
         return encode_routes(length - first, routes.ids_RW[first - routes.start :])
 
@@ -431,7 +431,7 @@ class Recording:
 
     def _context_of(self, input_ids: "array[int]") -> "array[int] | None":
         """Return what follows the record in a request; None: it does not continue the record."""
-        n, (checked, known) = len(self._ids), self._checked
+        n, (checked, known) = len(self._logprobs), self._checked
         if self._is_cut or not begins_with(input_ids, self._ids, known if checked is input_ids else 0):
             return None
         self._checked = (input_ids, n)
@@ -446,16 +446,16 @@ class Recording:
         self, header: PieceHeader, context: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float]
     ) -> None:
         if header.starts_over:
-            self._ids, self._logprobs = array("i"), array("f")
+            self._ids, self._logprobs = bytearray(), array("f")
             self._begin, self._is_cut, self._routed = len(self._pieces), False, 0
-            self._hashed, self._checked = hashed_ids(), (self._ids, 0)
-        n = len(self._ids)
-        self._ids.extend(context)
-        self._ids.extend(tokens)
-        self._hashed.update(np.asarray(self._ids[n:], "<i4").tobytes())
+            self._hashed, self._checked = hashed_ids(), (array("i"), 0)
+        added = array("i", context)
+        added.extend(tokens)
+        self._ids += added
+        self._hashed.update(added)
         self._logprobs.extend([0.0] * len(context))
         self._logprobs.extend(logprobs)
-        self._pieces.append(_Piece(header.call, len(tokens), len(self._ids)))
+        self._pieces.append(_Piece(header.call, len(tokens), len(self._logprobs)))
 
     def _forget(self, call: int) -> None:
         """Give up what is recorded of request ``call`` and of all later requests.
@@ -479,9 +479,9 @@ class Recording:
         elif left <= self._begin:
             self._is_cut = True
         n = 0 if self._is_cut or not left else self._pieces[-1].end
-        del self._ids[n:], self._logprobs[n:]
+        del self._ids[4 * n :], self._logprobs[n:]
         self._routed = min(self._routed, n)
-        self._hashed, self._checked = hashed_ids(self._ids), (self._ids, 0)
+        self._hashed, self._checked = hashed_ids(self._ids), (array("i"), 0)
 
 
 def _with_routes(data: memoryview) -> list[tuple[DecodedChunk, RoutesPart | None]]:
