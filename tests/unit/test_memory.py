@@ -100,13 +100,13 @@ def test_without_sequence_parallelism_the_residual_stream_stays_whole():
 
 
 def test_replayed_experts_and_shared_prefixes_take_memory_for_every_token():
-    spec, layout = model_spec(MODELS / "Qwen3-30B-A3B"), Layout(layer_spec="local")
+    spec, layout = model_spec(MODELS / "Qwen3-30B-A3B"), Layout(pipeline=2, layer_spec="local")
     export, tokens = make_plan(spec, layout, 2**30, 2), 1000
-    [plain], [routed], [shared] = (
+    [plain, _], [routed, _], [shared, _] = (
         trainer_memory.trainer_memory(ActorConfig.model_validate(settings), None, "bfloat16", export, tokens)
         for settings in ({}, {"routing_replay": "rollout"}, {"share_prefixes": "auto"})
     )
-    assert routed.activations - plain.activations == pytest.approx(48 * 8 * 2 * tokens, abs=1)
+    assert routed.activations - plain.activations == pytest.approx(2 * 48 * 8 * 2 * tokens, abs=1)
     mask = 3 * tokens**2
     assert tokens**2 < trainer_memory.MASK_PAIRS == MASK_PAIRS
     assert shared.work - plain.work == pytest.approx(2 * 2 * 4 * 128 * 2 * tokens + mask, abs=1)

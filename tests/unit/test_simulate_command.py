@@ -47,7 +47,7 @@ def recipe(tmp_path):
 def test_the_flops_that_shared_prompts_save_are_those_of_drawn_mini_batches(minibatches: int, samples: int):
     geometry = model_spec(MODELS / "Qwen3-1.7B").geometry
     settings = config(steps=1).model_dump(mode="json")
-    settings["rollout"] |= {"batch_size": 50, "n_samples_per_prompt": samples}
+    settings["rollout"] |= {"batch_size": 50, "n_samples_per_prompt": samples, "sampling": {}}
     settings["actor"] = {"share_prefixes": "auto", "minibatches": minibatches}
     settings["simulate"] = {"prompts": {"median": 900}, "responses": {"median": 600, "sigma": 0}}
     group_N = np.repeat(np.arange(50), samples)
