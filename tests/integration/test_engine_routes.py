@@ -3,6 +3,7 @@
 The reference is transformers' model, whose choice of the best experts is replaced while it runs.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -56,6 +57,10 @@ FAMILIES = (
 )
 """Families beside Qwen3-MoE, whose routers differ."""
 KEPT_FAMILIES = ("deepseek_v3", "gpt_oss", "mixtral", "qwen2_moe")
+NO_GRADIENT = r"e_score_correction_bias|\.indexer\."
+"""Parameters that are exported, and have no gradient in transformers."""
+TOLERANCES = {"qwen3_next": 1e-5}
+"""Its linear attention adds up chunks of tokens in another order, whatever the experts are."""
 
 
 def experts_of(model: Path) -> tuple[Experts, list[int]]:
@@ -121,10 +126,12 @@ def forced_reference(model: Path) -> tuple[list[np.ndarray], dict[str, np.ndarra
         return parity.reference_gradients(model, batch, 0.8)
 
 
-def assert_gradients(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
+def assert_gradients(
+    found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float = 1e-6
+) -> None:
+    assert {name for name in found if not re.search(NO_GRADIENT, name)} == expected.keys()
     for name, gradient in expected.items():
-        np.testing.assert_allclose(found[name], gradient, atol=1e-6, rtol=0, err_msg=name)
+        np.testing.assert_allclose(found[name], gradient, atol=tolerance, rtol=0, err_msg=name)
     assert max(np.abs(gradient).max() for gradient in found.values()) > 1e-2
 
 
@@ -183,7 +190,8 @@ def test_gradients_are_those_of_transformers_with_the_same_experts(layout: str, 
 def test_gradients_of_other_families_are_too(family: str, trained, families):
     [found] = trained["families"]
     _, gradients = found[list(families).index(family)]
-    assert_gradients(gradients, forced_reference(families[family])[1])
+    tolerance = TOLERANCES.get(family, 1e-6)
+    assert_gradients(gradients, forced_reference(families[family])[1], tolerance)
 
 
 @pytest.mark.parametrize("layout", shortened(LAYOUTS, KEPT))
