@@ -234,14 +234,14 @@ class Run:
         batches = self.batches
         groups = await batches.next(TIMEOUT_S)
         await batches.step_begins()
-        await encoded(groups, batches, self._read)
+        await encoded(groups, batches, self.read)
         batches.published(batches.next_version)
         self.roster.announce()
         self.freed += [time.monotonic()] * len(groups)
         if batches.core.version > STEPS_KEPT:
             self.ledger.release(batches.core.version - STEPS_KEPT)
 
-    async def _read(self, refs: list[bytes]) -> list[bytes]:
+    async def read(self, refs: list[bytes]) -> list[bytes]:
         return await asyncio.to_thread(lambda: [self.ledger.read(each) for each in refs])
 
     async def warm_up(self) -> None:

@@ -50,6 +50,10 @@ def seconds_of_all_ranks(work: Callable[[], None]) -> float:
 
 # ---- sides that take turns
 
+RANK_THREADS = 1
+"""Threads of a trainer rank on CPUs (``backend/trainer/preload.py``). With more, threads that wait for each
+other on a machine with other work use CPU time, of which the side with less work has the larger share."""
+
 
 @dataclass(frozen=True)
 class Turn(Generic[T]):

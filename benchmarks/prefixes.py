@@ -7,9 +7,7 @@ of samples share system prompt and task. Some agents forget their earlier reason
 a branch; some send sub-agents ahead with their history; some compact it. *groups*: samples of prompts as long
 as completions.
 
-A step has one mini-batch. FLOPs count the LM head for every token, as all FLOPs of the project do. Each side
-has one thread by default: on a machine with other work, threads that wait for each other use CPU time, and
-the side with less work then seems to take almost as long.
+A step has one mini-batch. FLOPs count the LM head for every token, as all FLOPs of the project do.
 """
 
 import json
@@ -25,7 +23,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.harness import Turn, parser, take_turns
+from benchmarks.harness import RANK_THREADS, Turn, parser, take_turns
 from benchmarks.train_step import config_of, lone_rank
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
@@ -271,7 +269,7 @@ TABLE: Columns[Row] = {
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=2)
-    options.add_argument("--threads", type=int, default=1)
+    options.add_argument("--threads", type=int, default=RANK_THREADS)
     arguments = options.parse_args()
     rows = {
         name: measure(name, draw, arguments.steps, arguments.threads)

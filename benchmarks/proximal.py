@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from benchmarks.harness import parser
+from benchmarks.harness import RANK_THREADS, parser
 from benchmarks.train_step import (
     SHAPES,
     WARM_UP,
@@ -222,7 +222,7 @@ def measure_errors(steps: int, lr: float, made: Path | None) -> Errors:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=12)
-    options.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options.add_argument("--threads", type=int, default=RANK_THREADS)
     options.add_argument("--lr", type=float, default=2.5e-4, help="the quickstart's")
     options.add_argument("--policy", type=Path, help="the quickstart's, if it exists")
     options.add_argument("--shapes", nargs="*", choices=TIMED, default=list(TIMED))

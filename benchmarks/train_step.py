@@ -33,7 +33,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.harness import Turn, parser, take_turns
+from benchmarks.harness import RANK_THREADS, Turn, parser, take_turns
 from slipstream.backend.batch.packing import split_minibatches
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
@@ -401,7 +401,7 @@ TABLE: Columns[Row] = {
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=15)
-    options.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options.add_argument("--threads", type=int, default=RANK_THREADS)
     options.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     arguments = options.parse_args()
     rows = [measure(name, arguments.steps, arguments.threads) for name in arguments.shapes]

@@ -1,14 +1,15 @@
 """A micro-batch: trajectories concatenated into one sequence, as arrays. Pure: numpy in, numpy out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from slipstream.backend.batch.packing import Pack
 from slipstream.backend.batch.train_batch import TrainBatch
-from slipstream.rollout.tokens.routes import NO_ROUTE, joined_routes
+from slipstream.rollout.tokens.routes import joined_routes
 from slipstream.rollout.tokens.teacher import TeacherScores, placed
 from slipstream.rollout.tokens.trajectory import Trajectory
 
@@ -30,8 +31,9 @@ class MicroBatch:
     """int32: boundaries of the trajectories, padding included; the last segment may be padding alone."""
     taken_N: np.ndarray
     """int64: number of tokens that each segment takes from those before it."""
-    taken_K: np.ndarray
-    """int64: positions in the pack of the taken tokens, one segment after the other."""
+    taken_R3: np.ndarray
+    """int64: runs of taken tokens that stand side by side in the pack, in order: the segment that takes them,
+    the first one's position within its trajectory, and its position in the pack."""
     index_M: np.ndarray
     """Positions in the pack whose prediction carries loss, one trajectory after the other."""
     target_M: np.ndarray
@@ -99,94 +101,109 @@ def assemble(
     Raises ValueError for a trajectory whose first token carries loss.
     """
     parts = [batch.trajectories[i] for i in indices]
-    lengths = [len(part.tokens_T) + -len(part.tokens_T) % trajectory_multiple for part in parts]
-    tokens_T = _joined([part.tokens_T for part in parts], np.int64, trajectory_multiple)
-    mask_T = _joined([part.loss_mask_T for part in parts], np.bool_, trajectory_multiple)
-    starts = np.cumsum([0, *lengths])
+    taken: list[int] = [0] * len(parts) if taken_N is None else taken_N[list(indices)].tolist()
+    ids = [
+        np.pad(part.tokens_T[take:], (0, -len(part.tokens_T) % trajectory_multiple))
+        for part, take in zip(parts, taken, strict=True)
+    ]
+    routes = [
+        None if part.routes_TW is None else part.routes_TW[take:]
+        for part, take in zip(parts, taken, strict=True)
+    ]
+    padding = -sum(map(len, ids)) % multiple if parts else multiple
+    if padding:
+        taken, ids, routes = [*taken, 0], [*ids, np.zeros(padding, np.int64)], [*routes, None]
+    own = list(map(len, ids))
+    rows = _rows(own, taken)
     # Nothing predicts the first token of a trajectory; it belongs to the prompt and must carry no loss.
-    predicted_M = np.flatnonzero(mask_T)
-    if np.isin(predicted_M, starts[:-1]).any():
+    places = [np.flatnonzero(part.loss_mask_T) for part in parts]
+    if any(place.size and not place[0] for place in places):
         raise ValueError(
             "a trajectory begins with a token that carries loss; it needs at least one prompt token"
         )
-    logp_T = _joined([part.logprobs_T for part in parts], np.float32, trajectory_multiple)
-    version_T = _joined([part.versions_T for part in parts], np.int32, trajectory_multiple)
-    turn_T = _joined([part.turn_T() for part in parts], np.int64, trajectory_multiple)
-    place_T = np.repeat(np.arange(len(parts)), np.array(lengths, np.int64))
-    owner_M = place_T[predicted_M]
+    owner_M = np.repeat(np.arange(len(parts)), np.array(list(map(len, places)), np.int64))
     trajectory_M = np.array(indices, np.int64)[owner_M]
     if share_N is None:
         share_N = np.ones(len(batch.trajectories), np.float32)
-    taken_n = np.zeros(len(parts), np.int64) if taken_N is None else taken_N[list(indices)]
-    rows = _rows(lengths, taken_n.tolist())
-    row_T = np.concatenate([_NO_ROWS, *rows])
-    is_own_T = np.concatenate([_NO_ROWS, *map(np.arange, lengths)]) >= taken_n[place_T]
-    own_T = tokens_T[is_own_T]
-    padding = -len(own_T) % multiple if parts else multiple
-    segments = [*lengths, padding] if padding else lengths
-    taken_n = np.pad(taken_n, (0, bool(padding)))
-    positions = [np.arange(take, n) for take, n in zip(taken_n.tolist(), segments, strict=True)]
+
+    def predicted(array_of: Callable[[Trajectory], np.ndarray], dtype: DTypeLike) -> np.ndarray:
+        return _joined([array_of(part)[place] for part, place in zip(parts, places, strict=True)], dtype)
+
+    of_parts = list(zip(rows, places, strict=False))
     return MicroBatch(
-        tokens_T=np.pad(own_T, (0, padding)),
-        position_T=np.concatenate(positions),
-        cu_seqlens=np.cumsum([0, *map(len, positions)]).astype(np.int32),
-        taken_N=taken_n,
-        taken_K=np.concatenate([_NO_ROWS, *(row[:n] for row, n in zip(rows, taken_n, strict=False))]),
-        index_M=row_T[predicted_M - 1],
-        target_M=tokens_T[predicted_M],
-        behaviour_logp_M=logp_T[predicted_M],
-        lag_M=batch.lag_T(version_T[predicted_M]),
+        tokens_T=_joined(ids, np.int64),
+        position_T=_joined([np.arange(t, t + n) for t, n in zip(taken, own, strict=True)], np.int64),
+        cu_seqlens=np.cumsum([0, *own]).astype(np.int32),
+        taken_N=np.array(taken, np.int64),
+        taken_R3=_taken_runs(rows, taken),
+        index_M=_joined([row.positions(place - 1) for row, place in of_parts], np.int64),
+        target_M=predicted(lambda part: part.tokens_T, np.int64),
+        behaviour_logp_M=predicted(lambda part: part.logprobs_T, np.float32),
+        lag_M=batch.lag_T(predicted(lambda part: part.versions_T, np.int32)),
         owner_M=owner_M,
         trajectory_M=trajectory_M,
-        turn_M=turn_T[predicted_M],
+        turn_M=_joined([part.turn_T(place) for part, place in zip(parts, places, strict=True)], np.int64),
         share_M=share_N[trajectory_M],
-        last_N=row_T[predicted_M[_is_last(owner_M)]],
+        last_N=_joined([row.positions(place[-1:]) for row, place in of_parts], np.int64),
         pack=tuple(indices),
         share_N=share_N[list(indices)],
         scale=scale,
-        teacher=_taught(parts, starts, predicted_M),
-        routes_TW=_routed(parts, lengths, is_own_T, padding),
+        teacher=_taught(parts, places),
+        routes_TW=joined_routes(zip(own, routes, strict=True)),
     )
 
 
-_NO_ROWS = np.empty(0, np.int64)
+class _Row(NamedTuple):
+    """Where the tokens of a trajectory stand in the pack: runs of tokens side by side."""
+
+    start_R: np.ndarray
+    """int64: first token of each run, as its place in the trajectory."""
+    shift_R: np.ndarray
+    """int64: what the position in the pack of its tokens is beyond their place in the trajectory."""
+
+    def positions(self, places: np.ndarray) -> np.ndarray:
+        """Return the positions in the pack of the tokens at these places, int64."""
+        return places + self.shift_R[np.searchsorted(self.start_R, places, side="right") - 1]
 
 
-def _rows(lengths: Sequence[int], taken: Sequence[int]) -> list[np.ndarray]:
-    """Return the position in the pack of every token of each trajectory, int64."""
-    rows = [_NO_ROWS]
+def _rows(own: Sequence[int], taken: Sequence[int]) -> list[_Row]:
+    """Return the row of each trajectory, which takes the first tokens of the row before it."""
+    rows = [_Row(np.empty(0, np.int64), np.empty(0, np.int64))]
     end = 0
-    for length, take in zip(lengths, taken, strict=True):
-        rows.append(np.concatenate([rows[-1][:take], np.arange(end, end + length - take)]))
-        end += length - take
+    for n, take in zip(own, taken, strict=True):
+        kept = int(np.searchsorted(rows[-1].start_R, take))
+        start_R, shift_R = rows[-1].start_R[:kept], rows[-1].shift_R[:kept]
+        if n:
+            start_R, shift_R = np.append(start_R, take), np.append(shift_R, end - take)
+        rows.append(_Row(start_R, shift_R))
+        end += n
     return rows[1:]
+
+
+def _taken_runs(rows: Sequence[_Row], taken: Sequence[int]) -> np.ndarray:
+    """Return ``MicroBatch.taken_R3``."""
+    runs = [np.empty((0, 3), np.int64)]
+    for number, (row, take) in enumerate(zip(rows, taken, strict=True)):
+        start_r = row.start_R[row.start_R < take]
+        runs.append(np.column_stack([np.full_like(start_r, number), start_r, row.positions(start_r)]))
+    return np.concatenate(runs)
 
 
 def _is_last(owner_M: np.ndarray) -> np.ndarray:
     return np.append(owner_M[1:] != owner_M[:-1], np.ones(len(owner_M[:1]), np.bool_))
 
 
-def _taught(parts: Sequence[Trajectory], starts: np.ndarray, predicted_M: np.ndarray) -> TeacherScores | None:
-    """Return a teacher's scores of the tokens at ``predicted_M`` of the pack, if there are any."""
+def _taught(parts: Sequence[Trajectory], places: Sequence[np.ndarray]) -> TeacherScores | None:
+    """Return a teacher's scores of the tokens at ``places`` of each trajectory, if there are any."""
+    starts = np.cumsum([0, *map(len, places)]).tolist()
     scores = [
-        (int(start), part.teacher)
-        for start, part in zip(starts, parts, strict=False)
+        (start, part.teacher.take(place))
+        for start, part, place in zip(starts, parts, places, strict=False)
         if part.teacher is not None
     ]
-    return placed(int(starts[-1]), scores).take(predicted_M) if scores else None
+    return placed(starts[-1], scores) if scores else None
 
 
-def _routed(
-    parts: Sequence[Trajectory], lengths: Sequence[int], is_own_T: np.ndarray, padding: int
-) -> np.ndarray | None:
-    """Return the engine's experts of the own tokens of trajectories and of padding, if any are known."""
-    routes_TW = joined_routes(zip(lengths, (part.routes_TW for part in parts), strict=True))
-    if routes_TW is None:
-        return None
-    return np.pad(routes_TW[is_own_T], ((0, padding), (0, 0)), constant_values=NO_ROUTE)
-
-
-def _joined(arrays: Sequence[np.ndarray], dtype: DTypeLike, multiple: int) -> np.ndarray:
-    """Concatenate ``arrays``, each padded with zeros to a multiple of ``multiple``; ``dtype`` if empty."""
-    padded = [np.pad(array, (0, -len(array) % multiple)) for array in arrays]
-    return np.concatenate([np.empty(0, dtype), *padded])
+def _joined(arrays: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
+    """Concatenate ``arrays``; ``dtype`` if there are none."""
+    return np.concatenate([np.empty(0, dtype), *arrays])

@@ -25,19 +25,23 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.backend.batch.packing import Pack, distribute
-from slipstream.rollout.tokens.routes import joined_routes
+from slipstream.rollout.tokens.routes import NO_ROUTE
 
 WORTH = 0.1
 """Share of the FLOPs of the dearest rank that must be saved. Keys are gathered once more for trajectories
 that take tokens, and their attention has a mask in place of a causal kernel: below this little is gained."""
+
+MASK_PAIRS = 2**26
+"""Pairs of a query and a key for which attention to taken tokens holds a mask at one time."""
 
 PARTS = (1, 4)
 """Parts into which trees may be cut for a rank's share. Few share the most, many are easier to balance."""
 
 
 def tree_order(tokens: Sequence[np.ndarray]) -> list[int]:
-    """Return the places of trajectories in the order of their token ids, which are below 2**32."""
-    keys = [ids.astype(">u4").tobytes() for ids in tokens]
+    """Return the places of trajectories in the order of their token ids, which are below 2**32, or of the
+    numbers of ``keyed``."""
+    keys = [ids.astype(">u8" if ids.dtype == np.uint64 else ">u4").tobytes() for ids in tokens]
     return sorted(range(len(keys)), key=lambda place: keys[place])
 
 
@@ -59,13 +63,41 @@ def keyed(tokens: Sequence[np.ndarray], routes: Sequence[npt.NDArray[np.uint16] 
     """Return a number for each token, which is that of tokens with the same id and the same experts.
 
     routes: the engine's experts of the tokens of each trajectory (``Trajectory.routes_TW``); None: not known.
+    The numbers are hashes (uint64), which different tokens as good as never have in common; a sort of rows
+    of experts takes a hundred times as long.
     """
-    joined_TW = joined_routes([(len(ids), routes_TW) for ids, routes_TW in zip(tokens, routes, strict=True)])
-    if joined_TW is None:
+    widths = {routes_TW.shape[1] for routes_TW in routes if routes_TW is not None}
+    if not widths:
         return list(tokens)
-    both = np.column_stack([np.concatenate(tokens), joined_TW])
-    _, key_T = np.unique(both, axis=0, return_inverse=True)
-    return np.split(key_T.reshape(-1), np.cumsum([len(ids) for ids in tokens])[:-1])
+    unknown = np.full((1, max(widths)), NO_ROUTE, np.uint16)
+    return [
+        _hashed(ids, unknown if routes_TW is None else routes_TW)
+        for ids, routes_TW in zip(tokens, routes, strict=True)
+    ]
+
+
+_MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93], np.uint64)
+_HALF = np.uint64(32)
+_HASHED_ROWS = 4096
+"""Tokens hashed at one time, so that their experts stay in a cache."""
+
+
+def _hashed(ids: np.ndarray, routes_TW: npt.NDArray[np.uint16]) -> np.ndarray:
+    """Return a hash of each token's id and experts, uint64 [T]. A single row of experts is that of all."""
+    routes_TW = np.pad(routes_TW, ((0, 0), (0, -routes_TW.shape[1] % 4)))
+    block_TB = np.ascontiguousarray(routes_TW).view(np.uint64)
+    hash_T = ids.astype(np.uint64)
+    for start in range(0, len(hash_T), _HASHED_ROWS):
+        part_t = hash_T[start : start + _HASHED_ROWS]
+        block_tB = block_TB if len(block_TB) == 1 else block_TB[start : start + _HASHED_ROWS]
+        for column in range(block_tB.shape[1]):
+            part_t *= _MULTIPLIERS[0]
+            part_t ^= part_t >> _HALF
+            part_t *= _MULTIPLIERS[1]  # else the highest bits of a column would reach few of the next one's
+            part_t ^= block_tB[:, column]
+        part_t *= _MULTIPLIERS[0]
+        part_t ^= part_t >> _HALF
+    return hash_T
 
 
 def shared_plan(

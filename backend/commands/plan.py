@@ -36,6 +36,7 @@ def print_plan(planned: Planned, advice: SplitAdvice | None, console: Console, *
     document = describe(planned, advice)
     _print_layout(planned, document, console)
     _print_memory(planned, console)
+    _print_sharing(document, console)
     _print_judge(document, console)
     _print_checkpoint(document["checkpoint"], console)
     _print_publication(document["publication"], console)
@@ -133,6 +134,20 @@ def _print_memory(planned: Planned, console: Console) -> None:
     )
     if planned.engine is not None:
         _print_cache(planned.config, planned.engine, gpu, console)
+
+
+def _print_sharing(document: PlanDocument, console: Console) -> None:
+    """Print what replayed experts and shared prompts cost and save, where the recipe asks for them."""
+    if (size := document["route_bytes"]) is not None:
+        _line(
+            console,
+            f"replayed experts: {size:,} bytes a token in the record, and between the passes of a step",
+        )
+    if (saved := document["saved_flops"]) is not None:
+        text = (
+            f"save {saved:.0%} of the trainer's FLOPs" if saved else "save less than a tenth, which is left"
+        )
+        _line(console, f"shared prompts: with the lengths of the cost model they {text}")
 
 
 def _print_judge(document: PlanDocument, console: Console) -> None:

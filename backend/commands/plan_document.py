@@ -9,11 +9,12 @@ from typing import TypedDict
 from slipstream.backend.commands.check import Planned
 from slipstream.backend.commands.check import planned as planned_of
 from slipstream.backend.commands.outcome import WrongInput
+from slipstream.backend.memory.activations import route_bytes
 from slipstream.backend.memory.checkpoint_size import CheckpointPlan
 from slipstream.backend.memory.verdict import judge_weights
 from slipstream.backend.simulate.advice import SplitAdvice
 from slipstream.backend.simulate.compare import Costs
-from slipstream.backend.simulate.derived import derived_model
+from slipstream.backend.simulate.derived import derived_model, saved_flops
 from slipstream.backend.simulate.gpu_split import layout_of
 from slipstream.backend.simulate.publication import transport_of
 from slipstream.bridge.hf.index import ITEMSIZE
@@ -140,6 +141,10 @@ class PlanDocument(TypedDict):
     """Bytes of a GPU's memory; None: unknown."""
     trainer_memory: list[dict[str, int]]
     """Bytes on a rank of each pipeline stage."""
+    route_bytes: int | None
+    """Bytes of a token's experts in the record; None: none are replayed."""
+    saved_flops: float | None
+    """Share of the trainer's FLOPs that shared prompts save; None: no prefixes are shared."""
     engines: PlacedEngines | None
     """None: supervised training has none."""
     engine_memory: dict[str, int | None] | None
@@ -191,6 +196,10 @@ def describe(planned: Planned, advice: SplitAdvice | None) -> PlanDocument:
         "buckets": buckets,
         "gpu_memory": planned.gpu_memory,
         "trainer_memory": [asdict(stage) | {"peak": stage.peak} for stage in planned.stages],
+        "route_bytes": None if config.actor.routing_replay == "off" else route_bytes(plan.spec.geometry),
+        "saved_flops": None
+        if config.actor.share_prefixes == "off"
+        else saved_flops(config, plan.spec.geometry),
         "engines": None if planned.engine is None else _engines(planned.config),
         "engine_memory": None if planned.engine is None else asdict(planned.engine),
         "judge": _judge(planned.config),

@@ -34,11 +34,14 @@ class Unpacking:
     token of its segment."""
     restore_T: np.ndarray
     """int64: padded place of every token of the pack, those of branches after those of ``gather``."""
-    branch_shapes: tuple[tuple[int, int, int], ...]
-    """Segments that take tokens: (N, L, K) of each class, L their own tokens, K all of them."""
+    branch_shapes: tuple[tuple[int, int, int, int], ...]
+    """Segments that take tokens: (N, L, K, R) of each class, L their own tokens, K all of them, R the runs in
+    which these stand in the pack."""
     branch_arrays: dict[str, np.ndarray]
-    """int64: places in the pack of the padded ``queries`` and ``keys`` of every class, one after the other,
-    and how many tokens each segment has ``taken``. Empty without branches."""
+    """int64, one class after the other: the place in the pack of every padded query (``queries``), how many
+    tokens each segment has ``taken``, its ``last`` place, and where each run begins among the N * K keys
+    (``run_starts``) and by how much more than before the keys are shifted from there on (``run_shifts``).
+    Empty without branches."""
 
 
 def length_classes(segments: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -56,8 +59,8 @@ def length_classes(segments: Iterable[tuple[int, int]]) -> list[list[tuple[int, 
     return list(classes.values())
 
 
-def unpacking_of(cu_seqlens: np.ndarray, taken_N: np.ndarray, taken_K: np.ndarray) -> Unpacking:
-    """Return the unpacking of a pack with these boundaries. taken_N, taken_K: as in ``MicroBatch``."""
+def unpacking_of(cu_seqlens: np.ndarray, taken_N: np.ndarray, taken_R3: np.ndarray) -> Unpacking:
+    """Return the unpacking of a pack with these boundaries. taken_N, taken_R3: as in ``MicroBatch``."""
     shapes: list[tuple[int, int]] = []
     gathers: list[np.ndarray] = []
     restore_T = np.empty(int(cu_seqlens[-1]), np.int64)
@@ -78,47 +81,52 @@ def unpacking_of(cu_seqlens: np.ndarray, taken_N: np.ndarray, taken_K: np.ndarra
     gather = np.concatenate(gathers) if gathers else np.empty(0, np.int64)
     branch_shapes, arrays = (), dict[str, np.ndarray]()
     if is_branch_N.any():
-        branch_shapes, arrays = _branches(cu_seqlens, taken_N, taken_K, restore_T, padded)
+        branch_shapes, arrays = _branches(cu_seqlens, taken_N, taken_R3, restore_T, padded)
     return Unpacking(tuple(shapes), gather, restore_T, branch_shapes, arrays)
 
 
 def _branches(
-    cu_seqlens: np.ndarray, taken_N: np.ndarray, taken_K: np.ndarray, restore_T: np.ndarray, padded: int
-) -> tuple[tuple[tuple[int, int, int], ...], dict[str, np.ndarray]]:
+    cu_seqlens: np.ndarray, taken_N: np.ndarray, taken_R3: np.ndarray, restore_T: np.ndarray, padded: int
+) -> tuple[tuple[tuple[int, int, int, int], ...], dict[str, np.ndarray]]:
     """Return ``branch_shapes`` and ``branch_arrays``, and fill ``restore_T``, from the place ``padded`` on.
 
     Segments are grouped by powers of two of their own length and of the whole. A class of them has no more
     keys than the pack has tokens, or is a single one: the memory of padded keys stays that of a pack.
     """
-    first_N = np.cumsum([0, *taken_N])
+    first_N = np.searchsorted(taken_R3[:, 0], np.arange(len(taken_N) + 1))
+    own_N = np.diff(cu_seqlens.astype(np.int64))
     classes: dict[tuple[int, int], list[int]] = {}
-    for number in np.flatnonzero((taken_N > 0) & (np.diff(cu_seqlens) > 0)).tolist():
-        own, taken = int(cu_seqlens[number + 1] - cu_seqlens[number]), int(taken_N[number])
+    for number in np.flatnonzero((taken_N > 0) & (own_N > 0)).tolist():
+        own, taken = int(own_N[number]), int(taken_N[number])
         classes.setdefault((math.ceil(math.log2(own)), math.ceil(math.log2(own + taken))), []).append(number)
-    shapes: list[tuple[int, int, int]] = []
-    queries: list[np.ndarray] = []
-    keys: list[np.ndarray] = []
-    order: list[int] = []
+    shapes: list[tuple[int, int, int, int]] = []
+    arrays: dict[str, list[np.ndarray]] = {
+        name: [] for name in ("queries", "taken", "last", "run_starts", "run_shifts")
+    }
     for (_, whole), numbers in classes.items():
         most = max(1, len(restore_T) >> whole)
         for chunk in (numbers[i : i + most] for i in range(0, len(numbers), most)):
-            own_n = [np.arange(cu_seqlens[number], cu_seqlens[number + 1]) for number in chunk]
-            all_n = [
-                np.concatenate([taken_K[first_N[number] : first_N[number + 1]], own])
-                for number, own in zip(chunk, own_n, strict=True)
-            ]
-            width, depth = max(map(len, own_n)), max(map(len, all_n))
-            for row, own in enumerate(own_n):
-                restore_T[own] = padded + row * width + np.arange(len(own))
+            own_n, taken_n, last_n = own_N[chunk], taken_N[chunk], cu_seqlens[1:][chunk].astype(np.int64) - 1
+            width, depth = int(own_n.max()), int((own_n + taken_n).max())
+            query_nL = cu_seqlens[chunk][:, None] + np.arange(width)
+            inside_nL = np.arange(width) < own_n[:, None]
+            restore_T[query_nL[inside_nL]] = padded + np.flatnonzero(inside_nL)
             padded += len(chunk) * width
-            shapes.append((len(chunk), width, depth))
-            queries += [np.pad(own, (0, width - len(own)), mode="edge") for own in own_n]
-            keys += [np.pad(every, (0, depth - len(every)), mode="edge") for every in all_n]
-            order += chunk
+            runs = 0
+            for row, number in enumerate(chunk):
+                run_r3 = taken_R3[first_N[number] : first_N[number + 1]]
+                start_r = np.append(run_r3[:, 1], taken_N[number])
+                shift_r = np.append(run_r3[:, 2], cu_seqlens[number]) - start_r
+                arrays["run_starts"].append(row * depth + start_r)
+                arrays["run_shifts"].append(np.diff(shift_r, prepend=0))
+                runs += len(start_r)
+            shapes.append((len(chunk), width, depth, runs))
+            arrays["queries"].append(np.minimum(query_nL, last_n[:, None]).ravel())
+            arrays["taken"].append(taken_n)
+            arrays["last"].append(last_n)
     if not shapes:
         return (), {}
-    arrays = {"queries": np.concatenate(queries), "keys": np.concatenate(keys), "taken": taken_N[order]}
-    return tuple(shapes), arrays
+    return tuple(shapes), {name: np.concatenate(parts) for name, parts in arrays.items()}
 
 
 ALIGNMENT = 16
@@ -163,26 +171,47 @@ class Branches:
 
     shape: tuple[int, int, int]
     query_place: Tensor
-    key_place: Tensor
     taken_N: Tensor
+    last_N: Tensor
+    run_start_R: Tensor
+    run_shift_R: Tensor
 
-    def padded(self, query_T: Tensor, key_T: Tensor, value_T: Tensor) -> list[Tensor]:
-        """Return queries [N, L, ...], keys and values [N, K, ...] of those of the pack."""
+    def blocks(self, pairs: int) -> list[tuple[int, int]]:
+        """Return ranges of the L queries, each of which has ``pairs`` pairs with keys at most, or is one."""
         rows, own, every = self.shape
+        size = max(1, pairs // (rows * every))
+        return [(first, min(first + size, own)) for first in range(0, own, size)]
+
+    def key_place(self) -> Tensor:
+        """Return the places in the pack of the keys, int64 [N * K]; padding repeats a segment's last one.
+
+        They are found anew for each use: segments that take the same long prefix have a place of every token
+        of it each, which together may be many times as many as the pack has tokens.
+        """
+        rows, _, every = self.shape
+        shift_NK = self.run_shift_R.new_zeros(rows * every).index_put((self.run_start_R,), self.run_shift_R)
+        key_K = torch.arange(every, device=shift_NK.device)
+        place_NK = shift_NK.view(rows, every).cumsum(1) + key_K
+        return torch.minimum(place_NK, self.last_N[:, None]).flatten()
+
+    def padded(self, query_T: Tensor, key_T: Tensor, value_T: Tensor, first: int, end: int) -> list[Tensor]:
+        """Return queries [N, end - first, ...], keys and values [N, K, ...] of those of the pack."""
+        rows, own, every = self.shape
+        key_place = self.key_place()
+        query_place = self.query_place.view(rows, own)[:, first:end].flatten()
         return [
-            query_T.index_select(0, self.query_place).unflatten(0, (rows, own)),
-            *(part.index_select(0, self.key_place).unflatten(0, (rows, every)) for part in (key_T, value_T)),
+            query_T.index_select(0, query_place).unflatten(0, (rows, end - first)),
+            *(part.index_select(0, key_place).unflatten(0, (rows, every)) for part in (key_T, value_T)),
         ]
 
-    def mask(self, window: int | None) -> Tensor:
-        """Return which keys the queries attend to, bool [N, 1, L, K].
+    def mask(self, window: int | None, first: int, end: int) -> Tensor:
+        """Return which keys the queries [first, end) attend to, bool [N, 1, end - first, K].
 
         The keys of a segment stand at their positions. window: as many of the last ones; None: all.
         """
-        _, own, every = self.shape
         device = self.taken_N.device
-        position_NL1 = (self.taken_N[:, None] + torch.arange(own, device=device))[:, :, None]
-        key_K = torch.arange(every, device=device)
+        position_NL1 = (self.taken_N[:, None] + torch.arange(first, end, device=device))[:, :, None]
+        key_K = torch.arange(self.shape[2], device=device)
         mask = key_K <= position_NL1
         if window is not None:
             mask &= key_K > position_NL1 - window
@@ -268,7 +297,7 @@ def on_device(micro: MicroBatch, share: ContextShare, device: torch.device, *, u
     }
     if share.routes_tW is not None:
         arrays["routes_tW"] = share.routes_tW.view(np.int16)  # NO_ROUTE is -1
-    unpacking = unpacking_of(micro.cu_seqlens, micro.taken_N, micro.taken_K) if unpacks else None
+    unpacking = unpacking_of(micro.cu_seqlens, micro.taken_N, micro.taken_R3) if unpacks else None
     boundaries = _boundaries(micro.cu_seqlens, unpacking)
     tensors = copied(arrays | boundaries, device)
     pack = _pack(
@@ -284,7 +313,7 @@ def on_device(micro: MicroBatch, share: ContextShare, device: torch.device, *, u
 def pack(cu_seqlens: np.ndarray, device: torch.device, *, unpacks: bool = True) -> Pack:
     """Return the pack of segments with these boundaries, for a rank that holds all of their tokens."""
     cu_seqlens = cu_seqlens.astype(np.int32)
-    length, nothing = np.diff(cu_seqlens), np.empty(0, np.int64)
+    length, nothing = np.diff(cu_seqlens), np.empty((0, 3), np.int64)
     unpacking = unpacking_of(cu_seqlens, np.zeros(len(length), np.int64), nothing) if unpacks else None
     boundaries = _boundaries(cu_seqlens, unpacking)
     position_T = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], length)
@@ -351,13 +380,16 @@ def _pack(
 
 
 def _branch_batches(
-    tensors: Mapping[str, Tensor], shapes: Sequence[tuple[int, int, int]]
+    tensors: Mapping[str, Tensor], shapes: Sequence[tuple[int, int, int, int]]
 ) -> tuple[Branches, ...]:
     if not shapes:
         return ()
+    rows, runs = [rows for rows, _, _, _ in shapes], [runs for *_, runs in shapes]
     parts = (
-        tensors["queries"].split([rows * own for rows, own, _ in shapes]),
-        tensors["keys"].split([rows * every for rows, _, every in shapes]),
-        tensors["taken"].split([rows for rows, _, _ in shapes]),
+        tensors["queries"].split([rows * own for rows, own, _, _ in shapes]),
+        tensors["taken"].split(rows),
+        tensors["last"].split(rows),
+        tensors["run_starts"].split(runs),
+        tensors["run_shifts"].split(runs),
     )
-    return tuple(Branches(shape, *each) for shape, *each in zip(shapes, *parts, strict=True))
+    return tuple(Branches(shape[:3], *each) for shape, *each in zip(shapes, *parts, strict=True))

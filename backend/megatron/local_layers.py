@@ -4,6 +4,7 @@ They are packed attention, norms that support sequence parallelism, a norm over 
 projections of latent attention.
 """
 
+from functools import partial
 from typing import cast
 
 import torch
@@ -22,6 +23,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from slipstream.backend.batch.prefixes import MASK_PAIRS
 from slipstream.backend.megatron.device_batch import Branches, Pack, Unpacked
 from slipstream.backend.megatron.groups import ShardingMetadata, groups
 from slipstream.backend.megatron.marks import marks_of
@@ -203,27 +205,26 @@ class PackedAttention(MegatronModule):
         for q, k, v, mask in zip(*map(unpacked.padded, (query, key, value)), masks, strict=True):
             output = self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
             attended.append(output.transpose(1, 2).flatten(0, 1))
-        for branches in unpacked.branches:
-            attended.append(self._attend_branches(branches, query, key, value))
+        attended += [self._attend_branches(branches, query, key, value) for branches in unpacked.branches]
         return torch.cat(attended).index_select(0, unpacked.restore_T).flatten(1)
 
     def _attend_branches(self, branches: Branches, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the results of the segments' own tokens, [N * L, heads, d].
 
         Taken keys are repeated for each segment. They are gathered again in the backward pass, because kept
-        for all layers they would take the memory of the pack without sharing.
+        for all layers they would take the memory of the pack without sharing. Queries come in blocks, because
+        the mask of all of them would grow with the square of their number.
         """
 
-        def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            q, k, v = (part.transpose(1, 2) for part in branches.padded(query, key, value))
-            return self._attend(q, k, v, branches.mask(self.window)).transpose(1, 2).flatten(0, 1)
+        def attended(query: Tensor, key: Tensor, value: Tensor, first: int, end: int) -> Tensor:
+            q, k, v = (part.transpose(1, 2) for part in branches.padded(query, key, value, first, end))
+            return self._attend(q, k, v, branches.mask(self.window, first, end)).transpose(1, 2)
 
-        if self.config.recompute_granularity is None and torch.is_grad_enabled():
-            return cast(
-                "Tensor",
-                checkpoint(attended, query, key, value, use_reentrant=False, preserve_rng_state=False),
-            )
-        return attended(query, key, value)
+        blocks = branches.blocks(MASK_PAIRS)
+        run = attended
+        if torch.is_grad_enabled() and (self.config.recompute_granularity is None or len(blocks) > 1):
+            run = partial(checkpoint, attended, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([run(query, key, value, *block) for block in blocks], dim=1).flatten(0, 1)
 
     def masks(self, pack: Pack, unpacked: Unpacked, device: torch.device) -> list[Tensor | None]:
         """Return for each padded batch what its queries attend to, bool [..., L, L].

@@ -142,7 +142,7 @@ class PackedModel:
         """
         known = self._on_device.get(id(micro))
         if known is None:
-            if len(micro.taken_K) and not self._shares:
+            if len(micro.taken_R3) and not self._shares:
                 raise ValueError("the attention of this model cannot compute shared prefixes once")
             known = on_device(micro, self._share(micro), self._device, unpacks=self._unpacks)
             if self._in_pass:

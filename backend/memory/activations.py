@@ -18,6 +18,7 @@ from typing import Literal
 
 from slipstream.bridge.model.geometry import DeltaNet, Experts, Geometry, GroupedAttention, LatentAttention
 from slipstream.bridge.model.layout import LayerSpec
+from slipstream.rollout.tokens.routes import BYTE
 
 Kernels = Literal["fused", "plain"]
 """``fused``: the kernels of a GPU. ``plain``: PyTorch's own operations, as on a CPU."""
@@ -103,15 +104,38 @@ def norm_bytes(width: int, rows: float, sharing: Sharing, *, kept_input: bool = 
     return (kept_input or b < FLOAT) * elements * FLOAT + elements * FLOAT + per_row
 
 
-def micro_batch_bytes(geometry: Geometry, sharing: Sharing) -> float:
+def micro_batch_bytes(geometry: Geometry, sharing: Sharing, *, has_routes: bool = False) -> float:
     """Return the bytes per token of a micro-batch on the device, and of cosines and sines of its positions.
 
     All layers share both. Ids, positions, targets, places and weights are 8 numbers of 8 bytes; the packed
     attention of the local layer spec has 2 more. A fused kernel needs no cosines and sines per token.
+    has_routes: with the engine's experts, 2 bytes for each choice.
     """
     numbers = 10 if sharing.layer_spec == "local" else 8
     waves = 0 if sharing.kernels == "fused" else 2 * geometry.rotated_dim * sharing.itemsize
-    return numbers * INDEX + waves
+    return numbers * INDEX + waves + has_routes * 2 * route_choices(geometry)
+
+
+def route_choices(geometry: Geometry) -> int:
+    """Return the number of experts of a token that are recorded: those of all layers, as if all had some."""
+    return 0 if geometry.experts is None else geometry.n_layers * geometry.experts.per_token
+
+
+def route_bytes(geometry: Geometry) -> int:
+    """Return the bytes of a token's experts where they are kept: in the record, and between two passes."""
+    return route_choices(geometry) * (1 if geometry.experts and geometry.experts.count <= BYTE else 2)
+
+
+def taken_bytes(geometry: Geometry, sharing: Sharing) -> float:
+    """Return the bytes per token of the keys and values that are gathered for segments which take tokens, and
+    of their gradients. They are at most as many as the micro-batch has, and exist in one layer at a time.
+    """
+    attention = geometry.attention
+    if isinstance(attention, LatentAttention):
+        width = attention.heads * (attention.plain_dim + attention.rotated_dim + attention.value_dim)
+    else:
+        width = 2 * attention.kv_heads * attention.head_dim
+    return 2 * width / sharing.tensor * sharing.itemsize
 
 
 def head_bytes(geometry: Geometry, sharing: Sharing) -> float:

@@ -22,6 +22,7 @@ from slipstream.backend.memory.activations import (
     head_bytes,
     layer_bytes,
     micro_batch_bytes,
+    taken_bytes,
 )
 from slipstream.backend.memory.parameters import (
     StageParameters,
@@ -65,6 +66,9 @@ HEAD_SLICE = {"plain": 2**21, "fused": 2**27}
 """Logits of a slice of the head, as in ``backend/objective/logprob.py``."""
 HEAD_MIN_COLUMNS = 512
 HEAD_KEPT = 192 * 2**20
+
+MASK_PAIRS = 2**26
+"""Pairs of the mask of taken tokens, as in ``backend/batch/prefixes.py``."""
 
 CONTEXT = 2**30
 """Bytes of a CUDA context, of loaded kernels and of libraries' workspaces on a GPU: assumed, not computed."""
@@ -245,11 +249,14 @@ def _activations(
         if place.stage == stage:
             parts[place.chunk].append(by_kind[kind_of(layer)])
     in_flight = parts_in_flight(stage, layout.pipeline, layout.chunks)
-    kept, work = max(in_flight) * micro_batch_bytes(geometry, sharing) * tokens, 0.0
+    of_micro_batch = micro_batch_bytes(geometry, sharing, has_routes=actor.routing_replay == "rollout")
+    kept, work = max(in_flight) * of_micro_batch * tokens, 0.0
     for part, flights in zip(parts, in_flight, strict=True):
         in_forward, again = _recomputed(part, actor)
         kept += flights * in_forward * tokens
         work = max(work, (again + max((layer.gradients for layer in part), default=0.0)) * tokens)
+    if actor.share_prefixes == "auto":
+        work += taken_bytes(geometry, sharing) * tokens + min(MASK_PAIRS, tokens**2) * (1 + sharing.itemsize)
     if stage == layout.pipeline - 1:
         columns = geometry.padded_vocab(layout.tensor) // layout.tensor
         kept += head_bytes(geometry, sharing) * tokens

@@ -1,6 +1,7 @@
 """A cost model from the model's geometry and a GPU's peak figures, for recipes that nobody has run yet.
 
-    training   tokens per second and GPU = TRAINING * PEAK / (operations of a token, forward and backward)
+    training   tokens per second and GPU = TRAINING * PEAK / (operations of a token, forward and backward),
+               without the operations that shared prompts save
     decoding   a step reads the weights of a rank once, and the KV cache of each running request
     prefill    PREFILL * PEAK * GPUs of an engine / (operations of a token, forward)
 
@@ -16,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from slipstream.backend.batch.flops import forward_flops
+from slipstream.backend.batch.prefixes import WORTH
 from slipstream.backend.memory.engine_memory import EngineMemory
 from slipstream.backend.simulate.gpu_split import GpuSplit, model_of
 from slipstream.backend.simulate.publication import publication
@@ -54,10 +56,30 @@ def derived_model(
     derived = {
         "responses": responses,
         "engine": _with(_engine(config, geometry, engine, forward, length - mean / 2), given.engine),
-        "trainer": _with(_trainer(config, geometry, forward), given.trainer),
+        "trainer": _with(
+            _trainer(config, geometry, forward * (1 - saved_flops(config, geometry))), given.trainer
+        ),
         "transfer": _with(publication(config, export, engine, split), given.transfer),
     }
     return given.model_copy(update=derived)
+
+
+def saved_flops(config: RunConfig, geometry: Geometry) -> float:
+    """Return the share of the trainer's operations that ``actor.share_prefixes`` saves on prompts.
+
+    The completions of a prompt that are drawn for one mini-batch compute it once. m mini-batches and n
+    completions make m * (1 - (1 - 1/m)^n) prompts on average. A saving below ``prefixes.WORTH`` is not made.
+    """
+    given, samples = model_of(config), config.rollout.n_samples_per_prompt
+    if config.actor.share_prefixes == "off":
+        return 0.0
+    prompt = given.prompts.median
+    mean = _mean(config, _with(_responses(config), given.responses))
+    whole, of_prompt = forward_flops(geometry, np.array([prompt + mean, prompt]))
+    parts = config.actor.minibatches
+    prompts = parts * (1 - (1 - 1 / parts) ** samples)
+    saved = float((samples - prompts) * of_prompt / (samples * whole))
+    return saved if saved >= WORTH else 0.0
 
 
 def busy_seconds(

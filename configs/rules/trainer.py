@@ -139,6 +139,11 @@ def replayed_routes_exist(config: RunConfig) -> Iterator[Violation]:
         )
     if actor.megatron.get("moe_router_fusion"):
         whys.append("the fused router takes no routes; leave actor.megatron.moe_router_fusion out")
+    if config.rollout.hooks is not None and config.rollout.hooks.custom_model_provider:
+        whys.append(
+            "the routers of another model are not known to take routes; leave "
+            "rollout.hooks.custom_model_provider out"
+        )
     if whys:
         reason = "; ".join([*whys, "or set this to off"])
         yield Violation("actor.routing_replay", actor.routing_replay, reason)
@@ -223,6 +228,7 @@ RULES = (
             "actor.minibatches",
             "actor.megatron",
             "model.path",
+            "rollout.hooks.custom_model_provider",
         ),
     ),
     Rule(auxiliary_losses_have_an_effect, ("actor.megatron",)),

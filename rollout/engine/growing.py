@@ -138,13 +138,14 @@ class GrowingCompletion:
         for version, n in exact:
             self._add_run(version, n)
 
-    def spans(self, start: int = 0) -> list[tuple[int, int]]:
-        """Return (version, tokens) of neighbouring tokens of one version, from token ``start`` on."""
+    def spans(self, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
+        """Return (version, tokens) of neighbouring tokens of one version, of the tokens [start, stop)."""
         spans: list[tuple[int, int]] = []
+        stop = len(self.tokens) if stop is None else stop
         begin = 0
         for version, end in self.runs:
-            if end > start:
-                spans.append((version, end - max(begin, start)))
+            if (n := min(end, stop) - max(begin, start)) > 0:
+                spans.append((version, n))
             begin = end
         return spans
 

@@ -20,6 +20,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
+
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine.grammars import GRAMMARS, grammar_violations
 
@@ -42,6 +44,11 @@ class LiveSampling:
     """Number of alternatives to report for each token."""
     request: str = ""
     """Who asks, for messages: the id of the request, and the name of its key."""
+
+    @property
+    def told(self) -> bytes:
+        """Everything but the length, which may depend on other requests."""
+        return msgspec.json.encode([self.parameters, self.top_logprobs], enc_hook=repr, order="deterministic")
 
     @property
     def starts_over(self) -> bool:

@@ -19,6 +19,7 @@ import hashlib
 import io
 import struct
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -387,10 +388,27 @@ def checksum(data: bytes | memoryview) -> int:
     return zlib.crc32(data)
 
 
-def digest(input_ids: Sequence[int], sampling: bytes = b"") -> bytes:
+def begins_with(input_ids: "array[int]", first: bytearray, known: int = 0) -> bool:
+    """True if a request begins with the token ids ``first`` (int32), as it does for certain with ``known`` of
+    them."""
+    start, end = 4 * known, len(first)
+    if not start < end <= 4 * len(input_ids):
+        return end <= start
+    # Bytes are compared at the speed of memory, elements of arrays several times slower.
+    rest = first[start:] if start else first
+    return rest.startswith(memoryview(input_ids).cast("B")[start:end])
+
+
+def hashed_ids(ids: bytes | bytearray = b"") -> "hashlib.blake2b":
+    """Return the hash of the first token ids of a request (int32), which ``digest`` goes on with."""
+    return hashlib.blake2b(ids, digest_size=16)
+
+
+def digest(input_ids: Sequence[int], sampling: bytes = b"", after: "hashlib.blake2b | None" = None) -> bytes:
     """Return a digest that tells whether two requests have the same token ids, and the same ``sampling``
-    where they say how they are sampled."""
-    hashed = hashlib.blake2b(np.asarray(input_ids, "<i4").tobytes(), digest_size=16)
+    where they say how they are sampled. ``after``: hash of the token ids before ``input_ids``."""
+    hashed = hashed_ids() if after is None else after.copy()
+    hashed.update(np.asarray(input_ids, "<i4").tobytes())
     if sampling:
         hashed.update(b"\0" + sampling)
     return hashed.digest()

@@ -395,13 +395,14 @@ class Trajectory:
             routes_TW=None if self.routes_TW is None else self.routes_TW[start:end],
         )
 
-    def turn_T(self) -> npt.NDArray[np.intp]:
-        """Return the turn of each token, int64 [T], from 0.
+    def turn_T(self, places: npt.NDArray[np.integer] | None = None) -> npt.NDArray[np.intp]:
+        """Return the turn of each token, int64 [T], from 0, or of the tokens at ``places``.
 
         Tokens after the last turn get the number of turns.
         """
         ends = np.array([end for end, _ in self.turn_rewards], np.int64)
-        return np.searchsorted(ends, np.arange(len(self.tokens_T)), side="right")
+        places = np.arange(len(self.tokens_T)) if places is None else places
+        return np.searchsorted(ends, places, side="right")
 
 
 def joined(trajectories: Sequence[Trajectory]) -> Trajectory:

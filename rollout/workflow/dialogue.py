@@ -79,8 +79,7 @@ class Dialogue:
         Raises InvalidRequest, whose ``room`` is 0, where none is left.
         """
         tail = prompt or self.prompt(messages)
-        ids = ids_of(tail).tolist()
-        completion = await self._generated(ids, sampling or self._context.sampling)
+        completion = await self._generated(ids_of(tail), sampling or self._context.sampling)
         if self._tail is not None and self._tail not in segments_of(tail):
             self._ends.append(self._tail)
         answer = {"role": "assistant", "content": self.text(completion)}

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
+from slipstream.backend.batch.prefixes import MASK_PAIRS
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import RunConfig
@@ -25,6 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "experts": ("qwen3_moe", {}, {}),
     "window": ("gemma3_text", {}, {}),
     "window and sinks": ("gpt_oss", {}, {}),
+    "blocks of queries": ("gpt_oss", {}, {"recompute": "full"}),
     "latent": ("deepseek_v3", {}, {}),
     "recomputation": ("qwen3", {}, {"recompute": "full"}),
     "selective recomputation": ("qwen3", {}, {"recompute": "selective"}),
@@ -37,7 +40,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "expert 2": ("qwen3_moe", {"data": 2, "expert": 2}, {}),
 }
 """Family, layout, and further settings of the actor."""
-KEPT = ("qwen3", "window and sinks", "recomputation", "tensor 2 + sequence", "pipeline 2", "expert 2")
+KEPT = (
+    "qwen3",
+    "window and sinks",
+    "blocks of queries",
+    "recomputation",
+    "tensor 2 + sequence",
+    "pipeline 2",
+    "expert 2",
+)
 
 
 def batch_of(seed: int = 0) -> TrainBatch:
@@ -83,8 +94,11 @@ def one_step(trainer: Any, config: RunConfig, share: str, batch: TrainBatch):
     return metrics, found, gradients, trained
 
 
-def both_ways(rank: RankSpec, config: RunConfig):
-    with trainer_of(rank, config) as trainer:
+def both_ways(rank: RankSpec, config: RunConfig, pairs: int):
+    """``pairs``: of a query and a key that have a mask at one time."""
+    from slipstream.backend.megatron import local_layers
+
+    with trainer_of(rank, config) as trainer, patch.object(local_layers, "MASK_PAIRS", pairs):
         trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
         return [one_step(trainer, config, share, batch_of()) for share in ("auto", "off")]
 
@@ -99,7 +113,8 @@ def found(tmp_path_factory, request) -> dict[str, list[Any]]:
         if not path.exists():
             make_checkpoint(path, family)
         config = config_for(path, parallel, **{"share_prefixes": "auto", "microbatch_tokens": 200, **actor})
-        jobs[case] = Job(config.actor.parallel.world_size, both_ways, (config,))
+        pairs = 300 if case == "blocks of queries" else MASK_PAIRS
+        jobs[case] = Job(config.actor.parallel.world_size, both_ways, (config, pairs))
     return run_jobs(jobs)
 
 

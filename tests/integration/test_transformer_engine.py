@@ -21,6 +21,7 @@ from slipstream.bridge.shards.plan import entries_of
 from slipstream.configs.schema import RunConfig
 from tests import stand_in_engine
 from tests.exported import buckets_of
+from tests.integration.test_engine_routes import batch_with_routes, forced_reference
 from tests.integration.test_megatron_fields import (
     AUXILIARY,
     assert_has_auxiliary_gradients,
@@ -106,6 +107,7 @@ CONTEXT_LAYOUTS = {
     "qwen3_moe": CONTEXT | {"expert": 2},
     "deepseek_v3": CONTEXT,
 }
+ROUTED = ("qwen3_moe",)
 OBJECTIVES = ("gspo", "ppo")
 ON_ONE_RANK = sorted(FAMILIES.keys() - LOCAL_ONLY)
 KEPT = ("qwen3", "qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3", "gemma3_text", "gpt_oss", "qwen3_next")
@@ -139,6 +141,11 @@ def results(models: dict[str, Path], tmp_path_factory, request) -> dict[tuple[st
     for family, layout in CONTEXT_LAYOUTS.items():
         config = config_for(models[family], layout, layer_spec=SPEC)
         jobs["context", family] = Job(2, with_the_stand_in, (config, batch))
+    for family in ROUTED:
+        config = config_for(
+            models[family], CONTEXT_LAYOUTS[family], layer_spec=SPEC, routing_replay="rollout"
+        )
+        jobs["routes", family] = Job(2, with_the_stand_in, (config, batch_with_routes(models[family])))
     for kind, fields in AUXILIARY.items():
         config = config_for(models["qwen3_moe"], CONTEXT, layer_spec=SPEC, megatron=fields)
         jobs["auxiliary", kind] = Job(2, auxiliary_alone, (config, without_advantages(batch)))
@@ -200,6 +207,12 @@ def test_ranks_that_share_a_context_give_the_logprobs_and_gradients_of_transform
     for family in CONTEXT_LAYOUTS:
         logps, gradients = reference_gradients(models[family], batch, temperature=0.8)
         check(family, batch, results["context", family], logps, gradients)
+
+
+@pytest.mark.parametrize("family", ROUTED)
+def test_ranks_that_share_a_context_take_the_experts_of_the_engine(models, results, family: str):
+    expected = forced_reference(models[family])
+    check(family, batch_with_routes(models[family]), results["routes", family], *expected)
 
 
 @pytest.mark.parametrize("kind", AUXILIARY)

@@ -1,15 +1,20 @@
 """The invariants of the module's docstring, against a trie of its own."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.backend.batch.micro_batch import assemble
+from slipstream.backend.batch.context_parallel import share_of
+from slipstream.backend.batch.micro_batch import MicroBatch, assemble
 from slipstream.backend.batch.packing import distribute
 from slipstream.backend.batch.prefixes import WORTH, dearest, keyed, shared_plan, taken, taken_in, tree_order
 from slipstream.backend.batch.train_batch import TrainBatch
-from slipstream.backend.megatron.device_batch import unpacking_of
+from slipstream.backend.megatron.device_batch import on_device, unpacking_of
+from slipstream.rollout.tokens.routes import NO_ROUTE
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
 
 TREES = settings(max_examples=25, deadline=None)
@@ -128,6 +133,31 @@ def test_tokens_share_with_those_that_took_the_same_experts():
     assert taken(keyed(ids, [None, None, None])).tolist() == taken(ids).tolist() == [0, 3, 2]
 
 
+@TREES
+@given(
+    st.integers(1, 9),
+    st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1, max_size=5),
+    st.data(),
+)
+def test_numbers_of_tokens_tell_ids_and_experts_apart(width: int, shapes, data):
+    def array(n: int, *highest: int) -> list:
+        return data.draw(
+            st.lists(st.tuples(*[st.sampled_from([0, each]) for each in highest]), min_size=n, max_size=n)
+        )
+
+    ids = [np.array(array(n, 2**32 - 1), np.int64).reshape(-1) for n, _ in shapes]
+    routes = [np.array(array(n, *[NO_ROUTE] * width), np.uint16) if known else None for n, known in shapes]
+    rows = [
+        (int(token), *(each[t].tolist() if each is not None else [NO_ROUTE] * width))
+        for text, each in zip(ids, routes, strict=True)
+        for t, token in enumerate(text)
+    ]
+    if all(each is None for each in routes):
+        rows = [row[:1] for row in rows]
+    numbers = np.concatenate(keyed(ids, routes)).tolist()
+    assert len(set(zip(rows, numbers, strict=True))) == len(set(rows)) == len(set(numbers))
+
+
 def trajectory(ids: np.ndarray, loss: int) -> Trajectory:
     trained_T = np.arange(len(ids)) >= max(1, len(ids) - loss)
     version_T = np.where(trained_T, 0, UNSAMPLED).astype(np.int32)
@@ -150,22 +180,48 @@ def test_a_pack_gives_every_trajectory_its_tokens_and_its_targets(case, multiple
         np.testing.assert_array_equal(at[micro.last_N], getattr(plain, name)[plain.last_N])
     assert len(micro.tokens_T) % multiple == 0 and micro.longest <= max(plain.longest, multiple)
 
-    unpacking = unpacking_of(micro.cu_seqlens, micro.taken_N, micro.taken_K)
-    queries, keys = (unpacking.branch_arrays.get(name, np.empty(0, np.int64)) for name in ("queries", "keys"))
-    places = np.concatenate([unpacking.gather, queries])
-    assert (places[unpacking.restore_T] == np.arange(len(micro.tokens_T))).all()
-    branches = iter(unpacking.branch_arrays.get("taken", np.empty(0, np.int64)).tolist())
-    for rows, own, every in unpacking.branch_shapes:
-        (query_NL, queries), (key_NK, keys) = (
-            (part[: rows * width].reshape(rows, width), part[rows * width :])
-            for part, width in ((queries, own), (keys, every))
-        )
+    check_unpacking(micro, [ids[place] for place in pack])
+
+
+def check_unpacking(micro: MicroBatch, texts: list[np.ndarray]) -> None:
+    """Each token has a padded place, and the keys of a trajectory that takes tokens are all of its tokens."""
+    device_batch = on_device(micro, share_of(micro, 1, 0), torch.device("cpu"), unpacks=True)
+    unpacked = device_batch.pack.unpacked
+    assert unpacked is not None
+    queries = [branches.query_place for branches in unpacked.branches]
+    places = torch.cat([unpacked.gather, *queries])
+    assert (places[unpacked.restore_T] == torch.arange(len(micro.tokens_T))).all()
+    for branches in unpacked.branches:
+        rows, own, every = branches.shape
         assert rows == 1 or rows * every <= 2 * len(micro.tokens_T)
-        for query_L, key_K in zip(query_NL, key_NK, strict=True):
+        keys = branches.key_place().view(rows, every).numpy()
+        mask = branches.mask(None, 0, own)[:, 0].numpy()
+        for row, query_L in enumerate(branches.query_place.view(rows, own).numpy()):
             place = int(np.searchsorted(micro.cu_seqlens, query_L[0], side="right")) - 1
-            text = ids[pack[place]]
-            assert next(branches) == taken_N[pack[place]]
-            np.testing.assert_array_equal(micro.tokens_T[key_K][: len(text)], text)
-            np.testing.assert_array_equal(micro.position_T[key_K][: len(text)], np.arange(len(text)))
-            length = len(text) - taken_N[pack[place]]
-            np.testing.assert_array_equal(query_L[:length], key_K[taken_N[pack[place]] : len(text)])
+            text, take = texts[place], int(micro.taken_N[place])
+            assert branches.taken_N[row] == take
+            np.testing.assert_array_equal(micro.tokens_T[keys[row]][: len(text)], text)
+            np.testing.assert_array_equal(micro.position_T[keys[row]][: len(text)], np.arange(len(text)))
+            np.testing.assert_array_equal(query_L[: len(text) - take], keys[row][take : len(text)])
+            for query in range(len(text) - take):
+                assert mask[row, query].tolist() == [key <= take + query for key in range(every)]
+        for pairs in (1, 7, rows * own * every):
+            blocks = branches.blocks(pairs)
+            assert [query for block in blocks for query in range(*block)] == list(range(own))
+            assert all((end - first) * rows * every <= max(pairs, rows * every) for first, end in blocks)
+
+
+def test_a_long_trunk_with_many_leaves_takes_memory_for_its_own_tokens():
+    draw = np.random.default_rng(0)
+    stem = draw.integers(0, 1000, 20_000)
+    leaves = [np.concatenate([stem, draw.integers(0, 1000, 5)]) for _ in range(200)]
+    batch = TrainBatch(0, tuple(trajectory(ids, 4) for ids in leaves), np.arange(len(leaves)))
+    pack = tree_order(leaves)
+    taken_N = taken_in([[pack]], leaves)
+    tracemalloc.start()
+    micro = assemble(batch, pack, taken_N=taken_N)
+    unpacking_of(micro.cu_seqlens, micro.taken_N, micro.taken_R3)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(micro.tokens_T) <= 20_000 + 5 * 200
+    assert peak < 100 * len(micro.tokens_T), "all leaves together have 190 times as many tokens"

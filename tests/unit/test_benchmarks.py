@@ -51,6 +51,7 @@ TINY = {
 SHORT: dict[str, tuple[list[str], Any]] = {
     "episode_log": (["--episodes", "32", "--tokens", "64"], dict),
     "judging": ([], lambda: {"CALLERS": 4, "QUESTIONS": 40}),
+    "long_trajectories": (["--rounds", "1", "--tokens", "8192"], lambda: {"LENGTHS": (1024, 2048)}),
     "packing": ([], lambda: {"REPEATS": 1, "SMALLER": ((64, 2),)}),
     "sandbox": (["--times", "2"], dict),
 }

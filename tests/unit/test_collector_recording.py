@@ -476,6 +476,33 @@ def test_log_probs_that_the_workflow_gives_up_are_not_taken_from_the_record():
     clock.run(main())
 
 
+def test_a_request_that_continues_the_record_is_known_by_all_its_ids_and_hashed_from_there_on(monkeypatch):
+    hashed, driver = [], HoldingDriver()
+
+    def counted(input_ids, *rest):
+        hashed.append(len(input_ids))
+        return digest(input_ids, *rest)
+
+    monkeypatch.setattr("slipstream.rollout.collection.collector.recording.digest", counted)
+
+    async def main():
+        outbox = Outbox()
+        record = recording(PureEngines(), outbox)
+        async with driver.hearing(outbox):
+            builder, requests = TrajectoryBuilder([1, 2, 3]), []
+            for turn in range(5):
+                builder.add_context([200 + turn])
+                requests.append(builder.tokens)
+                builder.add_completion(await record.generate(builder.tokens, SAMPLING))
+            record.write_ends()
+        return requests
+
+    requests = clock.run(main())
+    held = {header.call: header.input_digest for header in driver.samples[5, 0].headers}
+    assert held == {call: digest(ids) for call, ids in enumerate(requests)}
+    assert max(hashed) < 2 * (1 + SAMPLING.max_new_tokens), hashed
+
+
 def test_numpy_arrays_of_token_ids_are_requests_like_lists():
     async def main() -> None:
         engines = PureEngines()

@@ -1,6 +1,7 @@
 """``slipstream plan`` and what ``check`` says about the model."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,16 @@ def test_plan_and_check_say_how_the_weights_of_the_checkpoint_are_stored(recipe,
         assert told in " ".join(ended.output.split()), ended.output
     assert "engines hold the weights in bfloat16, and start from a copy" in " ".join(checked.output.split())
     assert json.loads(call("plan", recipe, "--json").stdout)["quantization"] == "fp8 in blocks of 128x128"
+
+
+def test_a_plan_says_what_replayed_experts_take_and_shared_prompts_save(recipe):
+    given = ("actor.routing_replay=rollout", "actor.share_prefixes=auto", "simulate.responses.median=64")
+    saved = call("plan", recipe, *given, "simulate.prompts.median=64").stdout
+    assert "replayed experts: 16 bytes a token" in saved
+    assert re.search(r"shared prompts: .* save (2|3)\d% of the trainer's FLOPs", saved)
+    assert "save less than a tenth" in call("plan", recipe, *given, "simulate.prompts.median=4").stdout
+    plain = call("plan", recipe).stdout
+    assert "replayed experts" not in plain and "shared prompts" not in plain
 
 
 def test_the_json_document_has_every_tensor_of_the_checkpoint_once(recipe, tmp_path):

@@ -100,6 +100,11 @@ def violations(file, *overrides: str) -> dict[str, str]:
             "leave rollout.hooks.custom_loss_function out",
         ),
         (
+            ["actor.routing_replay=rollout", "rollout.hooks={custom_model_provider: a.b}"],
+            "actor.routing_replay",
+            "the routers of another model are not known to take routes",
+        ),
+        (
             [
                 "actor.routing_replay=recompute",
                 "actor.minibatches=2",

@@ -92,6 +92,9 @@ def test_a_reader_who_remembers_how_far_it_has_read_misses_nothing(tokens, data)
             seen += [version for version, n in spans for _ in range(n)]
             read = len(completion.tokens)
     assert seen == [version for _, version in tokens[:read]]
+    start, stop = sorted(data.draw(st.integers(0, len(tokens))) for _ in range(2))
+    between = [version for version, n in completion.spans(start, stop) for _ in range(n)]
+    assert between == [version for _, version in tokens[start:stop]]
 
 
 @given(tokens_with_versions, st.integers(0, 40), st.data())

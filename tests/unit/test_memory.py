@@ -5,9 +5,10 @@ from math import prod
 
 import pytest
 
+from slipstream.backend.batch.prefixes import MASK_PAIRS
 from slipstream.backend.cluster.actors import MOST_STATIC, static_fraction
 from slipstream.backend.memory import trainer_memory
-from slipstream.backend.memory.activations import Sharing, layer_bytes
+from slipstream.backend.memory.activations import Sharing, layer_bytes, route_bytes
 from slipstream.backend.memory.checkpoint_size import CheckpointPlan, checkpoint_bytes
 from slipstream.backend.memory.engine_memory import (
     EngineMemory,
@@ -24,7 +25,7 @@ from slipstream.bridge.hf.index import stored_tensors
 from slipstream.bridge.model.geometry import LatentAttention
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.spec import ModelSpec
-from slipstream.bridge.shards.plan import entries_of
+from slipstream.bridge.shards.plan import entries_of, make_plan
 from slipstream.configs.published import MODELS
 from slipstream.configs.schema import (
     ActorConfig,
@@ -96,6 +97,23 @@ def test_without_sequence_parallelism_the_residual_stream_stays_whole():
     geometry = model_spec(MODELS / "Qwen3-8B").geometry
     split = layer_bytes(geometry, 0, Sharing(tensor=4))
     assert split.input == layer_bytes(geometry, 0, Sharing()).input
+
+
+def test_replayed_experts_and_shared_prefixes_take_memory_for_every_token():
+    spec, layout = model_spec(MODELS / "Qwen3-30B-A3B"), Layout(pipeline=2, layer_spec="local")
+    export, tokens = make_plan(spec, layout, 2**30, 2), 1000
+    [plain, _], [routed, _], [shared, _] = (
+        trainer_memory.trainer_memory(ActorConfig.model_validate(settings), None, "bfloat16", export, tokens)
+        for settings in ({}, {"routing_replay": "rollout"}, {"share_prefixes": "auto"})
+    )
+    assert routed.activations - plain.activations == pytest.approx(2 * 48 * 8 * 2 * tokens, abs=1)
+    mask = 3 * tokens**2
+    assert tokens**2 < trainer_memory.MASK_PAIRS == MASK_PAIRS
+    assert shared.work - plain.work == pytest.approx(2 * 2 * 4 * 128 * 2 * tokens + mask, abs=1)
+    assert route_bytes(spec.geometry) == 48 * 8
+    many = replace(spec.geometry, experts=replace(spec.geometry.experts, count=257))
+    assert route_bytes(many) == 2 * 48 * 8
+    assert route_bytes(model_spec(MODELS / "Qwen3-1.7B").geometry) == 0
 
 
 def test_the_kv_cache_of_a_token_has_its_published_size():

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.backend.batch.context_parallel import places_of_rank, share_of
@@ -30,6 +30,7 @@ from slipstream.rollout.tokens.record import (
 )
 from slipstream.rollout.tokens.routes import NO_ROUTE, Routes
 from slipstream.rollout.tokens.trajectory import (
+    UNSAMPLED,
     Completion,
     Finish,
     Span,
@@ -319,3 +320,57 @@ def test_an_engine_that_does_not_tell_the_experts_of_a_layer_is_named():
     with pytest.raises(ValueError, match="the engine does not tell its routes"):
         unrouted(batch_of(trajectory), [True] * 3, 2, 256)
     assert unrouted(batch_of(trajectory), [True, False, True], 2, 256) == 0
+
+
+@st.composite
+def holed(draw):
+    """Trajectories of 2 to 20 tokens, any of which may lack its experts; tokens with experts at random."""
+    made = []
+    for _ in range(draw(st.integers(1, 4))):
+        known = draw(st.lists(st.booleans(), min_size=1, max_size=19))
+        tokens, ids = len(known) + 1, np.full((len(known) + 1, WIDTH), NO_ROUTE, np.uint16)
+        for place, is_there in enumerate(known):
+            if is_there:
+                layer = st.permutations(range(draw(st.sampled_from([2, 300]))))
+                ids[place] = [expert for _ in range(LAYERS) for expert in draw(layer)[:TOP_K]]
+        trained_T = np.arange(tokens) > 0
+        logprobs_T, versions_T = np.zeros(tokens, np.float32), np.where(trained_T, 0, UNSAMPLED)
+        made.append(
+            Trajectory(
+                np.arange(tokens),
+                trained_T,
+                logprobs_T,
+                versions_T.astype(np.int32),
+                Finish.STOP,
+                reward=1.0,
+                routes_TW=ids if draw(st.booleans()) else None,
+            )
+        )
+    return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(holed(), st.sampled_from([1, 2]))
+def test_experts_with_holes_reach_every_rank_as_they_are_and_each_hole_is_counted(made, size: int):
+    texts = [decode_trajectory(encode_trajectory(each), each.header) for each in made]
+    batch = batch_of(*texts)
+    micro = assemble(batch, range(len(texts)), 2 * size, trajectory_multiple=2 * size if size > 1 else 1)
+    placed: dict[tuple[int, int], tuple[int, ...]] = {}
+    holes = total = 0
+    for number, each in enumerate(made):
+        for place in range(len(each.tokens_T)):
+            row = [NO_ROUTE] * WIDTH if each.routes_TW is None else each.routes_TW[place].tolist()
+            placed[number, place] = tuple(row)
+            is_last = place == len(each.tokens_T) - 1
+            total, holes = total + (not is_last), holes + (not is_last and NO_ROUTE in row)
+    assert unrouted(batch, [True] * LAYERS, TOP_K, 300) == pytest.approx(holes / total)
+    if all(set(row) == {NO_ROUTE} for row in placed.values()):
+        return
+    for rank in range(size):
+        places = places_of_rank(micro.cu_seqlens, size, rank) if size > 1 else range(len(micro.tokens_T))
+        routes_tW = share_of(micro, size, rank).routes_tW
+        assert routes_tW is not None
+        for row, place in zip(routes_tW.tolist(), places, strict=True):
+            number = int(np.searchsorted(micro.cu_seqlens, place, side="right")) - 1
+            within = int(place - micro.cu_seqlens[number])
+            assert tuple(row) == placed.get((number, within), (NO_ROUTE,) * WIDTH)

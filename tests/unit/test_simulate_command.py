@@ -9,11 +9,17 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from slipstream.backend.batch.flops import forward_flops
+from slipstream.backend.batch.packing import split_minibatches
 from slipstream.backend.cli import app
 from slipstream.backend.simulate import only_simulated
+from slipstream.backend.simulate.derived import saved_flops
 from slipstream.backend.simulate.inputs import Options, read, read_lengths
 from slipstream.backend.simulate.schedules import BOUNDS, INTERRUPTS
+from slipstream.bridge.families import model_spec
 from slipstream.configs.load import load_recipe
+from slipstream.configs.published import MODELS
+from slipstream.configs.schema import RunConfig
 from slipstream.configs.violations import RecipeError
 from tests.unit.test_simulate_fit import Written
 from tests.unit.test_simulate_fit import recipe as traced
@@ -35,6 +41,24 @@ def recipe(tmp_path):
         return str(path)
 
     return write
+
+
+@pytest.mark.parametrize(("minibatches", "samples"), [(1, 8), (2, 8), (4, 4), (4, 8)])
+def test_the_flops_that_shared_prompts_save_are_those_of_drawn_mini_batches(minibatches: int, samples: int):
+    geometry = model_spec(MODELS / "Qwen3-1.7B").geometry
+    settings = config(steps=1).model_dump(mode="json")
+    settings["rollout"] |= {"batch_size": 50, "n_samples_per_prompt": samples, "sampling": {}}
+    settings["actor"] = {"share_prefixes": "auto", "minibatches": minibatches}
+    settings["simulate"] = {"prompts": {"median": 900}, "responses": {"median": 600, "sigma": 0}}
+    group_N = np.repeat(np.arange(50), samples)
+    drawn = split_minibatches(np.arange(len(group_N)), minibatches, np.random.default_rng(0))
+    prompts = sum(len(np.unique(group_N[places])) for places in drawn)
+    whole, prompt = forward_flops(geometry, np.array([1500, 900]))
+    expected = (len(group_N) - prompts) * prompt / (len(group_N) * whole)
+    saved = saved_flops(RunConfig.model_validate(settings), geometry)
+    assert saved == pytest.approx(expected, abs=0.02) and saved > 0.1
+    settings["actor"]["share_prefixes"] = "off"
+    assert saved_flops(RunConfig.model_validate(settings), geometry) == 0
 
 
 ALONE = "simulate.compare=false"

@@ -47,12 +47,14 @@ from slipstream.rollout.tokens.record import (
     DecodedChunk,
     PieceHeader,
     RoutesPart,
+    begins_with,
     decode_parts,
     decode_piece,
     digest,
     encode_chunk,
     encode_routes,
     encode_trajectory,
+    hashed_ids,
 )
 from slipstream.rollout.tokens.routes import Routes
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Completion, Finish, Trajectory
@@ -119,10 +121,12 @@ class Recording:
     __slots__ = (
         "_begin",
         "_calls",
+        "_checked",
         "_client_calls",
         "_clock",
         "_ended",
         "_engines",
+        "_hashed",
         "_ids",
         "_is_closed",
         "_is_cut",
@@ -159,8 +163,12 @@ class Recording:
         self._calls = 0
         self._client_calls = CLIENTS
         """Number of the next request of a client that no earlier run has answered."""
-        self._ids: array[int] = array("i")
-        """Token ids of the record, since it began the last time."""
+        self._ids = bytearray()
+        """Token ids of the record, int32, since it began the last time."""
+        self._hashed = hashed_ids()
+        """Hash of these."""
+        self._checked: tuple[array[int], int] = (array("i"), 0)
+        """The request that was compared last, and how many ids of the record it begins with."""
         self._logprobs: array[float] = array("f")
         """Their log-probs, 0 for context."""
         self._pieces: list[_Piece] = []
@@ -201,7 +209,7 @@ class Recording:
                 start += length
             completion.finish, completion.retractions = header.finish, header.retractions
             completion.matched = header.matched
-            request = requests.setdefault(header.call, len(self._ids) - len(tokens))
+            request = requests.setdefault(header.call, len(self._logprobs) - len(tokens))
             if routes is not None:
                 self._resume_routes(completion, request, routes)
             self._client_calls = max(self._client_calls, header.call + 1)
@@ -235,7 +243,7 @@ class Recording:
             raise RuntimeError("the attempt at the episode has ended: its generator takes no more requests")
         ids = array("i", input_ids)  # a copy: the workflow may go on with its own list
         call, self._calls = self._calls, self._calls + 1
-        input_digest = digest(ids)
+        input_digest = self._digest(ids)
         stored_digest, stored = self._stored.pop(call, (input_digest, None))
         if stored_digest != input_digest:
             self._forget(call)
@@ -264,7 +272,7 @@ class Recording:
         if self._is_closed:
             raise RuntimeError("the attempt at the episode has ended: its engines take no more requests")
         ids = array("i", input_ids)
-        request_digest = digest(ids, _told(sampling))
+        request_digest = self._digest(ids, sampling.told)
         call, stored = self._asked_before(request_digest, sampling, completion)
         if stored is not None:
             completion.take(stored, sampling.max_new_tokens)
@@ -363,7 +371,7 @@ class Recording:
 
     def _common(self, trajectory: Trajectory) -> int:
         """Return the number of tokens of the record if it is the beginning of the trajectory, else 0."""
-        n = len(self._ids)
+        n = len(self._logprobs)
         if self._begin or not 0 < n <= len(trajectory.tokens_T):
             return 0
         same_ids = np.array_equal(np.frombuffer(self._ids, np.int32), trajectory.tokens_T[:n])
@@ -384,7 +392,7 @@ class Recording:
         header = PieceHeader(
             request.call,
             request.digest,
-            _spans(completion, start, end),
+            tuple(completion.spans(start, end)),
             finish,
             completion.retractions,
             begins_again,
@@ -403,7 +411,7 @@ class Recording:
         requests side by side may have come between."""
         length = len(request.input_ids) + len(request.completion.tokens)
         first = max(routes.start, self._routed)
-        if length != len(self._ids) or not self._note_routes(routes):
+        if length != len(self._logprobs) or not self._note_routes(routes):
             return b""
         return encode_routes(length - first, routes.ids_RW[first - routes.start :])
 
@@ -423,20 +431,31 @@ class Recording:
 
     def _context_of(self, input_ids: "array[int]") -> "array[int] | None":
         """Return what follows the record in a request; None: it does not continue the record."""
-        n = len(self._ids)
-        return input_ids[n:] if not self._is_cut and input_ids[:n] == self._ids else None
+        n, (checked, known) = len(self._logprobs), self._checked
+        if self._is_cut or not begins_with(input_ids, self._ids, known if checked is input_ids else 0):
+            return None
+        self._checked = (input_ids, n)
+        return input_ids[n:]
+
+    def _digest(self, input_ids: "array[int]", sampling: bytes = b"") -> bytes:
+        """Return the digest of a request: of what follows the record where the request continues it."""
+        context = self._context_of(input_ids)
+        return digest(input_ids, sampling) if context is None else digest(context, sampling, self._hashed)
 
     def _extend(
         self, header: PieceHeader, context: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float]
     ) -> None:
         if header.starts_over:
-            self._ids, self._logprobs = array("i"), array("f")
+            self._ids, self._logprobs = bytearray(), array("f")
             self._begin, self._is_cut, self._routed = len(self._pieces), False, 0
-        self._ids.extend(context)
-        self._ids.extend(tokens)
+            self._hashed, self._checked = hashed_ids(), (array("i"), 0)
+        added = array("i", context)
+        added.extend(tokens)
+        self._ids += added
+        self._hashed.update(added)
         self._logprobs.extend([0.0] * len(context))
         self._logprobs.extend(logprobs)
-        self._pieces.append(_Piece(header.call, len(tokens), len(self._ids)))
+        self._pieces.append(_Piece(header.call, len(tokens), len(self._logprobs)))
 
     def _forget(self, call: int) -> None:
         """Give up what is recorded of request ``call`` and of all later requests.
@@ -460,8 +479,9 @@ class Recording:
         elif left <= self._begin:
             self._is_cut = True
         n = 0 if self._is_cut or not left else self._pieces[-1].end
-        del self._ids[n:], self._logprobs[n:]
+        del self._ids[4 * n :], self._logprobs[n:]
         self._routed = min(self._routed, n)
+        self._hashed, self._checked = hashed_ids(self._ids), (array("i"), 0)
 
 
 def _with_routes(data: memoryview) -> list[tuple[DecodedChunk, RoutesPart | None]]:
@@ -473,20 +493,3 @@ def _with_routes(data: memoryview) -> list[tuple[DecodedChunk, RoutesPart | None
         elif isinstance(part, RoutesPart) and decoded:
             decoded[-1] = (decoded[-1][0], part)
     return decoded
-
-
-def _told(sampling: LiveSampling) -> bytes:
-    """Return a client's sampling without the length, which may depend on other requests."""
-    return msgspec.json.encode(
-        [sampling.parameters, sampling.top_logprobs], enc_hook=repr, order="deterministic"
-    )
-
-
-def _spans(completion: GrowingCompletion, start: int, end: int) -> tuple[tuple[int, int], ...]:
-    """Return (version, tokens) of the tokens [start, end)."""
-    spans: list[tuple[int, int]] = []
-    for version, length in completion.spans(start):
-        if start < end:
-            spans.append((version, min(length, end - start)))
-        start += length
-    return tuple(spans)

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from slipstream.rollout.tokens.conversation.sameness import text_of
 from slipstream.rollout.tokens.trajectory import Finish
 
@@ -265,18 +267,11 @@ def _cuts(segment: Segment, text: str, decode: Decode) -> list[tuple[int, str]]:
 
 def _common(first: "array[int]", second: "array[int]") -> int:
     """Return how many ids two lists have in common, from the beginning."""
-    low, high = 0, min(len(first), len(second))
-    first_bytes, second_bytes = memoryview(first).cast("B"), memoryview(second).cast("B")
-    size = first.itemsize
-    if first_bytes[: high * size] == second_bytes[: high * size]:
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if first_bytes[low * size : middle * size] == second_bytes[low * size : middle * size]:
-            low = middle
-        else:
-            high = middle
-    return low
+    n = min(len(first), len(second))
+    if not n:
+        return 0
+    (different,) = np.nonzero(np.frombuffer(first, np.int32, n) != np.frombuffer(second, np.int32, n))
+    return int(different[0]) if len(different) else n
 
 
 if array("i").itemsize != 4:
