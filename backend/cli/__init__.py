@@ -37,7 +37,7 @@ from slipstream.backend.cli.options import (
 from slipstream.backend.commands import reference
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.configs.load import load_recipe, load_supervised
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import RunConfig, path_text
 from slipstream.configs.schema.supervised import SupervisedConfig
 from slipstream.configs.violations import RecipeError
 
@@ -187,7 +187,8 @@ def init(
     model: Annotated[
         Path | None,
         typer.Option(
-            metavar="PATH", help="Your model, a Hugging Face checkpoint; default: the run makes one."
+            metavar="PATH",
+            help="Your model, a Hugging Face checkpoint or hf://ORG/NAME; default: the run makes one.",
         ),
     ] = None,
 ) -> None:
@@ -223,7 +224,8 @@ def try_(
 @app.command("eval", rich_help_panel=LOOK)
 def eval_(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A Hugging Face checkpoint, such as a run's checkpoint-hf.")
+        Path,
+        typer.Argument(help="A Hugging Face checkpoint, such as a run's checkpoint-hf, or hf://ORG/NAME."),
     ],
     recipe: Recipe,
     overrides: Overrides = None,
@@ -241,9 +243,8 @@ def eval_(
     with reported():
         from slipstream.backend.commands.evaluate import evaluate, prompt_sets, with_checkpoint
 
-        config = load_recipe(
-            Path(recipe), [*(overrides or []), f"model.path={json.dumps(str(checkpoint))}", "prepare=null"]
-        )
+        named = f"model.path={json.dumps(path_text(checkpoint))}"
+        config = load_recipe(Path(recipe), [*(overrides or []), named, "prepare=null"])
         config = with_checkpoint(config)
         evaluate(config, prompt_sets(config, sets or []), samples, temperature, as_json=as_json)
 

@@ -17,7 +17,7 @@ from slipstream.configs.rules.models import (
     model_number,
 )
 from slipstream.configs.rules.rule import Rule, setting
-from slipstream.configs.schema import DataConfig, EvalConfig, RunConfig, hub_model, is_on_hub, path_text
+from slipstream.configs.schema import DataConfig, EvalConfig, RunConfig, is_on_hub, path_text
 from slipstream.configs.schema.data import PROMPT_SUFFIXES, SourceConfig
 from slipstream.configs.schema.live import live_places
 from slipstream.configs.violations import ABSENT, Violation, one_of
@@ -242,12 +242,10 @@ def prompts_exist(config: RunConfig) -> Iterator[Violation]:
 
 def model_exists(config: RunConfig, path: str) -> Iterator[Violation]:
     folder = model_folder(config, path)
-    if folder is not None and is_on_hub(folder):
-        if hub_model(folder) is None:
-            yield Violation(path, path_text(folder), "expected hf://ORG/NAME or hf://ORG/NAME@REVISION")
+    if folder is None or is_on_hub(folder):
         return
-    made = folder is not None and folder == config.model.path and _is_prepared(config, folder)
-    if folder is not None and not made and not os.path.isfile(folder / "config.json"):
+    made = folder == config.model.path and _is_prepared(config, folder)
+    if not made and not os.path.isfile(folder / "config.json"):
         also = _unprepared(config) if path == POLICY else ""
         reason = (
             f"it has no config.json{also}; expected a Hugging Face checkpoint directory on this machine: "

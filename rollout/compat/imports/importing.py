@@ -72,6 +72,7 @@ def recipe_of(system: str, files: Sequence[Path], overrides: Sequence[str]) -> I
         recipe.notes[:0] = read.notes
     if unknown := recipe.unknown(known):
         raise UnreadableScript("\n".join(unknown))
+    recipe.name_hub()
     return recipe
 
 
