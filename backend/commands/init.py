@@ -34,8 +34,8 @@ def init(folder: Path, model: Path | None = None) -> list[Path]:
     problems = [f"{', '.join(there)}: there already, and not overwritten: name another folder"] * bool(there)
     if model is not None and hub_model(model) is None and not (model / "config.json").is_file():
         problems.append(
-            f"--model {path_text(model)}: expected the folder of a Hugging Face checkpoint, with config.json, or "
-            "a model of the hub, hf://ORG/NAME"
+            f"--model {path_text(model)}: expected the folder of a Hugging Face checkpoint, with config.json,"
+            " or hf://ORG/NAME"
         )
     if problems:
         raise WrongInput("\n".join(problems))
