@@ -22,6 +22,8 @@ from slipstream.configs.violations import ABSENT, Violation, join, nearest, one_
 
 RECIPES = Path(__file__).parent / "recipes"
 
+NO_EQUALS = "there is no '='; an override is key=value, without spaces around the '='"
+
 SPELLINGS = {"actor.recompute_logprob": "actor.recompute_logprobs"}
 """Names of settings in AReaL, and the names that replace them."""
 
@@ -88,6 +90,8 @@ def _mapping(text: str, source: str, holds: str, document: Document) -> dict[str
         reason = "the file is empty" if data is None else f"expected a mapping with {holds}"
     except _BadYaml as error:
         reason = f"this is not valid YAML: {error}"
+        if Path(source).suffix not in ("", ".yaml", ".yml"):
+            reason = f"expected a YAML file with {holds}; {reason}"
     document.refuse([source], reason, value)
     return None
 
@@ -98,15 +102,24 @@ def _read_recipe(recipe: Path, document: Document) -> dict[str, object] | None:
         return _mapping(text, str(recipe), "run, model, data and so on", document)
     except FileNotFoundError:
         names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
-        near = nearest(recipe.stem, names)
+        beside = nearest(recipe.name, _recipes_in(recipe.parent))
+        near = recipe.parent / beside if beside else nearest(recipe.stem, names)
         hint = f"did you mean {near}?" if near else f"the recipes of Slipstream are {one_of(names)}"
         reason = f"there is no such recipe file; {hint}"
+    except IsADirectoryError:
+        found = [str(recipe / name) for name in _recipes_in(recipe)] or ["FOLDER/recipe.yaml"]
+        reason = f"this is a folder; expected a recipe file, such as {one_of(found[:3])}"
     except UnicodeDecodeError as error:
         reason = f"the recipe is not UTF-8 text: {error.reason} at byte {error.start}"
     except (OSError, ValueError) as error:
         reason = f"the recipe cannot be read: {getattr(error, 'strerror', None) or error}"
     document.refuse([str(recipe)], reason)
     return None
+
+
+def _recipes_in(folder: Path) -> list[str]:
+    """Return the names of the YAML files in a folder."""
+    return sorted(path.name for path in folder.glob("*.y*ml")) if folder.is_dir() else []
 
 
 def _find_recipe(recipe: Path) -> Path:
@@ -122,7 +135,7 @@ def _apply(override: str, document: Document) -> None:
     name, equals, text = override.partition("=")
     path = SPELLINGS.get(name.strip(), name.strip()).split(".")
     if not equals:
-        return document.refuse([f"override {shown(override)}"], "there is no '='; an override is key=value")
+        return document.refuse([f"override {shown(override)}"], NO_EQUALS)
     if not all(path):
         reason = "a part of the key is empty; expected a key such as actor.optimizer.lr"
         return document.refuse([f"override {shown(override)}"], reason)

@@ -167,7 +167,7 @@ def _repaired(
     path, section, field = locate(root, problem["loc"])
     value = ABSENT if problem["type"] == "missing" else problem["input"]
     if field is None:
-        reason, meant = unknown_key(root, section, path)
+        reason, meant = unknown_key(root, section, path, value)
         document.violations.append(Violation(join(*path), value, reason))
         document.unsure.update(meant)
         return _replaced(data, path, ABSENT)

@@ -2,11 +2,12 @@
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from slipstream.configs.published import download_command
+from slipstream.configs.published import download_command, repositories
 from slipstream.configs.rules.models import (
     JUDGE,
     MODELS,
@@ -18,6 +19,7 @@ from slipstream.configs.rules.models import (
 )
 from slipstream.configs.rules.rule import Rule, setting
 from slipstream.configs.schema import DataConfig, EvalConfig, RunConfig, is_on_hub, path_text
+from slipstream.configs.schema.base import HUB
 from slipstream.configs.schema.data import PROMPT_SUFFIXES, SourceConfig
 from slipstream.configs.schema.live import live_places
 from slipstream.configs.violations import ABSENT, Violation, one_of
@@ -51,8 +53,17 @@ ELSEWHERE = (
     "--repo-type dataset --local-dir FOLDER"
 )
 
+AS_LINES = {
+    ".json": "; jq -c '.[]' OLD.json > NEW.jsonl writes each object of an array in a line",
+    ".csv": "; pyarrow.parquet.write_table(pyarrow.csv.read_csv('OLD.csv'), 'NEW.parquet') makes one",
+}
+"""What makes a prompt file of one in another format, by its ending."""
+
 NO_INPUTS = "slipstream.backend.simulate.only_simulated"
 """A ``prepare`` that excuses missing models and prompts: the run is planned or simulated, not trained."""
+
+_HUB_NAME = re.compile(r"(?:https?:/huggingface\.co/|hf:)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)")
+"""A model's name on the hub, as people write it. ``Path`` has taken one of two slashes away."""
 
 SELF_REWARDING = ("slipstream.rollout.workflow.Verifiers",)
 """Workflows whose episodes have a reward of their own."""
@@ -209,7 +220,7 @@ def prompts_have_a_known_format(config: RunConfig) -> Iterator[Violation]:
                 file.setting,
                 text,
                 f"expected a file that ends in {one_of(PROMPT_SUFFIXES)}, or a data set of the hub: "
-                "hf://datasets/OWNER/NAME",
+                f"hf://datasets/OWNER/NAME{AS_LINES.get(file.path.suffix, '')}",
             )
 
 
@@ -248,17 +259,20 @@ def model_exists(config: RunConfig, path: str) -> Iterator[Violation]:
     if not made and not os.path.isfile(folder / "config.json"):
         also = _unprepared(config) if path == POLICY else ""
         reason = (
-            f"it has no config.json{also}; expected a Hugging Face checkpoint directory on this machine: "
+            f"it has no config.json{also}; expected a Hugging Face checkpoint directory on this machine"
             f"{_origin(folder)}"
         )
         yield Violation(path, str(folder), reason)
 
 
 def _origin(folder: Path) -> str:
-    """Return the command that makes a model's folder."""
+    """Return what makes a model's folder."""
     if folder.name == "checkpoint-hf":
-        return f"the run {folder.parent.name} writes it when it ends"
-    return download_command(folder)
+        return f": the run {folder.parent.name} writes it when it ends"
+    named = _HUB_NAME.fullmatch(str(folder))
+    if named and not folder.parent.is_dir() and repositories().get(folder.name, named[1]) == named[1]:
+        return f", or {HUB}{named[1]}, which the run downloads from the hub"
+    return f": {download_command(folder)}"
 
 
 def model_config_is_readable(config: RunConfig, path: str) -> Iterator[Violation]:

@@ -1,5 +1,6 @@
 """The base of every recipe section."""
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated
@@ -38,8 +39,21 @@ def hub_model(path: Path) -> tuple[str, str | None] | None:
     return (named[1], named[2]) if named else None
 
 
-PathSetting = Annotated[Path, Strict(False), PlainSerializer(path_text, return_type=str, when_used="json")]
-"""A path, which a recipe writes as text."""
+def _expanded(path: Path) -> Path:
+    if re.search(r"\$[{\w]", str(path)) and not os.path.lexists(path):
+        plain = os.path.expandvars(path)
+        write = "the path itself" if "$" in plain else plain
+        raise ValueError(f"variables are not read in a recipe; expected {write}")
+    return Path(os.path.expanduser(path))
+
+
+PathSetting = Annotated[
+    Path,
+    Strict(False),
+    AfterValidator(_expanded),
+    PlainSerializer(path_text, return_type=str, when_used="json"),
+]
+"""A path, which a recipe writes as text. `~` is the home folder."""
 
 
 def _of_model(path: Path) -> Path:

@@ -28,6 +28,62 @@ CASES = (
         "a recipe that is not there", ("FOLDER/no.yaml", "no such"), arguments=("check", "FOLDER/no.yaml")
     ),
     WrongInput(
+        "a recipe with another ending",
+        ("FOLDER/recipe.yml: there is no such recipe file", "did you mean FOLDER/recipe.yaml?"),
+        arguments=("check", "FOLDER/recipe.yml"),
+    ),
+    WrongInput(
+        "a folder for a recipe",
+        ("FOLDER: this is a folder", "expected a recipe file, such as FOLDER/recipe.yaml"),
+        arguments=("check", "FOLDER"),
+    ),
+    WrongInput(
+        "data for a recipe",
+        ("FOLDER/data.jsonl: expected a YAML file with run, model, data and so on",),
+        arguments=("check", "FOLDER/data.jsonl"),
+    ),
+    WrongInput(
+        "names of other systems",
+        (
+            "learning_rate = 0.1: unknown key; did you mean actor.optimizer.lr?",
+            "num_generations = 4: unknown key; did you mean rollout.n_samples_per_prompt?",
+            "trainer = {'total_epochs': 3}: unknown key; did you mean run.epochs?",
+        ),
+        overrides=("learning_rate=0.1", "num_generations=4", "trainer.total_epochs=3"),
+        count=3,
+    ),
+    WrongInput(
+        "a number in quotes",
+        ("run.steps = '10': expected a whole number or null, without quotes",),
+        overrides=('run.steps="10"',),
+    ),
+    WrongInput(
+        "a setting in three words",
+        ("override 'run.steps': there is no '='", "key=value, without spaces"),
+        overrides=("run.steps", "=", "3"),
+        count=3,
+    ),
+    WrongInput(
+        "a variable in a path",
+        ("model.path = '$MODELS/policy': variables are not read in a recipe; expected /data/models/policy",),
+        overrides=("model.path=$MODELS/policy",),
+        environment={"MODELS": "/data/models"},
+    ),
+    WrongInput(
+        "a model's name on the hub",
+        (
+            "model.path = 'some-lab/tiny'",
+            "no config.json",
+            "hf://some-lab/tiny, which the run downloads",
+        ),
+        overrides=("model.path=some-lab/tiny",),
+    ),
+    WrongInput(
+        "a model's address on the hub",
+        ("model.path", "it has no config.json", "hf://some-lab/tiny, which the run downloads"),
+        overrides=("model.path=https://huggingface.co/some-lab/tiny",),
+    ),
+    WrongInput(
         "a recipe that is no YAML",
         ("FOLDER/recipe.yaml", "line 2"),
         files={"recipe.yaml": "run: {name: x\nmodel: ]\n"},
