@@ -87,7 +87,7 @@ def _mapping(text: str, source: str, holds: str, document: Document) -> dict[str
         if isinstance(data, dict):
             return cast(dict[str, object], data)
         value = ABSENT if data is None else data
-        reason = "the file is empty" if data is None else f"expected a mapping with {holds}"
+        reason = f"{'the file is empty; ' if data is None else ''}expected a mapping with {holds}"
     except _BadYaml as error:
         reason = f"this is not valid YAML: {error}"
         if Path(source).suffix not in ("", ".yaml", ".yml"):
@@ -98,19 +98,21 @@ def _mapping(text: str, source: str, holds: str, document: Document) -> dict[str
 
 def _read_recipe(recipe: Path, document: Document) -> dict[str, object] | None:
     try:
-        text = _find_recipe(recipe).read_text(encoding="utf-8")
+        text = _find_recipe(recipe).read_text(encoding="utf-8-sig")
         return _mapping(text, str(recipe), "run, model, data and so on", document)
     except FileNotFoundError:
         names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
         beside = nearest(recipe.name, _recipes_in(recipe.parent))
         near = recipe.parent / beside if beside else nearest(recipe.stem, names)
         hint = f"did you mean {near}?" if near else f"the recipes of Slipstream are {one_of(names)}"
+        if not near and recipe.parent != Path():
+            hint = f"{recipe.parent} has {one_of(_recipes_in(recipe.parent)[:9] or ['no YAML file'])}"
         reason = f"there is no such recipe file; {hint}"
     except IsADirectoryError:
         found = [str(recipe / name) for name in _recipes_in(recipe)] or ["FOLDER/recipe.yaml"]
         reason = f"this is a folder; expected a recipe file, such as {one_of(found[:3])}"
     except UnicodeDecodeError as error:
-        reason = f"the recipe is not UTF-8 text: {error.reason} at byte {error.start}"
+        reason = f"the recipe is not UTF-8 text: {error.reason} at byte {error.start}; save it as UTF-8"
     except (OSError, ValueError) as error:
         reason = f"the recipe cannot be read: {getattr(error, 'strerror', None) or error}"
     document.refuse([str(recipe)], reason)
@@ -196,6 +198,7 @@ def _parse(text: str, path: tuple[str, ...], document: Document) -> object:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         problem = " ".join(part for part in (error.context, error.problem) if part)
+        problem += "; indent with spaces" if "'\\t'" in problem else ""
         raise _BadYaml(f"{where}{problem}") from error
     except yaml.reader.ReaderError as error:
         raise _BadYaml(f"character {error.position} is not allowed in YAML: {error.reason}") from error

@@ -197,8 +197,9 @@ def _keys(section: type[Section]) -> str:
 
 
 def _keys_within(value: object) -> Iterator[str]:
-    for name, inner in cast("Mapping[str, object]", value).items() if isinstance(value, dict) else ():
-        yield from _keys_within(inner) if isinstance(inner, dict) else (name,)
+    if isinstance(value, dict):
+        for name, inner in cast("Mapping[str, object]", value).items():
+            yield from list(_keys_within(inner)) or [name]
 
 
 def unknown_key(

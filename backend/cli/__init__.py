@@ -47,6 +47,7 @@ RUN, LOOK, TOOLS = "Run", "Look before and after", "Tools"
 app = typer.Typer(
     cls=reference.Commands,
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     help="Asynchronous RL training of language models: Megatron trains, SGLang generates, nobody waits.",
 )
@@ -243,6 +244,10 @@ def eval_(
     with reported():
         from slipstream.backend.commands.evaluate import evaluate, prompt_sets, with_checkpoint
 
+        if checkpoint.suffix in (".yaml", ".yml"):
+            raise WrongInput(
+                f"{checkpoint}: expected a checkpoint, and then the recipe: slipstream eval CHECKPOINT RECIPE"
+            )
         named = f"model.path={json.dumps(path_text(checkpoint))}"
         config = load_recipe(Path(recipe), [*(overrides or []), named, "prepare=null"])
         config = with_checkpoint(config)

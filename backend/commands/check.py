@@ -124,6 +124,11 @@ def read_plannable(
             f"model.path: {path_text(config.model.path)} {WILL_DOWNLOAD}; a plan needs its config.json: hf "
             f"download {repository} config.json --local-dir FOLDER, then --model-config FOLDER"
         )
+    if config.prepare is not None and not (config.model.path / "config.json").exists():
+        raise WrongInput(
+            f"model.path: {config.model.path} has not been made yet, and a plan needs its config.json: "
+            f"`slipstream try {recipe}` has `prepare` make it; or name another one with --model-config PATH"
+        )
     return config, notes
 
 

@@ -60,7 +60,8 @@ def _contents(model: Path | None, name: str) -> dict[str, str]:
     """Return the text of each file by its name."""
     starter = files("slipstream.configs") / "starter"
     if model is None:
-        train = list(islice(train_problems(random.Random(0)), TRAIN))
+        drawn = islice(train_problems(random.Random(0)), 2 * TRAIN)
+        train = list({problem.prompt: problem for problem in drawn}.values())[:TRAIN]
         held_out = held_out_set(0, HELD_OUT)
         settings = {"prepare": OWN_MODEL, "model": "runs/.policy", "dtype": "float32", "lr": "2.5e-4"}
         settings |= {"tokens": "72", "steps": "30"}

@@ -211,7 +211,8 @@ def selected(chapters: Sequence[Chapter], names: Sequence[str]) -> list[Chapter]
         found |= known & {OTHER_NAMES.get(word.lower().replace("-", "_"), "")}
         if not found or not word.isidentifier():
             near = nearest(word, sorted(known))
-            raise WrongInput(f"{word} is unknown" + (f"; did you mean {near}?" if near else ""))
+            hint = f"did you mean {near}?" if near else "without a word, everything is printed"
+            raise WrongInput(f"{word} is unknown; {hint}")
         wanted |= found
     parts = (_part(chapter, wanted) for chapter in chapters)
     return [part for part in parts if part is not None]
@@ -315,7 +316,7 @@ def _refuse_options(args: Sequence[str], parameters: Sequence[Any]) -> None:
     valued = {opt for each in parameters if not getattr(each, "is_flag", False) for opt in each.opts}
     for before, arg, after in zip(["", *args], args, [*args[1:], ""], strict=False):
         option, equals, value = arg.partition("=")
-        if not option.startswith("-") or option in {*flags, "--", "--help"} or before in valued:
+        if not option.startswith("-") or option in {*flags, "--", "--help", "-h"} or before in valued:
             continue
         if meant := _meant(option):
             as_written = one_of(f"{setting}={value if equals else '...'}" for setting in meant)

@@ -247,6 +247,8 @@ def prompts_exist(config: RunConfig) -> Iterator[Violation]:
             is_there, absent = any(path.parent.glob(path.name)), "no file has such a name"
         else:
             is_there, absent = os.path.isfile(path), "there is no such file"
+            if path.is_dir():
+                absent = "this is a folder, expected a file, or a name with a *"
         if not is_there:
             yield Violation(file.setting, str(path), f"{absent}{_unprepared(config)}{ELSEWHERE}")
 

@@ -44,6 +44,12 @@ CASES = (
         files={"data.jsonl": lines([*ROWS[:6]]) + '{"prompt": "?", "label": \n' + lines([*ROWS[6:]])},
     ),
     WrongInput(
+        "a folder of data",
+        ("data.path = 'FOLDER/all.jsonl': this is a folder, expected a file",),
+        overrides=("data.path=FOLDER/all.jsonl",),
+        files={"all.jsonl/part.jsonl": ""},
+    ),
+    WrongInput(
         "an array of JSON",
         ("data.path: FOLDER/data.jsonl, line 1: a JSON array begins here", "jq -c '.[]' OLD > NEW.jsonl"),
         files={"data.jsonl": json.dumps([*ROWS], indent=1)},

@@ -38,6 +38,48 @@ CASES = (
         arguments=("check", "FOLDER"),
     ),
     WrongInput(
+        "a recipe of another folder",
+        (
+            "data.path = 'mine.jsonl': there is no such file",
+            "rollout.reward = 'my_there.score': there is no Python package 'my_there'",
+            "FOLDER/there has it, and paths are relative to the folder where slipstream is called",
+        ),
+        arguments=("check", "FOLDER/there/recipe.yaml"),
+        files={
+            "there/recipe.yaml": "run: {name: x, steps: 1}\nmodel: {path: FOLDER/model}\n"
+            "data: {path: mine.jsonl}\nrollout: {max_head_offpolicyness: 0, batch_size: 1, "
+            "n_samples_per_prompt: 2, reward: my_there.score}\n",
+            "there/mine.jsonl": "",
+            "there/my_there.py": "",
+        },
+        count=3,
+    ),
+    WrongInput(
+        "a recipe in another encoding",
+        ("FOLDER/recipe.yaml: the recipe is not UTF-8 text", "save it as UTF-8"),
+        files={"recipe.yaml": "run: {name: x}".encode("utf-16")},
+    ),
+    WrongInput(
+        "a tab",
+        ("FOLDER/recipe.yaml", "line 2", "indent with spaces"),
+        files={"recipe.yaml": "run:\n\tname: x\n"},
+    ),
+    WrongInput(
+        "a recipe before its checkpoint",
+        ("FOLDER/recipe.yaml: expected a checkpoint, and then the recipe",),
+        arguments=("eval", "FOLDER/recipe.yaml", "FOLDER/model"),
+    ),
+    WrongInput(
+        "a folder with a recipe, which is no run",
+        ("FOLDER: no metrics.jsonl or inputs.json in it; expected the folder of a run",),
+        arguments=("report", "FOLDER"),
+    ),
+    WrongInput(
+        "a configuration to import that is not there",
+        ("FOLDER/no.sh: no such file; expected a configuration of verl",),
+        arguments=("import", "verl", "FOLDER/no.sh", "-o", "FOLDER/out.yaml"),
+    ),
+    WrongInput(
         "data for a recipe",
         ("FOLDER/data.jsonl: expected a YAML file with run, model, data and so on",),
         arguments=("check", "FOLDER/data.jsonl"),
