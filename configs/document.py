@@ -10,6 +10,7 @@ YAML is read by the rules of YAML 1.2, not by PyYAML's rules of 1.1: ``1e-5`` is
 # The stubs of PyYAML leave parameters and results untyped.
 # pyright: reportUnknownMemberType=false
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -121,7 +122,7 @@ def _read_recipe(recipe: Path, document: Document) -> dict[str, object] | None:
 
 def _recipes_in(folder: Path) -> list[str]:
     """Return the names of the YAML files in a folder."""
-    return sorted(path.name for path in folder.glob("*.y*ml")) if folder.is_dir() else []
+    return sorted(path.name for path in folder.glob("*.y*ml")) if os.path.isdir(folder) else []
 
 
 def _find_recipe(recipe: Path) -> Path:

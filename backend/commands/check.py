@@ -247,6 +247,11 @@ def _found(
             problems += cpu_engine_problems(config)
         if weights:
             problems += checkpoint_problems(config, MODELS)
+    elif config.prepare is not None and config.prepare.path != NO_INPUTS:
+        findings.notes.append(
+            f"model.path: `prepare` has yet to make {config.model.path}: what depends on the model and its "
+            "tokenizer is checked after `slipstream try`"
+        )
     if weights:
         checked = check_inputs(config, supervised)
         problems += checked.problems

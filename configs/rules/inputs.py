@@ -76,6 +76,8 @@ def run_folder_can_be_made(config: RunConfig) -> Iterator[Violation]:
     if len(config.run.name) > LONGEST_NAME:
         reason = f"expected at most {LONGEST_NAME} characters, because it names a folder"
         yield Violation("run.name", config.run.name, reason)
+    elif closed := _closed(config.run.folder):
+        yield Violation("run.root", str(config.run.root), closed)
     elif os.path.exists(config.run.root) and not os.path.isdir(config.run.root):
         reason = "expected a directory, or a path where one can be created"
         yield Violation("run.root", str(config.run.root), reason)
@@ -238,6 +240,17 @@ def _unprepared(config: RunConfig) -> str:
     return f", and `prepare` creates only what lies in a hidden folder, such as {config.run.root}/.inputs"
 
 
+def _closed(path: Path) -> str | None:
+    """Return why a path cannot be looked at, if that is so."""
+    try:
+        os.stat(path)
+    except PermissionError as error:
+        return f"it cannot be read: {error.strerror}; expected a path that you may read, folders included"
+    except OSError:
+        pass
+    return None
+
+
 def prompts_exist(config: RunConfig) -> Iterator[Violation]:
     for file in (*config.training_files, *config.held_out_files):
         path = file.path
@@ -247,9 +260,11 @@ def prompts_exist(config: RunConfig) -> Iterator[Violation]:
             is_there, absent = any(path.parent.glob(path.name)), "no file has such a name"
         else:
             is_there, absent = os.path.isfile(path), "there is no such file"
-            if path.is_dir():
+            if os.path.isdir(path):
                 absent = "this is a folder, expected a file, or a name with a *"
-        if not is_there:
+        if not is_there and (closed := _closed(path)):
+            yield Violation(file.setting, str(path), closed)
+        elif not is_there:
             yield Violation(file.setting, str(path), f"{absent}{_unprepared(config)}{ELSEWHERE}")
 
 
@@ -259,6 +274,9 @@ def model_exists(config: RunConfig, path: str) -> Iterator[Violation]:
         return
     made = folder == config.model.path and _is_prepared(config, folder)
     if not made and not os.path.isfile(folder / "config.json"):
+        if closed := _closed(folder / "config.json"):
+            yield Violation(path, str(folder), closed)
+            return
         also = _unprepared(config) if path == POLICY else ""
         reason = (
             f"it has no config.json{also}; expected a Hugging Face checkpoint directory on this machine"
@@ -272,7 +290,7 @@ def _origin(folder: Path) -> str:
     if folder.name == "checkpoint-hf":
         return f": the run {folder.parent.name} writes it when it ends"
     named = _HUB_NAME.fullmatch(str(folder))
-    if named and not folder.parent.is_dir() and repositories().get(folder.name, named[1]) == named[1]:
+    if named and not os.path.isdir(folder.parent) and repositories().get(folder.name, named[1]) == named[1]:
         return f", or {HUB}{named[1]}, which the run downloads from the hub"
     return f": {download_command(folder)}"
 
