@@ -50,13 +50,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     help="Asynchronous RL training of language models: Megatron trains, SGLang generates, nobody waits.",
+    epilog="A first run: `slipstream init my-run` makes a folder that trains as it is and says what is next.",
 )
 app.add_typer(convert.app, name="convert", cls=reference.Commands, rich_help_panel=TOOLS)
 app.add_typer(engines.app, name="engine", cls=reference.Commands, rich_help_panel=RUN)
 app.add_typer(keys.app, name="key", cls=reference.Commands, rich_help_panel=TOOLS)
-for command in (jobs.submit, jobs.status, jobs.logs, jobs.stop):
-    app.command(rich_help_panel=RUN)(command)
-app.command(rich_help_panel=TOOLS)(jobs.slurm_script)
 
 
 def _show_version(show: bool) -> None:
@@ -166,20 +164,8 @@ def sft(
         )
 
 
-@app.command(rich_help_panel=TOOLS)
-def forget(
-    run: Annotated[Path, typer.Argument(help="The folder of a run that serves users, or has served them.")],
-    session: Annotated[str | None, typer.Option(help="Name of the session to forget.")] = None,
-    key: Annotated[
-        str | None, typer.Option(help="Name of the API key whose sessions, or whose session, to forget.")
-    ] = None,
-) -> None:
-    """Remove what users have said from a run, which never trains on it again."""
-    with reported():
-        from slipstream.backend.commands import forget as forgetting
-
-        for line in forgetting.forget(run, session, key):
-            typer.echo(line)
+for command in (jobs.submit, jobs.status, jobs.logs, jobs.stop):
+    app.command(rich_help_panel=RUN)(command)
 
 
 @app.command(rich_help_panel=LOOK)
@@ -379,6 +365,22 @@ for command in (runs.audit, runs.report, runs.trace, runs.watch, runs.diagnose):
     app.command(rich_help_panel=LOOK)(command)
 
 
+@app.command(rich_help_panel=TOOLS)
+def forget(
+    run: Annotated[Path, typer.Argument(help="The folder of a run that serves users, or has served them.")],
+    session: Annotated[str | None, typer.Option(help="Name of the session to forget.")] = None,
+    key: Annotated[
+        str | None, typer.Option(help="Name of the API key whose sessions, or whose session, to forget.")
+    ] = None,
+) -> None:
+    """Remove what users have said from a run, which never trains on it again."""
+    with reported():
+        from slipstream.backend.commands import forget as forgetting
+
+        for line in forgetting.forget(run, session, key):
+            typer.echo(line)
+
+
 @app.command("import", rich_help_panel=TOOLS)
 def import_recipe(
     system: Annotated[str, typer.Argument(help="slime, verl, areal or prime-rl.")],
@@ -401,6 +403,9 @@ def import_recipe(
             typer.echo(import_report(system, words, out, as_json=as_json))
         except (ImportError, OSError, ValueError) as error:
             raise WrongInput(str(error)) from None
+
+
+app.command(rich_help_panel=TOOLS)(jobs.slurm_script)
 
 
 @app.command(rich_help_panel=TOOLS)
