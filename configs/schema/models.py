@@ -63,7 +63,7 @@ class KLConfig(Section):
 class CriticOptimizerConfig(OptimizerConfig):
     """As `actor.optimizer`, with a higher learning rate."""
 
-    lr: float = Field(default=1e-5, gt=0, description="Peak learning rate, reached after the warm-up.")
+    lr: float = Field(default=1e-5, gt=0, le=1, description="Peak learning rate, reached after the warm-up.")
 
 
 class CriticConfig(Section):

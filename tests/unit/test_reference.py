@@ -155,7 +155,7 @@ def test_a_section_of_some_types_says_which():
 def test_one_section_or_setting_is_printed_alone():
     assert "actor.optimizer.decay.type" in said("settings", "actor.optimizer")
     one = said("settings", "actor.optimizer.lr")
-    assert one.startswith("actor.optimizer.lr number > 0 [1e-06]")
+    assert one.startswith("actor.optimizer.lr number > 0, <= 1 [1e-06]")
     assert "actor.optimizer.eps" not in one
     assert said("metrics", "train/ess").startswith("train/ess [fraction]")
 

@@ -95,6 +95,11 @@ CASES = (
         count=3,
     ),
     WrongInput(
+        "a learning rate without its minus",
+        ("actor.optimizer.lr = 25000.0: expected at most 1",),
+        overrides=("actor.optimizer.lr=2.5e4",),
+    ),
+    WrongInput(
         "a number in quotes",
         ("run.steps = '10': expected a whole number or null, without quotes",),
         overrides=('run.steps="10"',),
