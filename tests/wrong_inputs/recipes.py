@@ -75,6 +75,12 @@ CASES = (
         arguments=("report", "FOLDER"),
     ),
     WrongInput(
+        "a folder of runs for a run",
+        ("FOLDER: no metrics.jsonl in it; expected the folder of a run, such as FOLDER/runs/mine",),
+        arguments=("watch", "FOLDER"),
+        files={"runs/mine/metrics.jsonl": ""},
+    ),
+    WrongInput(
         "a configuration to import that is not there",
         ("FOLDER/no.sh: no such file; expected a configuration of verl",),
         arguments=("import", "verl", "FOLDER/no.sh", "-o", "FOLDER/out.yaml"),
