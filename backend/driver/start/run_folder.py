@@ -38,7 +38,7 @@ from slipstream.configs.rules.models import model_folder
 from slipstream.configs.schema import RunConfig, is_on_hub
 from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.paths import model_settings
-from slipstream.rollout.ledger.lease.driver_file import is_lease_file
+from slipstream.rollout.ledger.lease.driver_file import DRIVER, is_lease_file
 from slipstream.rollout.ledger.lease.folder_lease import FolderLease, take_lease, wait_until_free
 from slipstream.rollout.ledger.recovery import LEDGER
 from slipstream.rollout.ledger.storage.database import LedgerBusy
@@ -60,7 +60,7 @@ RESTART_LOOK_S, RESTART_LOOKS = 10.0, 18
 """Seconds between two attempts of a restarted job to take its run folder over, and the number of further
 attempts. An NFSv4 server keeps the locks of a node that has died for 90 s by default."""
 
-OF_A_RUN = (INPUTS, LEDGER, METRICS_FILE, CHECKPOINTS)
+OF_A_RUN = (DRIVER, INPUTS, LEDGER, METRICS_FILE, CHECKPOINTS)
 """Files by which the folder of a run is recognized. A folder without them is never deleted. Any folder of a
 user's may hold a recipe.yaml."""
 
