@@ -10,6 +10,7 @@ YAML is read by the rules of YAML 1.2, not by PyYAML's rules of 1.1: ``1e-5`` is
 # The stubs of PyYAML leave parameters and results untyped.
 # pyright: reportUnknownMemberType=false
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ import yaml
 from slipstream.configs.violations import ABSENT, Violation, join, nearest, one_of, shown
 
 RECIPES = Path(__file__).parent / "recipes"
+
+NO_EQUALS = "there is no '='; an override is key=value, without spaces around the '='"
 
 SPELLINGS = {"actor.recompute_logprob": "actor.recompute_logprobs"}
 """Names of settings in AReaL, and the names that replace them."""
@@ -85,28 +88,41 @@ def _mapping(text: str, source: str, holds: str, document: Document) -> dict[str
         if isinstance(data, dict):
             return cast(dict[str, object], data)
         value = ABSENT if data is None else data
-        reason = "the file is empty" if data is None else f"expected a mapping with {holds}"
+        reason = f"{'the file is empty; ' if data is None else ''}expected a mapping with {holds}"
     except _BadYaml as error:
         reason = f"this is not valid YAML: {error}"
+        if Path(source).suffix not in ("", ".yaml", ".yml"):
+            reason = f"expected a YAML file with {holds}; {reason}"
     document.refuse([source], reason, value)
     return None
 
 
 def _read_recipe(recipe: Path, document: Document) -> dict[str, object] | None:
     try:
-        text = _find_recipe(recipe).read_text(encoding="utf-8")
+        text = _find_recipe(recipe).read_text(encoding="utf-8-sig")
         return _mapping(text, str(recipe), "run, model, data and so on", document)
     except FileNotFoundError:
         names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
-        near = nearest(recipe.stem, names)
+        beside = nearest(recipe.name, _recipes_in(recipe.parent))
+        near = recipe.parent / beside if beside else nearest(recipe.stem, names)
         hint = f"did you mean {near}?" if near else f"the recipes of Slipstream are {one_of(names)}"
+        if not near and recipe.parent != Path():
+            hint = f"{recipe.parent} has {one_of(_recipes_in(recipe.parent)[:9] or ['no YAML file'])}"
         reason = f"there is no such recipe file; {hint}"
+    except IsADirectoryError:
+        found = [str(recipe / name) for name in _recipes_in(recipe)] or ["FOLDER/recipe.yaml"]
+        reason = f"this is a folder; expected a recipe file, such as {one_of(found[:3])}"
     except UnicodeDecodeError as error:
-        reason = f"the recipe is not UTF-8 text: {error.reason} at byte {error.start}"
+        reason = f"the recipe is not UTF-8 text: {error.reason} at byte {error.start}; save it as UTF-8"
     except (OSError, ValueError) as error:
         reason = f"the recipe cannot be read: {getattr(error, 'strerror', None) or error}"
     document.refuse([str(recipe)], reason)
     return None
+
+
+def _recipes_in(folder: Path) -> list[str]:
+    """Return the names of the YAML files in a folder."""
+    return sorted(path.name for path in folder.glob("*.y*ml")) if os.path.isdir(folder) else []
 
 
 def _find_recipe(recipe: Path) -> Path:
@@ -122,7 +138,7 @@ def _apply(override: str, document: Document) -> None:
     name, equals, text = override.partition("=")
     path = SPELLINGS.get(name.strip(), name.strip()).split(".")
     if not equals:
-        return document.refuse([f"override {shown(override)}"], "there is no '='; an override is key=value")
+        return document.refuse([f"override {shown(override)}"], NO_EQUALS)
     if not all(path):
         reason = "a part of the key is empty; expected a key such as actor.optimizer.lr"
         return document.refuse([f"override {shown(override)}"], reason)
@@ -183,6 +199,7 @@ def _parse(text: str, path: tuple[str, ...], document: Document) -> object:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         problem = " ".join(part for part in (error.context, error.problem) if part)
+        problem += "; indent with spaces" if "'\\t'" in problem else ""
         raise _BadYaml(f"{where}{problem}") from error
     except yaml.reader.ReaderError as error:
         raise _BadYaml(f"character {error.position} is not allowed in YAML: {error.reason}") from error

@@ -1,7 +1,8 @@
 """Say in words what pydantic refuses in a recipe: where it is, what was expected, and which key was meant."""
 
-from collections.abc import Mapping, Sequence
-from typing import get_args, get_origin
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -16,6 +17,45 @@ SAME_SECTION = 0.8
 """Similarity from which a name of the same section is suggested before an equal name of another section."""
 
 MOST_SUGGESTIONS = 4
+
+OTHER_NAMES: Mapping[str, str] = {
+    name: setting
+    for setting, names in {
+        "run.name": "experiment_name exp_name run_name",
+        "run.root": "output_dir out_dir save_dir default_local_dir log_dir",
+        "run.steps": "max_steps total_steps num_steps total_training_steps total_train_steps num_rollout",
+        "run.epochs": "num_epochs total_epochs num_train_epochs total_train_epochs num_epoch",
+        "model.path": "model_path model_name model_name_or_path pretrained hf_checkpoint",
+        "data.path": "train_files train_file train_data train_dataset dataset dataset_name prompt_data",
+        "data.max_prompt_tokens": "max_prompt_length max_prompt_len rollout_max_prompt_len",
+        "eval.path": "val_files val_file eval_dataset test_files eval_prompt_data",
+        "eval.every": "test_freq eval_steps eval_interval eval_every",
+        "actor.optimizer.lr": "learning_rate",
+        "actor.optimizer.clip_grad": "max_grad_norm grad_clip gradient_clipping",
+        "actor.optimizer.warmup_steps": "lr_warmup_steps lr_warmup_iters num_warmup_steps",
+        "actor.minibatches": "ppo_mini_batch_size mini_batch_size num_minibatches num_steps_per_rollout",
+        "actor.microbatch_tokens": "max_tokens_per_gpu ppo_max_token_len_per_gpu micro_batch_size",
+        "actor.parallel.tensor": "tensor_model_parallel_size tensor_parallel_size tp tp_size",
+        "actor.parallel.pipeline": "pipeline_model_parallel_size pp pp_size",
+        "actor.kl.coefficient": "kl_coef kl_loss_coef kl_beta beta kl_ctl",
+        "actor.advantage": "algorithm algo adv_estimator advantage_estimator",
+        "actor.objective": "loss_type policy_loss loss_mode loss_fn",
+        "actor.objective.clip_low": "clip_ratio eps_clip epsilon cliprange clip_range",
+        "critic.discount": "gamma",
+        "critic.gae_lambda": "lam lambd gae_lam",
+        "rollout.batch_size": "train_batch_size rollout_batch_size per_device_train_batch_size",
+        "rollout.n_samples_per_prompt": "n group_size num_generations n_samples rollout_n",
+        "rollout.max_head_offpolicyness": "max_staleness staleness eta max_off_policy_steps",
+        "rollout.sampling.max_new_tokens": "max_tokens max_completion_length max_response_length "
+        "rollout_max_response_len max_length",
+        "rollout.reward": "reward_fn reward_func reward_funcs reward_function rm_type compute_score",
+        "rollout.engine.count": "num_engines n_engines",
+        "rollout.engine.args": "gpu_memory_utilization",
+        "checkpoint.every": "save_freq save_steps save_interval save_every",
+    }.items()
+    for name in names.split()
+}
+"""Names that other systems have for a setting, and our name."""
 
 _EXPECTED = {
     "bool_type": "true or false",
@@ -35,6 +75,13 @@ _EXPECTED = {
     "string_pattern_mismatch": "{words}",
 }
 """Description of the values that a setting accepts, by the type of pydantic's error."""
+
+_QUOTED = {
+    "bool_type": re.compile("(?i)true|false"),
+    "int_type": re.compile(r"[-+]?\d+"),
+    "float_type": re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?"),
+}
+"""Texts that would be values without quotes, by the type of pydantic's error."""
 
 _PATTERNS = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "letters, digits, '.', '_' and '-', the first a letter or a digit",
@@ -118,7 +165,9 @@ def expectation(problem: ErrorDetails, field: FieldInfo) -> str:
         words = _EXPECTED[kind].format(items=_items(field), **facts)
     else:
         words = problem["msg"].removeprefix("Input should be ")
-    return f"expected {words} or null" if type(None) in get_args(field.annotation) else f"expected {words}"
+    words += " or null" if type(None) in get_args(field.annotation) else ""
+    is_quoted = kind in _QUOTED and _QUOTED[kind].fullmatch(str(problem["input"]))
+    return f"expected {words}" + (", without quotes" if is_quoted else "")
 
 
 def is_item(problem: ErrorDetails) -> bool:
@@ -147,11 +196,20 @@ def _keys(section: type[Section]) -> str:
     return ", ".join([*required, *(name for name, field in fields if not field.is_required())])
 
 
-def unknown_key(root: type[Section], section: type[Section], path: Sequence[str]) -> tuple[str, list[str]]:
+def _keys_within(value: object) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in cast("Mapping[str, object]", value).items():
+            yield from list(_keys_within(inner)) or [name]
+
+
+def unknown_key(
+    root: type[Section], section: type[Section], path: Sequence[str], value: object
+) -> tuple[str, list[str]]:
     """The reason to refuse the unknown key at ``path``, and the setting of ``section`` that it misspells.
 
-    The key may be, in this order, almost spelled like a setting of the section, a setting of another section,
-    a field of Megatron or SGLang, or more roughly spelled like a setting of the section.
+    The key may be, in this order, almost spelled like a setting of the section, another system's name of a
+    setting, a setting of another section, a field of Megatron or SGLang, or more roughly spelled like a
+    setting of the section.
     """
     *outer, key = path
     settings, name = list(section.model_fields), key.rpartition(".")[2]
@@ -161,7 +219,10 @@ def unknown_key(root: type[Section], section: type[Section], path: Sequence[str]
         return f"unknown key; another type has it; the keys here are {_keys(section)}", []
     near = nearest(key, settings, SAME_SECTION)
     if near is None:
-        if not 0 < len(elsewhere) <= MOST_SUGGESTIONS:
+        theirs = [each.lower().replace("-", "_") for each in (name, *_keys_within(value))]
+        if ours := [OTHER_NAMES[each] for each in theirs if OTHER_NAMES.get(each) in schema_paths(root)]:
+            elsewhere = list(dict.fromkeys(ours))
+        elif not 0 < len(elsewhere) <= MOST_SUGGESTIONS:
             elsewhere = [passed] if (passed := passthrough_path(name)) else []
         if elsewhere:
             return f"unknown key; did you mean {one_of(elsewhere)}?", []

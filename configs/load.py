@@ -8,7 +8,9 @@ One mistake must not hide another. Pydantic names every value that it refuses. E
 again. The rules then check the result, except those that read a replaced value.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar, cast, get_args, get_origin
 
@@ -62,8 +64,23 @@ def load_recipe(
     config = _validated(RunConfig, document, source)
     violations = [*document.violations, *_check_together(config, document.unsure)]
     if violations:
+        violations = [_with_place(violation, source.parent) for violation in violations]
         raise RecipeError(violations, str(source), config, document.unsure)
     return config
+
+
+def _with_place(violation: Violation, folder: Path) -> Violation:
+    """Return the violation, which says so if what is missing lies beside the recipe, in ``folder``."""
+    value = violation.value
+    if not isinstance(value, str) or not value or folder == Path() or Path(value).is_absolute():
+        return violation
+    module = f"{value.partition('.')[0]}.py"
+    if os.path.lexists(value) or os.path.lexists(module):
+        return violation
+    if not os.path.lexists(folder / value) and not os.path.lexists(folder / module):
+        return violation
+    place = f"{folder} has it, and paths are relative to the folder where slipstream is called: cd {folder}"
+    return replace(violation, reason=f"{violation.reason}; {place}")
 
 
 def check_recipe(config: RunConfig) -> None:
@@ -167,7 +184,7 @@ def _repaired(
     path, section, field = locate(root, problem["loc"])
     value = ABSENT if problem["type"] == "missing" else problem["input"]
     if field is None:
-        reason, meant = unknown_key(root, section, path)
+        reason, meant = unknown_key(root, section, path, value)
         document.violations.append(Violation(join(*path), value, reason))
         document.unsure.update(meant)
         return _replaced(data, path, ABSENT)

@@ -37,7 +37,7 @@ from slipstream.backend.cli.options import (
 from slipstream.backend.commands import reference
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.configs.load import load_recipe, load_supervised
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import RunConfig, path_text
 from slipstream.configs.schema.supervised import SupervisedConfig
 from slipstream.configs.violations import RecipeError
 
@@ -47,15 +47,14 @@ RUN, LOOK, TOOLS = "Run", "Look before and after", "Tools"
 app = typer.Typer(
     cls=reference.Commands,
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     help="Asynchronous RL training of language models: Megatron trains, SGLang generates, nobody waits.",
+    epilog="A first run: `slipstream init my-run` makes a folder that trains as it is and says what is next.",
 )
 app.add_typer(convert.app, name="convert", cls=reference.Commands, rich_help_panel=TOOLS)
 app.add_typer(engines.app, name="engine", cls=reference.Commands, rich_help_panel=RUN)
 app.add_typer(keys.app, name="key", cls=reference.Commands, rich_help_panel=TOOLS)
-for command in (jobs.submit, jobs.status, jobs.logs, jobs.stop):
-    app.command(rich_help_panel=RUN)(command)
-app.command(rich_help_panel=TOOLS)(jobs.slurm_script)
 
 
 def _show_version(show: bool) -> None:
@@ -165,20 +164,8 @@ def sft(
         )
 
 
-@app.command(rich_help_panel=TOOLS)
-def forget(
-    run: Annotated[Path, typer.Argument(help="The folder of a run that serves users, or has served them.")],
-    session: Annotated[str | None, typer.Option(help="Name of the session to forget.")] = None,
-    key: Annotated[
-        str | None, typer.Option(help="Name of the API key whose sessions, or whose session, to forget.")
-    ] = None,
-) -> None:
-    """Remove what users have said from a run, which never trains on it again."""
-    with reported():
-        from slipstream.backend.commands import forget as forgetting
-
-        for line in forgetting.forget(run, session, key):
-            typer.echo(line)
+for command in (jobs.submit, jobs.status, jobs.logs, jobs.stop):
+    app.command(rich_help_panel=RUN)(command)
 
 
 @app.command(rich_help_panel=LOOK)
@@ -187,7 +174,8 @@ def init(
     model: Annotated[
         Path | None,
         typer.Option(
-            metavar="PATH", help="Your model, a Hugging Face checkpoint; default: the run makes one."
+            metavar="PATH",
+            help="Your model, a Hugging Face checkpoint or hf://ORG/NAME; default: the run makes one.",
         ),
     ] = None,
 ) -> None:
@@ -223,7 +211,8 @@ def try_(
 @app.command("eval", rich_help_panel=LOOK)
 def eval_(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A Hugging Face checkpoint, such as a run's checkpoint-hf.")
+        Path,
+        typer.Argument(help="A Hugging Face checkpoint, such as a run's checkpoint-hf, or hf://ORG/NAME."),
     ],
     recipe: Recipe,
     overrides: Overrides = None,
@@ -241,9 +230,12 @@ def eval_(
     with reported():
         from slipstream.backend.commands.evaluate import evaluate, prompt_sets, with_checkpoint
 
-        config = load_recipe(
-            Path(recipe), [*(overrides or []), f"model.path={json.dumps(str(checkpoint))}", "prepare=null"]
-        )
+        if checkpoint.suffix in (".yaml", ".yml"):
+            raise WrongInput(
+                f"{checkpoint}: expected a checkpoint, and then the recipe: slipstream eval CHECKPOINT RECIPE"
+            )
+        named = f"model.path={json.dumps(path_text(checkpoint))}"
+        config = load_recipe(Path(recipe), [*(overrides or []), named, "prepare=null"])
         config = with_checkpoint(config)
         evaluate(config, prompt_sets(config, sets or []), samples, temperature, as_json=as_json)
 
@@ -373,6 +365,22 @@ for command in (runs.audit, runs.report, runs.trace, runs.watch, runs.diagnose):
     app.command(rich_help_panel=LOOK)(command)
 
 
+@app.command(rich_help_panel=TOOLS)
+def forget(
+    run: Annotated[Path, typer.Argument(help="The folder of a run that serves users, or has served them.")],
+    session: Annotated[str | None, typer.Option(help="Name of the session to forget.")] = None,
+    key: Annotated[
+        str | None, typer.Option(help="Name of the API key whose sessions, or whose session, to forget.")
+    ] = None,
+) -> None:
+    """Remove what users have said from a run, which never trains on it again."""
+    with reported():
+        from slipstream.backend.commands import forget as forgetting
+
+        for line in forgetting.forget(run, session, key):
+            typer.echo(line)
+
+
 @app.command("import", rich_help_panel=TOOLS)
 def import_recipe(
     system: Annotated[str, typer.Argument(help="slime, verl, areal or prime-rl.")],
@@ -395,6 +403,9 @@ def import_recipe(
             typer.echo(import_report(system, words, out, as_json=as_json))
         except (ImportError, OSError, ValueError) as error:
             raise WrongInput(str(error)) from None
+
+
+app.command(rich_help_panel=TOOLS)(jobs.slurm_script)
 
 
 @app.command(rich_help_panel=TOOLS)

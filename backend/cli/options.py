@@ -67,6 +67,10 @@ def reported() -> Iterator[None]:
         errors.print(str(error), markup=False)
         code = error.exit_code if isinstance(error, CommandError) else WrongInput.exit_code
         raise typer.Exit(code) from None
+    except PermissionError as error:
+        name = error.filename if error.filename is not None else "a file"
+        errors.print(f"{name}: {error.strerror}; expected a path that you may use", markup=False)
+        raise typer.Exit(WrongInput.exit_code) from None
 
 
 NEEDED = sys.stdlib_module_names | {

@@ -124,6 +124,11 @@ def read_plannable(
             f"model.path: {path_text(config.model.path)} {WILL_DOWNLOAD}; a plan needs its config.json: hf "
             f"download {repository} config.json --local-dir FOLDER, then --model-config FOLDER"
         )
+    if config.prepare is not None and not (config.model.path / "config.json").exists():
+        raise WrongInput(
+            f"model.path: {config.model.path} has not been made yet, and a plan needs its config.json: "
+            f"`slipstream try {recipe}` has `prepare` make it; or name another one with --model-config PATH"
+        )
     return config, notes
 
 
@@ -242,6 +247,11 @@ def _found(
             problems += cpu_engine_problems(config)
         if weights:
             problems += checkpoint_problems(config, MODELS)
+    elif config.prepare is not None and config.prepare.path != NO_INPUTS:
+        findings.notes.append(
+            f"model.path: `prepare` has yet to make {config.model.path}: what depends on the model and its "
+            "tokenizer is checked after `slipstream try`"
+        )
     if weights:
         checked = check_inputs(config, supervised)
         problems += checked.problems

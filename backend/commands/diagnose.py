@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from textwrap import wrap
 
-from slipstream.backend.commands.outcome import Failed, WrongInput
+from slipstream.backend.commands.outcome import Failed, WrongInput, no_run
 from slipstream.backend.monitor.diagnosis.causes import LikelyCause, likely_causes
 from slipstream.backend.monitor.diagnosis.evidence import Evidence, read_evidence
 from slipstream.backend.monitor.diagnosis.signs import rises
@@ -23,9 +23,7 @@ MEANING = "`slipstream metrics NAME` says what a metric is, `slipstream report` 
 def diagnose(run: Path) -> str:
     """Return what may keep the reward of a run from rising, as text. Raises WrongInput and Failed."""
     if not (run / METRICS_FILE).exists():
-        raise WrongInput(
-            f"{run}: no {METRICS_FILE} in it; expected the folder of a run, such as runs/quickstart"
-        )
+        raise WrongInput(no_run(run, METRICS_FILE))
     try:
         evidence = read_evidence(run)
     except OSError as error:

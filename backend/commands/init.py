@@ -13,6 +13,7 @@ from string import Template
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.quickstart.task import Problem, held_out_set, train_problems
 from slipstream.configs.installed.environment import has_gpus
+from slipstream.configs.schema import hub_model, is_on_hub, path_text
 
 TRAIN, HELD_OUT = 1000, 100
 """Numbers of prompts."""
@@ -25,15 +26,16 @@ prepare: slipstream.backend.quickstart.prepare"""
 def init(folder: Path, model: Path | None = None) -> list[Path]:
     """Write the files of a new run into ``folder``, and return them.
 
-    ``model``: a Hugging Face checkpoint that chats; None: the run makes a policy of its own, without a
-    download. Raises WrongInput when a file is there already, or the model is not.
+    ``model``: a Hugging Face checkpoint that chats, or its name on the hub; None: the run makes a policy of
+    its own, without a download. Raises WrongInput when a file is there already, or the model is not.
     """
     contents = _contents(model, _run_name(folder))
     there = [str(folder / name) for name in contents if os.path.lexists(folder / name)]
     problems = [f"{', '.join(there)}: there already, and not overwritten: name another folder"] * bool(there)
-    if model is not None and not (model / "config.json").is_file():
+    if model is not None and hub_model(model) is None and not (model / "config.json").is_file():
         problems.append(
-            f"--model {model}: expected the folder of a Hugging Face checkpoint, with config.json"
+            f"--model {path_text(model)}: expected the folder of a Hugging Face checkpoint, with config.json,"
+            " or hf://ORG/NAME"
         )
     if problems:
         raise WrongInput("\n".join(problems))
@@ -58,14 +60,19 @@ def _contents(model: Path | None, name: str) -> dict[str, str]:
     """Return the text of each file by its name."""
     starter = files("slipstream.configs") / "starter"
     if model is None:
-        train = list(islice(train_problems(random.Random(0)), TRAIN))
+        drawn = islice(train_problems(random.Random(0)), 2 * TRAIN)
+        train = list({problem.prompt: problem for problem in drawn}.values())[:TRAIN]
         held_out = held_out_set(0, HELD_OUT)
         settings = {"prepare": OWN_MODEL, "model": "runs/.policy", "dtype": "float32", "lr": "2.5e-4"}
         settings |= {"tokens": "72", "steps": "30"}
     else:
         problems = _sums(random.Random(0))
         train, held_out = problems[:TRAIN], problems[TRAIN : TRAIN + HELD_OUT]
-        settings = {"prepare": "", "model": json.dumps(str(model.resolve())), "lr": "1.0e-6"}
+        settings = {
+            "prepare": "",
+            "model": json.dumps(path_text(model if is_on_hub(model) else model.resolve())),
+            "lr": "1.0e-6",
+        }
         settings |= {"dtype": "bfloat16" if has_gpus() else "float32", "tokens": "256", "steps": "100"}
     settings["name"] = name
     return {

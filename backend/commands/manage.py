@@ -70,7 +70,7 @@ def standing(run: str) -> Standing:
     folder = Path(run)
     if not folder.is_dir() and run.replace("_", "", 1).isdigit():
         return _standing_of_job(run)
-    if not folder.is_dir() or not any((folder / name).exists() for name in (DRIVER, SUBMITTED, *OF_A_RUN)):
+    if not folder.is_dir() or not any((folder / name).exists() for name in (SUBMITTED, *OF_A_RUN)):
         why = "it is not the folder of a run" if folder.is_dir() else "there is no such folder"
         raise WrongInput(
             f"{run}: {why}; expected the folder of a run, such as runs/quickstart, or the number of a job of "

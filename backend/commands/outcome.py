@@ -1,5 +1,7 @@
 """Errors that end a command. Its exit code is 2 for wrong input, 3 or 75 for a stopped run, or else 1."""
 
+from pathlib import Path
+
 
 class CommandError(Exception):
     """A command has come to an end. The message is for the user; every line of it stands for itself."""
@@ -28,3 +30,15 @@ class WrongInput(CommandError):
     """The user's input cannot be used. The message lists every reason."""
 
     exit_code = 2
+
+
+def no_run(folder: Path, lacks: str) -> str:
+    """Return why a folder is not that of a run. It names a run in the folder, if there is one.
+
+    ``lacks``: the files that are not in it, in words.
+    """
+    why = f"no {lacks} in it" if folder.is_dir() else "no such folder"
+    runs = [
+        path.parent for pattern in ("*", "runs/*") for path in sorted(folder.glob(f"{pattern}/metrics.jsonl"))
+    ]
+    return f"{folder}: {why}; expected the folder of a run, such as {runs[0] if runs else 'runs/quickstart'}"

@@ -5,6 +5,7 @@ texts stand once: on the fields and sections of ``configs/schema``, and in ``bac
 """
 
 import inspect
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.monitor.tags import GROUPS, TAGS
+from slipstream.configs.explain import OTHER_NAMES
 from slipstream.configs.schema import PluginConfig, RunConfig
 from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.paths import schema_fields, sections_of
@@ -194,7 +196,7 @@ def selected(chapters: Sequence[Chapter], names: Sequence[str]) -> list[Chapter]
     """Return the chapters, or parts of them, that ``names`` name; all of them without a name.
 
     The name of a section stands for all that is below it, and any other word for everything in whose name or
-    meaning it occurs.
+    meaning it occurs. Another system's name of a setting stands for the setting.
 
     Raises:
         WrongInput: a word occurs nowhere.
@@ -206,9 +208,11 @@ def selected(chapters: Sequence[Chapter], names: Sequence[str]) -> list[Chapter]
     wanted = {name for name in names if name in known}
     for word in set(names) - known:
         found = {entry.name for entry in entries if word.lower() in f"{entry.name} {entry.meaning}".lower()}
+        found |= known & {OTHER_NAMES.get(word.lower().replace("-", "_"), "")}
         if not found or not word.isidentifier():
             near = nearest(word, sorted(known))
-            raise WrongInput(f"{word} is unknown" + (f"; did you mean {near}?" if near else ""))
+            hint = f"did you mean {near}?" if near else "without a word, everything is printed"
+            raise WrongInput(f"{word} is unknown; {hint}")
         wanted |= found
     parts = (_part(chapter, wanted) for chapter in chapters)
     return [part for part in parts if part is not None]
@@ -264,6 +268,9 @@ COMMON = (
 """The settings that most people change. Those that a kind of run has are in the help of its command."""
 
 
+_ALONE = re.compile(r"[a-z_]\w*(\.\w+)*=.*|.*\.ya?ml", re.DOTALL)
+"""A setting or a recipe, which no option names."""
+
 MOST_MEANT = 4
 """Settings that are named for an option that does not exist."""
 
@@ -299,13 +306,24 @@ class Commands(TyperGroup):
         if command is not None:
             _without_values(command.get_params(ctx))
         if any(each.name == "overrides" for each in parameters):
-            options = {option for each in parameters for option in each.opts}
-            for arg in rest:
-                option, equals, value = arg.partition("=")
-                if option.startswith("--") and option not in options and (meant := _meant(option)):
-                    as_written = one_of(f"{setting}={value if equals else '...'}" for setting in meant)
-                    raise typer.BadParameter(f"{arg}: settings are written without dashes: {as_written}")
+            _refuse_options(rest, parameters)
         return name, command, rest
+
+
+def _refuse_options(args: Sequence[str], parameters: Sequence[Any]) -> None:
+    """Raise BadParameter for settings, or a recipe, that are written as options."""
+    flags = {option for each in parameters for option in (*each.opts, *each.secondary_opts)}
+    valued = {opt for each in parameters if not getattr(each, "is_flag", False) for opt in each.opts}
+    for before, arg, after in zip(["", *args], args, [*args[1:], ""], strict=False):
+        option, equals, value = arg.partition("=")
+        if not option.startswith("-") or option in {*flags, "--", "--help", "-h"} or before in valued:
+            continue
+        if meant := _meant(option):
+            as_written = one_of(f"{setting}={value if equals else '...'}" for setting in meant)
+            raise typer.BadParameter(f"{arg}: settings are written without dashes: {as_written}")
+        is_name = option.startswith("--") or len(option) == 2
+        if is_name and _ALONE.fullmatch(value or after):
+            raise typer.BadParameter(f"{option}: leave it out, and write {value or after} alone")
 
 
 def _without_values(parameters: list[Any]) -> list[Any]:
@@ -321,7 +339,9 @@ def _meant(option: str) -> list[str]:
     name = option.lstrip("-").replace("-", "_")
     chapters = [*setting_chapters(RunConfig), *setting_chapters(SupervisedConfig)]
     known = dict.fromkeys(entry.name for chapter in chapters for entry in chapter.entries)
-    return [each for each in known if name and f".{each}".endswith(f".{name}")][:MOST_MEANT]
+    meant = [each for each in known if name and f".{each}".endswith(f".{name}")]
+    ours = OTHER_NAMES.get(name)
+    return (meant or [ours] * (ours is not None))[:MOST_MEANT]
 
 
 def print_in_lines(entries: Sequence[Explanation], console: Console) -> None:

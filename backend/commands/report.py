@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.backend.commands.audit import audit_run
-from slipstream.backend.commands.outcome import Failed, WrongInput
+from slipstream.backend.commands.outcome import Failed, WrongInput, no_run
+from slipstream.backend.driver.start.identity import INPUTS
 from slipstream.backend.monitor.course import read_course
 from slipstream.backend.monitor.metrics import METRICS_FILE
 from slipstream.backend.monitor.report.page import (
@@ -19,8 +20,6 @@ from slipstream.backend.monitor.report.page import (
 )
 from slipstream.rollout.ledger.recovery import LEDGER
 from slipstream.rollout.ledger.storage.database import LedgerBusy, LedgerError
-
-RECIPE = "recipe.yaml"
 
 
 def report(runs: Sequence[Path], out: Path | None, *, audit: bool) -> Path:
@@ -55,12 +54,10 @@ NOT_AUDITED = AuditResult("none", ("not asked for",))
 
 
 def _check(runs: Sequence[Path]) -> None:
-    absent = f"no {METRICS_FILE} or {RECIPE} in it"
     wrong = [
-        f"{run}: {absent if run.is_dir() else 'no such folder'}; expected the folder of a run, such as "
-        "runs/quickstart"
+        no_run(run, f"{METRICS_FILE} or {INPUTS}")
         for run in runs
-        if not any((run / name).exists() for name in (METRICS_FILE, RECIPE))
+        if not any((run / name).exists() for name in (METRICS_FILE, INPUTS))
     ]
     if len({run.resolve() for run in runs}) < len(runs):
         wrong.append("a run is named twice; expected different folders")

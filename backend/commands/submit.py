@@ -15,10 +15,11 @@ from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.driver.loops.job_end import SHORTEST_S
 from slipstream.configs.document import read_document
 from slipstream.configs.load import load_site, site_file
-from slipstream.configs.rules.models import JUDGE, MODELS, model_folder
+from slipstream.configs.rules.models import model_folder
 from slipstream.configs.schema import ContainerConfig, RunConfig, SlurmCluster, is_on_hub
 from slipstream.configs.schema.cluster import SiteConfig
 from slipstream.configs.schema.judge import OwnEngines, own_engines
+from slipstream.configs.schema.paths import model_settings
 
 SBATCH_TIMEOUT_S = 120.0
 """Longest time for sbatch to accept or to refuse a job."""
@@ -87,7 +88,7 @@ def _named_folders(config: RunConfig) -> list[Path]:
     root = config.run.root
     folders = [root if root.is_dir() else root.parent]
     files = [file.path for file in (*config.training_files, *config.held_out_files)]
-    models = [folder for name in (*MODELS, JUDGE) if (folder := model_folder(config, name)) is not None]
+    models = [folder for name in model_settings() if (folder := model_folder(config, name)) is not None]
     folders += [path.parent for path in files if not is_on_hub(path)]
     folders += [folder for folder in models if not is_on_hub(folder)]
     if (cache := os.environ.get("HF_HOME")) and any(map(is_on_hub, (*files, *models))):

@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.backend.commands.outcome import WrongInput
+from slipstream.backend.commands.outcome import WrongInput, no_run
 from slipstream.backend.monitor.course import Course, Record, read_course
 from slipstream.backend.monitor.metrics import METRICS_FILE
 from slipstream.backend.monitor.progress import ETA_STEPS
@@ -36,9 +36,7 @@ BAR, SPARKS = 28, 40
 def watch(run: Path, *, once: bool) -> None:
     """Show the run until Ctrl-C, or until it has ended. Raises WrongInput."""
     if not (run / METRICS_FILE).exists():
-        raise WrongInput(
-            f"{run}: no {METRICS_FILE} in it; expected the folder of a run, such as runs/quickstart"
-        )
+        raise WrongInput(no_run(run, METRICS_FILE))
     console = Console(highlight=False)
     if once or not console.is_terminal:
         console.print(view(run.resolve().name, read_course(run), read_end(run), time.time()))
@@ -93,7 +91,7 @@ def _history(course: Course) -> Table:
                 "held out": _number(evaluation, "eval/reward"),
                 "lag": lag,
                 "tok/s": "-" if rate is None else count(rate),
-                "waits": "-" if wait is None else f"{wait:.0%}",
+                "trainer waits": "-" if wait is None else f"{wait:.0%}",
                 "s/step": "-" if took is None else f"{took:.1f}",
             }
         )

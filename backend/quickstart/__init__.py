@@ -58,11 +58,11 @@ def prepare(
     missing = {path: build for path, build in builders.items() if not path.exists()}
     for path in builders:
         if path not in missing:
-            say(f"quickstart: {path} exists, keeping it")
+            say(f"prepare: {path} exists, keeping it")
     with ExitStack() as stack:
         built = {path: Path(stack.enter_context(_room_beside(path)), path.name) for path in missing}
         for path, build in missing.items():
-            say(f"quickstart: making {path}")
+            say(f"prepare: making {path}")
             build(built[path])
         for path in missing:
             os.replace(built[path], path)

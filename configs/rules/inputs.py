@@ -2,11 +2,12 @@
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from slipstream.configs.published import download_command
+from slipstream.configs.published import download_command, repositories
 from slipstream.configs.rules.models import (
     JUDGE,
     MODELS,
@@ -17,7 +18,8 @@ from slipstream.configs.rules.models import (
     model_number,
 )
 from slipstream.configs.rules.rule import Rule, setting
-from slipstream.configs.schema import DataConfig, EvalConfig, RunConfig, hub_model, is_on_hub, path_text
+from slipstream.configs.schema import DataConfig, EvalConfig, RunConfig, is_on_hub, path_text
+from slipstream.configs.schema.base import HUB
 from slipstream.configs.schema.data import PROMPT_SUFFIXES, SourceConfig
 from slipstream.configs.schema.live import live_places
 from slipstream.configs.violations import ABSENT, Violation, one_of
@@ -51,8 +53,17 @@ ELSEWHERE = (
     "--repo-type dataset --local-dir FOLDER"
 )
 
+AS_LINES = {
+    ".json": "; jq -c '.[]' OLD.json > NEW.jsonl writes each object of an array in a line",
+    ".csv": "; pyarrow.parquet.write_table(pyarrow.csv.read_csv('OLD.csv'), 'NEW.parquet') makes one",
+}
+"""What makes a prompt file of one in another format, by its ending."""
+
 NO_INPUTS = "slipstream.backend.simulate.only_simulated"
 """A ``prepare`` that excuses missing models and prompts: the run is planned or simulated, not trained."""
+
+_HUB_NAME = re.compile(r"(?:https?:/huggingface\.co/|hf:)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)")
+"""A model's name on the hub, as people write it. ``Path`` has taken one of two slashes away."""
 
 SELF_REWARDING = ("slipstream.rollout.workflow.Verifiers",)
 """Workflows whose episodes have a reward of their own."""
@@ -65,6 +76,8 @@ def run_folder_can_be_made(config: RunConfig) -> Iterator[Violation]:
     if len(config.run.name) > LONGEST_NAME:
         reason = f"expected at most {LONGEST_NAME} characters, because it names a folder"
         yield Violation("run.name", config.run.name, reason)
+    elif closed := _closed(config.run.folder):
+        yield Violation("run.root", str(config.run.root), closed)
     elif os.path.exists(config.run.root) and not os.path.isdir(config.run.root):
         reason = "expected a directory, or a path where one can be created"
         yield Violation("run.root", str(config.run.root), reason)
@@ -209,7 +222,7 @@ def prompts_have_a_known_format(config: RunConfig) -> Iterator[Violation]:
                 file.setting,
                 text,
                 f"expected a file that ends in {one_of(PROMPT_SUFFIXES)}, or a data set of the hub: "
-                "hf://datasets/OWNER/NAME",
+                f"hf://datasets/OWNER/NAME{AS_LINES.get(file.path.suffix, '')}",
             )
 
 
@@ -227,6 +240,17 @@ def _unprepared(config: RunConfig) -> str:
     return f", and `prepare` creates only what lies in a hidden folder, such as {config.run.root}/.inputs"
 
 
+def _closed(path: Path) -> str | None:
+    """Return why a path cannot be looked at, if that is so."""
+    try:
+        os.stat(path)
+    except PermissionError as error:
+        return f"it cannot be read: {error.strerror}; expected a path that you may read, folders included"
+    except OSError:
+        pass
+    return None
+
+
 def prompts_exist(config: RunConfig) -> Iterator[Violation]:
     for file in (*config.training_files, *config.held_out_files):
         path = file.path
@@ -236,31 +260,39 @@ def prompts_exist(config: RunConfig) -> Iterator[Violation]:
             is_there, absent = any(path.parent.glob(path.name)), "no file has such a name"
         else:
             is_there, absent = os.path.isfile(path), "there is no such file"
-        if not is_there:
+            if os.path.isdir(path):
+                absent = "this is a folder, expected a file, or a name with a *"
+        if not is_there and (closed := _closed(path)):
+            yield Violation(file.setting, str(path), closed)
+        elif not is_there:
             yield Violation(file.setting, str(path), f"{absent}{_unprepared(config)}{ELSEWHERE}")
 
 
 def model_exists(config: RunConfig, path: str) -> Iterator[Violation]:
     folder = model_folder(config, path)
-    if folder is not None and is_on_hub(folder):
-        if hub_model(folder) is None:
-            yield Violation(path, path_text(folder), "expected hf://ORG/NAME or hf://ORG/NAME@REVISION")
+    if folder is None or is_on_hub(folder):
         return
-    made = folder is not None and folder == config.model.path and _is_prepared(config, folder)
-    if folder is not None and not made and not os.path.isfile(folder / "config.json"):
+    made = folder == config.model.path and _is_prepared(config, folder)
+    if not made and not os.path.isfile(folder / "config.json"):
+        if closed := _closed(folder / "config.json"):
+            yield Violation(path, str(folder), closed)
+            return
         also = _unprepared(config) if path == POLICY else ""
         reason = (
-            f"it has no config.json{also}; expected a Hugging Face checkpoint directory on this machine: "
+            f"it has no config.json{also}; expected a Hugging Face checkpoint directory on this machine"
             f"{_origin(folder)}"
         )
         yield Violation(path, str(folder), reason)
 
 
 def _origin(folder: Path) -> str:
-    """Return the command that makes a model's folder."""
+    """Return what makes a model's folder."""
     if folder.name == "checkpoint-hf":
-        return f"the run {folder.parent.name} writes it when it ends"
-    return download_command(folder)
+        return f": the run {folder.parent.name} writes it when it ends"
+    named = _HUB_NAME.fullmatch(str(folder))
+    if named and not os.path.isdir(folder.parent) and repositories().get(folder.name, named[1]) == named[1]:
+        return f", or {HUB}{named[1]}, which the run downloads from the hub"
+    return f": {download_command(folder)}"
 
 
 def model_config_is_readable(config: RunConfig, path: str) -> Iterator[Violation]:

@@ -14,7 +14,7 @@ from slipstream.configs.schema.advantage import (
     TeacherTerm,
     TopTokensTerm,
 )
-from slipstream.configs.schema.base import PathSetting, Section
+from slipstream.configs.schema.base import ModelSetting, Section
 from slipstream.configs.schema.drift import DriftConfig
 from slipstream.configs.schema.models import KLConfig
 from slipstream.configs.schema.objective import (
@@ -142,7 +142,7 @@ class LoraConfig(Section):
         "attention has `in_proj` (`in_proj_qkvz` and `in_proj_ba`, or four `in_proj_*`, which share A) and "
         "`out_proj`.",
     )
-    path: PathSetting | None = Field(
+    path: ModelSetting | None = Field(
         default=None,
         description="Folder of an adapter in PEFT's format, with which training begins; null: a new "
         "adapter, whose output is 0. The folder is loaded in any layout, and bit for bit if `rank`, "

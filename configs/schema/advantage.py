@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from slipstream.configs.schema.base import PathSetting, Section
+from slipstream.configs.schema.base import ModelSetting, Section
 from slipstream.configs.schema.plugin import PluginConfig
 
 Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "reward"]
@@ -50,7 +50,7 @@ class ModelScores(Section):
     policy."""
 
     type: Literal["model"] = "model"
-    path: PathSetting = Field(
+    path: ModelSetting = Field(
         description="Hugging Face checkpoint directory of a model with the policy's vocabulary."
     )
 

@@ -1,10 +1,11 @@
 """The base of every recipe section."""
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, PlainSerializer, Strict
+from pydantic import AfterValidator, BaseModel, ConfigDict, PlainSerializer, Strict
 
 HUB = "hf://"
 """Begins the path of what is on the Hugging Face Hub, as the hub's own libraries write it."""
@@ -38,5 +39,31 @@ def hub_model(path: Path) -> tuple[str, str | None] | None:
     return (named[1], named[2]) if named else None
 
 
-PathSetting = Annotated[Path, Strict(False), PlainSerializer(path_text, return_type=str, when_used="json")]
-"""A path, which a recipe writes as text."""
+def _expanded(path: Path) -> Path:
+    if re.search(r"\$[{\w]", str(path)) and not os.path.lexists(path):
+        plain = os.path.expandvars(path)
+        write = "the path itself" if "$" in plain else plain
+        raise ValueError(f"variables are not read in a recipe; expected {write}")
+    return Path(os.path.expanduser(path))
+
+
+PathSetting = Annotated[
+    Path,
+    Strict(False),
+    AfterValidator(_expanded),
+    PlainSerializer(path_text, return_type=str, when_used="json"),
+]
+"""A path, which a recipe writes as text. `~` is the home folder."""
+
+
+def _of_model(path: Path) -> Path:
+    if is_on_hub(path) and hub_model(path) is None:
+        raise ValueError("expected hf://ORG/NAME or hf://ORG/NAME@REVISION")
+    return path
+
+
+OF_MODEL = AfterValidator(_of_model)
+"""Marks the settings that name a model or an adapter."""
+
+ModelSetting = Annotated[PathSetting, OF_MODEL]
+"""The folder of a model or an adapter, or its name on the Hugging Face Hub."""

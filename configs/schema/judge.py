@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from slipstream.configs.schema.base import PathSetting, Section
+from slipstream.configs.schema.base import ModelSetting, Section
 from slipstream.configs.schema.plugin import Plugin, PluginConfig
 
 
@@ -42,7 +42,7 @@ class OwnEngines(Section):
     Their weights never change."""
 
     type: Literal["engines"] = "engines"
-    path: PathSetting = Field(description="Hugging Face checkpoint directory of the judge's model.")
+    path: ModelSetting = Field(description="Hugging Face checkpoint directory of the judge's model.")
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         default="bfloat16", description="Type of the weights in the engines."
     )

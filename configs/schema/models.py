@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from slipstream.configs.schema.base import PathSetting, Section
+from slipstream.configs.schema.base import ModelSetting, Section
 from slipstream.configs.schema.optimizer import OptimizerConfig
 from slipstream.configs.schema.plugin import Plugin
 
@@ -13,7 +13,7 @@ class CheckpointReference(Section):
     """A reference model whose weights never change."""
 
     type: Literal["checkpoint"] = "checkpoint"
-    path: PathSetting | None = Field(
+    path: ModelSetting | None = Field(
         default=None, description="Hugging Face checkpoint directory; null: `model.path`."
     )
 
@@ -63,14 +63,14 @@ class KLConfig(Section):
 class CriticOptimizerConfig(OptimizerConfig):
     """As `actor.optimizer`, with a higher learning rate."""
 
-    lr: float = Field(default=1e-5, gt=0, description="Peak learning rate, reached after the warm-up.")
+    lr: float = Field(default=1e-5, gt=0, le=1, description="Peak learning rate, reached after the warm-up.")
 
 
 class CriticConfig(Section):
     """The value model of `estimator: gae` in `actor.advantage`: it predicts one value per token. It is
     trained beside the policy, with the policy's layout and micro-batches."""
 
-    path: PathSetting | None = Field(
+    path: ModelSetting | None = Field(
         default=None,
         description="Hugging Face checkpoint directory of the initial critic: a language model, whose value "
         "head starts at 0, or a model for sequence classification with one label (`score.weight`); "

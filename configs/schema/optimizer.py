@@ -64,7 +64,7 @@ class OptimizerConfig(Section):
     additional memory as that layer, in `model.dtype`.
     """
 
-    lr: float = Field(default=1e-6, gt=0, description="Peak learning rate, reached after the warm-up.")
+    lr: float = Field(default=1e-6, gt=0, le=1, description="Peak learning rate, reached after the warm-up.")
     warmup_steps: int = Field(
         default=0, ge=0, description="Number of training steps over which the learning rate rises linearly."
     )

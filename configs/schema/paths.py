@@ -6,7 +6,7 @@ from typing import get_args
 
 from pydantic.fields import FieldInfo
 
-from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.base import OF_MODEL, Section
 from slipstream.configs.schema.run import RunConfig
 
 
@@ -39,3 +39,14 @@ def schema_fields(
 def schema_paths(root: type[Section] = RunConfig) -> tuple[str, ...]:
     """The dotted path of every setting and section of the schema, each section before its settings."""
     return tuple(dict.fromkeys(".".join(path) for path, _, _ in schema_fields(root)))
+
+
+@cache
+def model_settings() -> tuple[str, ...]:
+    """The dotted path of every setting of a run that names a model or an adapter."""
+    return tuple(dict.fromkeys(".".join(path) for path, _, field in schema_fields() if _names_model(field)))
+
+
+def _names_model(field: FieldInfo) -> bool:
+    parts = (getattr(part, "__metadata__", ()) for part in get_args(field.annotation))
+    return OF_MODEL in field.metadata or any(OF_MODEL in part for part in parts)

@@ -12,7 +12,7 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 def _is_dotted(path: str) -> str:
     if not _DOTTED.fullmatch(path):
-        raise ValueError("expected a dotted import path such as 'my_package.module.Name'")
+        raise ValueError("expected a dotted import path such as my_code.score, for `score` in my_code.py")
     return path
 
 

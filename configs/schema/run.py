@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from slipstream.configs.schema.actor import ActorConfig
-from slipstream.configs.schema.base import PathSetting, Section
+from slipstream.configs.schema.base import ModelSetting, PathSetting, Section
 from slipstream.configs.schema.checkpoint import CheckpointConfig
 from slipstream.configs.schema.cluster import Cluster, LocalCluster
 from slipstream.configs.schema.data import DataConfig, EvalConfig, PromptFile, data_files, eval_files
@@ -144,10 +144,10 @@ TemplateArgs = Annotated[dict[str, object], AfterValidator(_are_variables)]
 class ModelConfig(Section):
     """The initial policy."""
 
-    path: PathSetting = Field(
+    path: ModelSetting = Field(
         description="Hugging Face checkpoint directory with config.json, safetensors and tokenizer, or a "
         "model of the Hugging Face Hub, `hf://ORG/NAME` or `hf://ORG/NAME@REVISION`, which is downloaded "
-        "when the run starts. Every other path of a model may name one too."
+        "when the run starts. Every other path of a model or an adapter may name one too."
     )
     dtype: Literal["bfloat16", "float32"] = Field(
         default="bfloat16",

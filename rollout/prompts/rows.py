@@ -1,6 +1,7 @@
 """The rows of prompt files, one at a time, and the account of what is wrong with them."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -68,10 +69,14 @@ def rows(path: Path, problems: Problems) -> Iterator[tuple[int, object]]:
     if path.suffix == ".parquet":
         yield from enumerate(_parquet_rows(path), start=1)
         return
+    is_first = True
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
+            if is_first and (reason := _over_lines(line)) is not None:
+                return problems.add(number, reason)
+            is_first = False
             try:
                 yield number, _DECODER.decode(line.decode().strip())
             except UnicodeDecodeError as error:
@@ -108,6 +113,15 @@ _UTF_8_MARK = "\ufeff"
 def _encoding(line: bytes, error: UnicodeDecodeError) -> str:
     found = "UTF-16" if line.startswith(_UTF_16) else f"the byte 0x{error.object[error.start]:02x}"
     return f"not JSON: found {found}, expected UTF-8: convert the file (iconv -t UTF-8)"
+
+
+def _over_lines(first: bytes) -> str | None:
+    """Return why the lines of a file are no rows, if the first one begins an array or a longer object."""
+    if re.match(rb"\[\s*($|{)", first.strip()):
+        return "a JSON array begins here, expected one object in each line: jq -c '.[]' OLD > NEW.jsonl"
+    if first.strip() == b"{":
+        return "an object of several lines begins here, expected one in each line: jq -c . OLD > NEW.jsonl"
+    return None
 
 
 def _no_json(line: bytes, error: Exception) -> str:

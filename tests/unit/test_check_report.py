@@ -207,3 +207,11 @@ def test_a_recipe_of_the_other_command_is_told_so():
     done = CliRunner().invoke(app, ["check", "--sft", "quickstart"])
     assert done.exit_code == 2
     assert "leave out --sft" in done.stderr
+
+
+def test_a_model_that_is_still_to_be_made_is_said_to_be_unchecked(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "train.jsonl", ROWS)
+    config = load_recipe(Path("quickstart"), ["data.path=train.jsonl", "eval=null"])
+    notes = check(config).notes
+    assert any(str(config.model.path) in note and "after `slipstream try`" in note for note in notes)

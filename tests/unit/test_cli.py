@@ -197,6 +197,16 @@ def test_the_doctor_says_what_it_found_and_its_exit_code_whether_something_is_wr
         assert finding.what in ended.stdout
 
 
+def test_a_folder_that_may_not_be_used_is_exit_code_2(monkeypatch):
+    def closed(run):
+        raise PermissionError(13, "Permission denied", f"{run}/driver.json")
+
+    monkeypatch.setattr("slipstream.backend.commands.manage.standing", closed)
+    result = CliRunner().invoke(app, ["status", "runs/mine"])
+    assert result.exit_code == 2
+    assert result.stderr == "runs/mine/driver.json: Permission denied; expected a path that you may use\n"
+
+
 def test_without_a_command_the_commands_are_listed():
     ended = started("--help")
     assert ended.returncode == 0

@@ -169,7 +169,7 @@ def test_the_command_is_sbatch_with_the_batch_script():
 
 def test_the_container_shows_the_folders_that_the_recipe_names(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "data"))
-    for name in ("models/policy", "data", "runs"):
+    for name in ("models/policy", "adapters/first", "data", "runs"):
         (tmp_path / name).mkdir(parents=True)
     config = RunConfig.model_validate(
         {
@@ -177,6 +177,7 @@ def test_the_container_shows_the_folders_that_the_recipe_names(tmp_path, monkeyp
             "run": {**VALID["run"], "root": str(tmp_path / "runs")},
             "model": {"path": str(tmp_path / "models/policy")},
             "data": {"path": str(tmp_path / "data/prompts.jsonl")},
+            "actor": {"lora": {"rank": 1, "alpha": 1, "path": str(tmp_path / "adapters/first")}},
             "cluster": {
                 "type": "slurm",
                 "container": {"runtime": "pyxis", "image": "/images/a b.sqsh", "mounts": ["/x:/y", "/z"]},
@@ -186,14 +187,13 @@ def test_the_container_shows_the_folders_that_the_recipe_names(tmp_path, monkeyp
     variables = container_variables(config)
     assert variables["SLIPSTREAM_CONTAINER"] == "pyxis"
     assert variables["SLIPSTREAM_CONTAINER_IMAGE"] == "/images/a b.sqsh"
-    shown = [
-        f"{folder}:{folder}" for folder in (tmp_path / "runs", tmp_path / "data", tmp_path / "models/policy")
-    ]
+    places = [tmp_path / name for name in ("runs", "data", "models/policy", "adapters/first")]
+    shown = [f"{folder}:{folder}" for folder in places]
     assert variables["SLIPSTREAM_CONTAINER_MOUNTS"].split(",") == ["/x:/y", "/z:/z", *shown]
     of_hub = config.model_copy(update={"model": config.model.model_copy(update={"path": Path("hf://a/b")})})
-    shown = [f"{folder}:{folder}" for folder in (tmp_path / "runs", tmp_path / "data")]
     monkeypatch.setenv("HF_HOME", str(tmp_path / "models"))
-    shown.append(f"{tmp_path}/models:{tmp_path}/models")
+    places = [tmp_path / name for name in ("runs", "data", "adapters/first", "models")]
+    shown = [f"{folder}:{folder}" for folder in places]
     assert container_variables(of_hub)["SLIPSTREAM_CONTAINER_MOUNTS"].split(",")[2:] == shown
     assert printed(["sbatch"], variables).startswith(
         "SLIPSTREAM_CONTAINER=pyxis SLIPSTREAM_CONTAINER_IMAGE='"

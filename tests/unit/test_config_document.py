@@ -93,7 +93,8 @@ def test_text_that_is_no_recipe_is_one_violation(read, text, part):
 def test_a_file_that_is_not_there_and_a_directory_are_violations(tmp_path):
     for file, part in (
         (tmp_path / "none.yaml", "no such recipe file"),
-        (tmp_path, "cannot be read"),
+        (tmp_path, "this is a folder"),
+        (tmp_path / "none" / "my.yaml", "none has no YAML file"),
         (Path("quickstrt"), "did you mean quickstart?"),
         (Path("a\0b"), "cannot be read"),
         (Path("x" * 5000), "cannot be read"),

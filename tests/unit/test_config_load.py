@@ -173,7 +173,11 @@ def test_an_unknown_key_comes_with_the_nearest_valid_one(recipe, key, hint):
             "expected a list of at least one item, each a mapping",
         ),
         ("rollout.reward", 3, "expected an import path or a mapping with path (required), args"),
-        ("rollout.reward.path", "Name", "expected a dotted import path such as 'my_package.module.Name'"),
+        (
+            "rollout.reward.path",
+            "Name",
+            "expected a dotted import path such as my_code.score, for `score` in my_code.py",
+        ),
         ("cluster.type", "slrum", "expected 'local', 'slurm' or 'ray'"),
     ],
 )

@@ -1,6 +1,7 @@
 """Rules between settings: each names its setting, and declares what it reads."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -60,6 +61,21 @@ def violations(file, *overrides: str) -> dict[str, str]:
     except RecipeError as error:
         return {violation.path: violation.reason for violation in error.violations}
     return {}
+
+
+def test_what_may_not_be_read_is_no_missing_file(base, tmp_path, monkeypatch):
+    closed, look = tmp_path / "closed", os.stat
+
+    def stat(path, *args, **kwargs):
+        if str(path).startswith(str(closed)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path, *args, **kwargs)
+
+    monkeypatch.setattr("os.stat", stat)
+    paths = ("run.root", "model.path", "data.path")
+    found = violations(base, *(f"{path}={closed}/{path}.jsonl" for path in paths))
+    assert set(found) == set(paths)
+    assert all(reason.startswith("it cannot be read: Permission denied") for reason in found.values())
 
 
 @pytest.mark.parametrize(

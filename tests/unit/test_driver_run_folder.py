@@ -337,6 +337,28 @@ def test_a_folder_that_is_no_run_is_never_deleted(config: RunConfig):
     assert (config.run.folder / "thesis.tex").exists()
 
 
+def test_a_folder_of_the_users_with_a_recipe_is_never_deleted(config: RunConfig):
+    config.run.folder.mkdir(parents=True)
+    (config.run.folder / "recipe.yaml").write_text("run: {name: run}")
+    with pytest.raises(InputError, match="not the folder of a run"):
+        live(config, overwrite=True)
+    assert [path.name for path in config.run.folder.iterdir()] == ["recipe.yaml"]
+
+
+@pytest.mark.parametrize("how", [{"overwrite": True}, {"resume": True}])
+def test_a_folder_with_what_the_run_reads_stays(config: RunConfig, monkeypatch, how: dict[str, bool]):
+    live(config)
+    (config.run.folder / "ledger.sqlite").unlink()
+    model = config.run.folder / "checkpoint-hf"
+    shutil.copytree(config.model.path, model)
+    reads = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+    monkeypatch.chdir(config.run.folder)
+    with pytest.raises(InputError, match=r"in which it is started, model\.path \(.*checkpoint-hf\)"):
+        live(reads, **how)
+    assert (model / "config.json").exists()
+    assert [path.name for path in config.run.folder.parent.iterdir()] == ["run"]
+
+
 def test_an_empty_folder_is_used_and_not_replaced(config: RunConfig):
     """Another process may have made the empty folder a moment ago, and takes its lease next."""
     config.run.folder.mkdir(parents=True, mode=0o700)

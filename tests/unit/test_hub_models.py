@@ -10,11 +10,13 @@ import yaml
 
 from slipstream.backend.commands.check import check, planned, read_plannable
 from slipstream.backend.commands.outcome import WrongInput
-from slipstream.backend.driver.start.hub_models import record_commits, with_local_models
+from slipstream.backend.driver.start.hub_models import WILL_DOWNLOAD, record_commits, with_local_models
 from slipstream.backend.driver.start.inputs import InputError
 from slipstream.backend.driver.start.run_folder import recipe_text
 from slipstream.configs.load import load_recipe
 from slipstream.configs.published import MODELS, shipped_config
+from slipstream.configs.rules.models import model_folder
+from slipstream.configs.schema.paths import model_settings, schema_fields
 from slipstream.configs.violations import RecipeError
 from slipstream.rollout.prompts.files import local_files
 from slipstream.rollout.system.hub import HubError, model_files
@@ -158,6 +160,57 @@ def test_rules_that_read_the_model_are_checked_once_it_is_there(hub, recipe):
     named = recipe("actor.advantage=[{type: teacher, scores: {type: model, path: 'hf://b/teacher'}}]")
     with pytest.raises(InputError, match="its vocabulary has 151936 tokens; expected 9"):
         local(named)
+
+
+GIVEN = {
+    "model.path": ("model.path={}",),
+    "actor.lora.path": ("actor.lora={{rank: 2, alpha: 4, path: {}}}",),
+    "actor.advantage.scores.path": (
+        "actor.advantage=[{{type: reward}}, {{type: teacher, scores: {{type: model, path: {}}}}}]",
+    ),
+    "actor.kl.reference.path": ("actor.kl={{reference: {{type: checkpoint, path: {}}}}}",),
+    "critic.path": ("actor.advantage=[{{type: reward, estimator: gae}}]", "critic={{path: {}}}"),
+    "judge.endpoint.path": (
+        "judge={{type: model, endpoint: {{type: engines, path: {}}}}}",
+        "rollout.reward=slipstream.rollout.reward.ModelVotes",
+    ),
+}
+"""Overrides for a recipe in which a setting names a model."""
+
+NO_MODEL = {
+    "run.root",
+    "data.path",
+    "data.sources.path",
+    "eval.path",
+    "eval.sets.path",
+    "rollout.hooks.custom_config_path",
+    "rollout.endpoint.chat_template",
+    "gateway.chat_template",
+    "gateway.keys",
+    "weights.transport.path",
+    "weights.transport.memory",
+}
+
+
+def naming(setting, name):
+    return [override.format(f"'{name}'") for override in GIVEN[setting]]
+
+
+def test_every_path_of_a_recipe_is_known_as_one_of_a_model_or_of_something_else():
+    paths = {".".join(path) for path, _, field in schema_fields() if "Path" in str(field.annotation)}
+    assert paths == {*model_settings(), *NO_MODEL}
+
+
+@pytest.mark.parametrize("setting", model_settings())
+def test_every_setting_of_a_model_takes_a_name_of_the_hub(hub, recipe, setting):
+    hub.put("a/policy", FILES)
+    commit = hub.put("b/other", FILES, branch="v1")
+    named = recipe(*naming(setting, "hf://b/other@v1"))
+    note = f"{setting.replace('advantage', 'advantage.1')}: hf://b/other@v1 {WILL_DOWNLOAD}"
+    assert [line for line in check(named, weights=False).notes if line.startswith(note)]
+    assert model_folder(local(named)[0], setting).name == commit
+    with pytest.raises(RecipeError, match="expected hf://ORG/NAME or hf://ORG/NAME@REVISION"):
+        recipe(*naming(setting, "hf://other"))
 
 
 @pytest.mark.parametrize("name", ["hf://policy", "hf://datasets/a/b", "hf://a/b/c", "hf://a/b@"])

@@ -147,6 +147,10 @@ def test_a_model_with_a_name_of_the_hub_stays_there_unless_a_folder_has_the_name
     _, out = imported(tmp_path, "areal", "actor.path=some-lab/tiny")
     assert yaml.safe_load(out.read_text())["model"]["path"] == "hf://some-lab/tiny"
     (tmp_path / "some-lab/tiny").mkdir(parents=True)
+    out.unlink()
+    lora = ("lora_rank=8", "lora_alpha=16", "lora_adapter_path=some-lab/adapter")
+    _, out = imported(tmp_path, "verl", *(f"actor_rollout_ref.model.{each}" for each in lora))
+    assert yaml.safe_load(out.read_text())["actor"]["lora"]["path"] == "hf://some-lab/adapter"
     for system, key in (("verl", "actor_rollout_ref.model.path"), ("prime-rl", "model.name")):
         out.unlink()
         _, out = imported(tmp_path, system, f"{key}=some-lab/tiny")

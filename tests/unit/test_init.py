@@ -5,6 +5,7 @@ import json
 import shlex
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from slipstream.backend.cli import app
@@ -63,6 +64,15 @@ def test_nothing_is_overwritten_and_every_reason_is_told(tmp_path):
     assert code == 2 and {path.name for path in tmp_path.iterdir()} == {"train.jsonl"}
     assert (tmp_path / "train.jsonl").read_text() == "mine"
     assert "train.jsonl: there already" in said.replace("\n", "") and "--model nowhere" in said
+
+
+def test_the_model_may_be_on_the_hub(tmp_path):
+    code, said = made(tmp_path / "bad", "--model", "hf://tiny")
+    assert code == 2 and "hf://ORG/NAME" in said
+    code, _ = made(tmp_path / "mine", "--model", "hf://some-lab/tiny@v1")
+    assert code == 0
+    recipe = yaml.safe_load((tmp_path / "mine" / "recipe.yaml").read_text())
+    assert recipe["model"]["path"] == "hf://some-lab/tiny@v1"
 
 
 def test_data_are_objects_in_lines(tmp_path):

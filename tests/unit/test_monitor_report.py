@@ -220,7 +220,7 @@ def test_the_trace_for_perfetto_has_the_trainer_and_every_request(tmp_path):
 def test_a_folder_without_a_run_is_refused_with_every_reason(tmp_path):
     with pytest.raises(WrongInput, match="no such folder"):
         report([tmp_path / "nothing"], None, audit=False)
-    with pytest.raises(WrongInput, match=r"no metrics\.jsonl or recipe\.yaml"):
+    with pytest.raises(WrongInput, match=r"no metrics\.jsonl or inputs\.json"):
         report([tmp_path], None, audit=False)
     with pytest.raises(WrongInput, match="no file trace"):
         write_trace(tmp_path, tmp_path / "trace.json")

@@ -8,8 +8,9 @@ from typer.testing import CliRunner
 from slipstream.backend.cli import app
 from slipstream.backend.commands.reference import COMMON, Explanation, metric_chapters, setting_chapters
 from slipstream.backend.monitor.tags import GROUPS, TAGS
+from slipstream.configs.explain import OTHER_NAMES
 from slipstream.configs.schema import PluginConfig, RunConfig
-from slipstream.configs.schema.paths import schema_fields, sections_of
+from slipstream.configs.schema.paths import schema_fields, schema_paths, sections_of
 from slipstream.configs.schema.supervised import SupervisedConfig
 
 ROOTS = [RunConfig, SupervisedConfig]
@@ -70,11 +71,29 @@ def test_most_common_settings_exist():
         (["train", "quickstart", "--lr", "3"], "actor.optimizer.lr=... or critic.optimizer.lr=..."),
         (["check", "quickstart", "--max-head-offpolicyness=0"], "rollout.max_head_offpolicyness=0"),
         (["submit", "quickstart", "--actor.parallel.tensor=2"], "actor.parallel.tensor=2"),
+        (["check", "quickstart", "-run.steps=3"], "dashes: run.steps=3"),
+        (["check", "quickstart", "--learning-rate", "3"], "dashes: actor.optimizer.lr=..."),
+        (["check", "quickstart", "--set", "run.steps=3"], "--set: leave it out, and write run.steps=3 alone"),
+        (["train", "-o", "run.steps=3", "quickstart"], "-o: leave it out"),
+        (["check", "--config=my.yaml"], "--config: leave it out, and write my.yaml alone"),
     ],
 )
 def test_a_setting_that_is_written_as_an_option_gets_a_hint(words, meant):
     result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     assert result.exit_code == 2 and meant in " ".join(result.output.split())
+
+
+def test_what_belongs_to_an_option_is_no_setting():
+    words = ["submit", "nowhere.yaml", "--sbatch", "--export=a=b", "--print", "run.steps=3"]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and "there is no such recipe file" in result.output
+    assert CliRunner().invoke(app, ["try", "--help", "my.yaml"]).exit_code == 0
+
+
+def test_another_systems_name_finds_our_setting():
+    assert "actor.optimizer.lr" in said("settings", "learning_rate")
+    known = {*schema_paths(RunConfig), *schema_paths(SupervisedConfig)}
+    assert set(OTHER_NAMES.values()) <= known and not OTHER_NAMES.keys() & known
 
 
 def test_a_word_finds_the_settings_that_it_occurs_in():
@@ -136,7 +155,7 @@ def test_a_section_of_some_types_says_which():
 def test_one_section_or_setting_is_printed_alone():
     assert "actor.optimizer.decay.type" in said("settings", "actor.optimizer")
     one = said("settings", "actor.optimizer.lr")
-    assert one.startswith("actor.optimizer.lr number > 0 [1e-06]")
+    assert one.startswith("actor.optimizer.lr number > 0, <= 1 [1e-06]")
     assert "actor.optimizer.eps" not in one
     assert said("metrics", "train/ess").startswith("train/ess [fraction]")
 

@@ -213,6 +213,19 @@ def test_flags_that_need_more_than_a_name_are_mapped_or_refused_with_what_to_do(
     assert "alike" in flags["sglang-config"]["reason"]
 
 
+def test_a_model_with_a_name_of_the_hub_stays_there_unless_a_folder_has_the_name(
+    script, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    script.write_text(FURTHER.replace("--hf-checkpoint /m", "--hf-checkpoint some-lab/tiny"))
+    _, out = imported(script)
+    assert yaml.safe_load(out.read_text())["model"]["path"] == "hf://some-lab/tiny"
+    (tmp_path / "some-lab/tiny").mkdir(parents=True)
+    out.unlink()
+    _, out = imported(script)
+    assert yaml.safe_load(out.read_text())["model"]["path"] == "some-lab/tiny"
+
+
 DATA = """python3 train.py --hf-checkpoint /m --prompt-data /d.parquet --rm-type math --num-rollout 3 \\
  --rollout-batch-size 8 --n-samples-per-prompt 4 --input-key messages --label-key answer \\
  --metadata-key extra --rollout-max-prompt-len 2048 --rollout-stop '</a>' --rollout-stop-token-ids 7 8 \\

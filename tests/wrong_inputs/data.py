@@ -43,6 +43,28 @@ CASES = (
         ),
         files={"data.jsonl": lines([*ROWS[:6]]) + '{"prompt": "?", "label": \n' + lines([*ROWS[6:]])},
     ),
+    WrongInput(
+        "a folder of data",
+        ("data.path = 'FOLDER/all.jsonl': this is a folder, expected a file",),
+        overrides=("data.path=FOLDER/all.jsonl",),
+        files={"all.jsonl/part.jsonl": ""},
+    ),
+    WrongInput(
+        "an array of JSON",
+        ("data.path: FOLDER/data.jsonl, line 1: a JSON array begins here", "jq -c '.[]' OLD > NEW.jsonl"),
+        files={"data.jsonl": json.dumps([*ROWS], indent=1)},
+    ),
+    WrongInput(
+        "objects of several lines",
+        ("data.path: FOLDER/data.jsonl, line 1: an object of several lines begins here", "jq -c ."),
+        files={"data.jsonl": "".join(json.dumps(row, indent=1) + "\n" for row in ROWS)},
+    ),
+    WrongInput(
+        "a .json file",
+        ("data.path = 'FOLDER/data.json': expected a file that ends in .jsonl or .parquet", "jq -c '.[]'"),
+        overrides=("data.path=FOLDER/data.json",),
+        files={"data.json": json.dumps([*ROWS])},
+    ),
     _row("no column `prompt`", "found 'label', 'level'", "rename the column", prompt=...),
     _row(
         "a number for a prompt",

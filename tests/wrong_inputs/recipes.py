@@ -28,6 +28,115 @@ CASES = (
         "a recipe that is not there", ("FOLDER/no.yaml", "no such"), arguments=("check", "FOLDER/no.yaml")
     ),
     WrongInput(
+        "a recipe with another ending",
+        ("FOLDER/recipe.yml: there is no such recipe file", "did you mean FOLDER/recipe.yaml?"),
+        arguments=("check", "FOLDER/recipe.yml"),
+    ),
+    WrongInput(
+        "a folder for a recipe",
+        ("FOLDER: this is a folder", "expected a recipe file, such as FOLDER/recipe.yaml"),
+        arguments=("check", "FOLDER"),
+    ),
+    WrongInput(
+        "a recipe of another folder",
+        (
+            "data.path = 'mine.jsonl': there is no such file",
+            "rollout.reward = 'my_there.score': there is no Python package 'my_there'",
+            "FOLDER/there has it, and paths are relative to the folder where slipstream is called",
+        ),
+        arguments=("check", "FOLDER/there/recipe.yaml"),
+        files={
+            "there/recipe.yaml": "run: {name: x, steps: 1}\nmodel: {path: FOLDER/model}\n"
+            "data: {path: mine.jsonl}\nrollout: {max_head_offpolicyness: 0, batch_size: 1, "
+            "n_samples_per_prompt: 2, reward: my_there.score}\n",
+            "there/mine.jsonl": "",
+            "there/my_there.py": "",
+        },
+        count=3,
+    ),
+    WrongInput(
+        "a recipe in another encoding",
+        ("FOLDER/recipe.yaml: the recipe is not UTF-8 text", "save it as UTF-8"),
+        files={"recipe.yaml": "run: {name: x}".encode("utf-16")},
+    ),
+    WrongInput(
+        "a tab",
+        ("FOLDER/recipe.yaml", "line 2", "indent with spaces"),
+        files={"recipe.yaml": "run:\n\tname: x\n"},
+    ),
+    WrongInput(
+        "a recipe before its checkpoint",
+        ("FOLDER/recipe.yaml: expected a checkpoint, and then the recipe",),
+        arguments=("eval", "FOLDER/recipe.yaml", "FOLDER/model"),
+    ),
+    WrongInput(
+        "a folder with a recipe, which is no run",
+        ("FOLDER: no metrics.jsonl or inputs.json in it; expected the folder of a run",),
+        arguments=("report", "FOLDER"),
+    ),
+    WrongInput(
+        "a folder of runs for a run",
+        ("FOLDER: no metrics.jsonl in it; expected the folder of a run, such as FOLDER/runs/mine",),
+        arguments=("watch", "FOLDER"),
+        files={"runs/mine/metrics.jsonl": ""},
+    ),
+    WrongInput(
+        "a configuration to import that is not there",
+        ("FOLDER/no.sh: no such file; expected a configuration of verl",),
+        arguments=("import", "verl", "FOLDER/no.sh", "-o", "FOLDER/out.yaml"),
+    ),
+    WrongInput(
+        "data for a recipe",
+        ("FOLDER/data.jsonl: expected a YAML file with run, model, data and so on",),
+        arguments=("check", "FOLDER/data.jsonl"),
+    ),
+    WrongInput(
+        "names of other systems",
+        (
+            "learning_rate = 0.1: unknown key; did you mean actor.optimizer.lr?",
+            "num_generations = 4: unknown key; did you mean rollout.n_samples_per_prompt?",
+            "trainer = {'total_epochs': 3}: unknown key; did you mean run.epochs?",
+        ),
+        overrides=("learning_rate=0.1", "num_generations=4", "trainer.total_epochs=3"),
+        count=3,
+    ),
+    WrongInput(
+        "a learning rate without its minus",
+        ("actor.optimizer.lr = 25000.0: expected at most 1",),
+        overrides=("actor.optimizer.lr=2.5e4",),
+    ),
+    WrongInput(
+        "a number in quotes",
+        ("run.steps = '10': expected a whole number or null, without quotes",),
+        overrides=('run.steps="10"',),
+    ),
+    WrongInput(
+        "a setting in three words",
+        ("override 'run.steps': there is no '='", "key=value, without spaces"),
+        overrides=("run.steps", "=", "3"),
+        count=3,
+    ),
+    WrongInput(
+        "a variable in a path",
+        ("model.path = '$MODELS/policy': variables are not read in a recipe; expected /data/models/policy",),
+        overrides=("model.path=$MODELS/policy",),
+        environment={"MODELS": "/data/models"},
+    ),
+    WrongInput(
+        "a model's name on the hub",
+        (
+            "model.path = 'some-lab/tiny'",
+            "no config.json",
+            "hf://some-lab/tiny, which the run downloads",
+        ),
+        overrides=("model.path=some-lab/tiny",),
+    ),
+    WrongInput(
+        "a model's address on the hub",
+        ("model.path", "it has no config.json", "hf://some-lab/tiny, which the run downloads"),
+        overrides=("model.path=https://huggingface.co/some-lab/tiny",),
+    ),
+    WrongInput(
         "a recipe that is no YAML",
         ("FOLDER/recipe.yaml", "line 2"),
         files={"recipe.yaml": "run: {name: x\nmodel: ]\n"},

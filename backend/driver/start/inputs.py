@@ -289,7 +289,7 @@ def adapter_problems(config: RunConfig, spec: ModelSpec) -> list[str]:
         adapter = adapter_spec(spec, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
     except NoAdapter as error:
         return [f"actor.lora.targets: {error}"]
-    if lora.path is None:
+    if lora.path is None or is_on_hub(lora.path):
         return []
     try:
         check_peft(PeftIndex(lora.path), adapter)

@@ -29,14 +29,16 @@ import yaml
 
 from slipstream.backend.checkpoint.checkpoint_errors import describe
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
-from slipstream.backend.driver.start.identity import KnownInputs, current_inputs, inputs_to_go_on_with
+from slipstream.backend.driver.start.identity import INPUTS, KnownInputs, current_inputs, inputs_to_go_on_with
 from slipstream.backend.driver.start.inputs import InputError
 from slipstream.backend.driver.start.job import SUBMITTED, is_restart, job_in, record_job
 from slipstream.backend.monitor.metrics import METRICS_FILE
 from slipstream.backend.monitor.progress import Progress
+from slipstream.configs.rules.models import model_folder
 from slipstream.configs.schema import RunConfig, is_on_hub
 from slipstream.configs.schema.base import Section
-from slipstream.rollout.ledger.lease.driver_file import is_lease_file
+from slipstream.configs.schema.paths import model_settings
+from slipstream.rollout.ledger.lease.driver_file import DRIVER, is_lease_file
 from slipstream.rollout.ledger.lease.folder_lease import FolderLease, take_lease, wait_until_free
 from slipstream.rollout.ledger.recovery import LEDGER
 from slipstream.rollout.ledger.storage.database import LedgerBusy
@@ -58,8 +60,9 @@ RESTART_LOOK_S, RESTART_LOOKS = 10.0, 18
 """Seconds between two attempts of a restarted job to take its run folder over, and the number of further
 attempts. An NFSv4 server keeps the locks of a node that has died for 90 s by default."""
 
-OF_A_RUN = (RECIPE, LEDGER, METRICS_FILE, CHECKPOINTS)
-"""Files by which the folder of a run is recognized. A folder without them is never deleted."""
+OF_A_RUN = (DRIVER, INPUTS, LEDGER, METRICS_FILE, CHECKPOINTS)
+"""Files by which the folder of a run is recognized. A folder without them is never deleted. Any folder of a
+user's may hold a recipe.yaml."""
 
 FIXED = ("run.seed", "data.shuffle", "rollout.batch_size", "rollout.n_samples_per_prompt")
 """Settings that give the ledger its meaning: they cannot change when a run is resumed."""
@@ -146,6 +149,11 @@ async def _make_way(config: RunConfig, progress: Progress, earlier: EarlierRun) 
             f"{folder} has none of {', '.join(OF_A_RUN)}: it is not the folder of a run and is not deleted. "
             "Move it away, or choose another run.name"
         )
+    if needed := list(_needed_in(config, folder)):
+        raise InputError(
+            f"{folder} is not moved or deleted, because the run needs what is in it: {', '.join(needed)}. "
+            "Choose another run.name or run.root"
+        )
     lease = await _take_lease(config, progress)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
     moved = folder.rename(folder.with_name(f"{folder.name}.{stamp}"))
@@ -157,6 +165,18 @@ async def _make_way(config: RunConfig, progress: Progress, earlier: EarlierRun) 
         shutil.rmtree(moved)
     else:
         progress.note(f"what was in {folder} lies in {moved} now")
+
+
+def _needed_in(config: RunConfig, folder: Path) -> Iterator[str]:
+    """Yield the models and files in the run folder that the run reads, by their settings."""
+    place = folder.resolve()
+    if Path.cwd().is_relative_to(place):
+        yield "the folder in which it is started"
+    models = {name: model_folder(config, name) for name in model_settings()}
+    files = {file.setting: file.path for file in (*config.training_files, *config.held_out_files)}
+    for name, path in {**models, **files}.items():
+        if path is not None and not is_on_hub(path) and path.resolve().is_relative_to(place):
+            yield f"{name} ({path})"
 
 
 async def resume_folder(

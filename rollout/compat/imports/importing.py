@@ -48,6 +48,8 @@ def import_recipe(system: str, words: Sequence[str], out: Path) -> ImportedRecip
     keys.
     """
     files = [Path(word) for word in words if Path(word).is_file() or not OVERRIDE.fullmatch(word)]
+    if absent := [str(file) for file in files if not file.is_file()]:
+        raise UnreadableScript(f"{', '.join(absent)}: no such file; expected a configuration of {system}")
     if not files:
         raise UnreadableScript("expected a file to read before the overrides")
     if out.exists():
@@ -72,6 +74,7 @@ def recipe_of(system: str, files: Sequence[Path], overrides: Sequence[str]) -> I
         recipe.notes[:0] = read.notes
     if unknown := recipe.unknown(known):
         raise UnreadableScript("\n".join(unknown))
+    recipe.name_hub()
     return recipe
 
 

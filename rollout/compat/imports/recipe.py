@@ -2,19 +2,26 @@
 
 import difflib
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
+from slipstream.configs.schema.base import HUB
+from slipstream.configs.schema.paths import model_settings
 from slipstream.rollout.compat.imports.launch_script import Flag
 
 MAPPED, NEEDS_NOTHING, REFUSES, UNKNOWN = "mapped", "ours by default", "refused", "unknown"
 """What becomes of a flag or key. An import with one that is unknown fails."""
 
 Settings = dict[str, Any]
+
+_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""A model's name on the Hugging Face Hub, as the other systems write it."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,13 @@ class ImportedRecipe:
         """Set the setting at ``path``, and return the path."""
         self.settings[path] = value
         return path
+
+    def name_hub(self) -> None:
+        """Write the names of models on the hub as a recipe does, unless a local folder has the name."""
+        for path in model_settings():
+            name = self.settings.get(path)
+            if isinstance(name, str) and _ON_HUB.fullmatch(name) and not Path(name).is_dir():
+                self.settings[path] = HUB + name
 
     def written(self, flag: Flag) -> str:
         """Return a flag or key with its value, as the system's users write it, on one line."""

@@ -23,7 +23,6 @@ from typing import Any, cast
 
 import yaml
 
-from slipstream.configs.schema import hub_model
 from slipstream.rollout.compat.imports.configurations import Several
 from slipstream.rollout.compat.imports.launch_script import Flag
 from slipstream.rollout.compat.imports.recipe import (
@@ -324,8 +323,7 @@ def _formed(rule: KeyRule, value: Any) -> str:
     text = _text(value)
     for pattern, form in (rule.form or {}).items():
         if match := re.fullmatch(pattern, text):
-            ours = match.expand(form)
-            return text if hub_model(Path(ours)) and Path(text).is_dir() else ours
+            return match.expand(form)
     return text
 
 
