@@ -60,7 +60,7 @@ from slipstream.rollout.engine.adapters import POLICY, AdapterServing
 from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.roster import FOLLOW_TIMEOUT_S, EngineRoster
 from slipstream.rollout.engine.serving import encoded
-from slipstream.rollout.engine.supervisor import EngineCounts, Supervisor
+from slipstream.rollout.engine.supervisor import EngineCounts, Supervisor, unwell
 from slipstream.rollout.ledger.recovery import Recovered
 from slipstream.rollout.live.baseline import ScoreBaseline
 from slipstream.rollout.live.judging import LiveJudging
@@ -180,7 +180,10 @@ def assemble(
         left=lambda: trainer.left,
     )
     counts = EngineCounts(len(placement.engines), engine.fewest_left, engine.most, engine.patience_s)
-    supervisor = Supervisor(handles, roster, weights, limit=engine_limit(config), counts=counts, note=note)
+    watch = partial(unwell, busy_s=config.weights.timeout_s)
+    supervisor = Supervisor(
+        handles, roster, weights, limit=engine_limit(config), counts=counts, note=note, watch=watch
+    )
     expected, folder = partial(facts_of, config, limits), config.run.folder
     checkpoints = _checkpoints(config, state, trainer, weights, listener)
     questions = EvaluationTasks()

@@ -5,9 +5,9 @@
                              +-------------- withdrawn -------------+
 
 An engine is in the roster only while SERVING. It is lost when its server ends or stands still: every few
-seconds it is asked whether it is well (``unwell``). It is admitted while no publication can intervene. An
-engine is withdrawn when its server is well but its weights are not whole, because the trainer died while it
-sent them.
+seconds it is asked whether it is well (``unwell``). What its processes do is then written down. It is
+admitted while no publication can intervene. An engine is withdrawn when its server is well but its weights
+are not whole, because the trainer died while it sent them.
 
 An engine that is lost while it runs users' requests is started again, and that is not counted: no user ends a
 run. An engine whose node is lost waits for another node, and the others go on. While fewer than ``fewest``
@@ -15,31 +15,68 @@ engines have a node, for ``patience_s`` at most, requests wait if no engine serv
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from slipstream.rollout.engine.client import EngineAddress, EngineClient
+from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost
 from slipstream.rollout.system.changes import Changes
 from slipstream.rollout.system.restarts import NodeLost, RestartLimit, Restarts
 
 LONGEST_PAUSE_S = 5.0
 """Longest time between two questions."""
 
+LONGEST_PAUSE_OF_SCHEDULERS_S = 60.0
+"""Longest time between two questions that a server hands on to its schedulers."""
+
 STOOD_STILL = 1.5
 """If an answer is missed by this many times its time-out, this process itself did not run to read it."""
 
 
-async def unwell(client: EngineClient) -> str:
-    """Wait until a server does not say that it is well. Return a sentence that tells of it."""
+async def unwell(client: EngineClient, *, busy_s: float = 0.0) -> str:
+    """Wait until a server does not say that it is well, or its schedulers hang. Return a sentence about it.
+
+    ``busy_s``: longest time for which an update may keep a scheduler from answering.
+    """
+    hung = _hung(client, max(client.address.timeout_s, busy_s))
+    questions = {asyncio.ensure_future(_silent(client)), asyncio.ensure_future(hung)}
+    try:
+        done, _ = await asyncio.wait(questions, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for question in questions:
+            question.cancel()
+
+
+async def _silent(client: EngineClient) -> str:
+    """Ask the process that serves HTTP. It says nothing of the schedulers."""
     clock = asyncio.get_running_loop().time
     timeout_s = client.address.answer_timeout_s
     while True:
         await asyncio.sleep(min(LONGEST_PAUSE_S, timeout_s / 4))
-        began = clock()
+        began, since = clock(), time.strftime("%T")
         if not await client.healthy() and clock() - began < STOOD_STILL * timeout_s:
-            return f"it does not say within {timeout_s:g} s that it is well"
+            return f"it does not say within {timeout_s:g} s that it is well (asked at {since})"
+
+
+async def _hung(client: EngineClient, timeout_s: float) -> str:
+    """Ask the schedulers, which may be busy for as long as a request may stand still."""
+    clock = asyncio.get_running_loop().time
+    answered, since = clock(), time.strftime("%T")
+    while True:
+        await asyncio.sleep(min(LONGEST_PAUSE_OF_SCHEDULERS_S, timeout_s / 4))
+        asked = clock()
+        with suppress(EngineError):  # a refusal is an answer
+            try:
+                await client.respond()
+            except EngineLost:
+                if clock() - asked < STOOD_STILL * client.address.timeout_s:
+                    if clock() - answered < timeout_s:
+                        continue
+                    return f"its schedulers have not answered for {timeout_s:g} s, since {since}"
+        answered, since = clock(), time.strftime("%T")
 
 
 SHOWN = 4
@@ -71,6 +108,13 @@ class EngineHandle(Protocol):
         ...
 
     async def wait_exit(self) -> int: ...
+
+    async def stands(self) -> str:
+        """Let the processes of an engine that hangs write where they stand. Return what is found, which
+        follows the reason in a sentence. Raises nothing.
+        """
+        ...
+
     async def stop(self) -> None: ...
 
 
@@ -378,7 +422,8 @@ class Supervisor:
             await asyncio.wait({exit_code}, timeout=0.5)
             if exit_code.done():
                 return f"its server exited with code {exit_code.result()}"
-            return silent.result() if silent in done else engine.reason
+            self._roster.remove(engine.client)
+            return (silent.result() if silent in done else engine.reason) + await engine.handle.stands()
         finally:
             exit_code.cancel()
             condemned.cancel()

@@ -46,6 +46,7 @@ class Actor:
     events: list[str]
     fails: bool = False
     killed: bool = False
+    hangs: bool = False
     exited: asyncio.Event = field(default_factory=asyncio.Event)
     meeting: MeetingPoint | None = None
     starts: int = 0
@@ -78,6 +79,18 @@ class Actor:
             await self.exited.wait()
             self._check()
             return -9
+
+        return Method(call)
+
+    @property
+    def write_stacks(self) -> Method:
+        async def call() -> tuple[str, list[str]]:
+            if self.hangs:
+                await asyncio.Event().wait()
+            self._check()
+            return f"engine-0-node-{self.node}.txt", [
+                "sglang::scheduler_TP1 (process 7) is stopped by a signal"
+            ]
 
         return Method(call)
 
@@ -191,6 +204,23 @@ def test_a_start_that_fails_on_one_node_says_why_and_ends_the_others(world: Worl
         assert f"stop {1 - node}" in world.events
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("harm", ["hangs", "killed"])
+def test_what_the_processes_of_an_engine_do_is_said_even_if_one_node_does_not_answer(
+    world: World, monkeypatch: pytest.MonkeyPatch, harm: str
+):
+    monkeypatch.setattr(engines, "STACKS_S", 0.2)
+
+    async def main() -> str:
+        await world.engine.start()
+        setattr(world.made[1], harm, True)
+        return await world.engine.stands()
+
+    assert asyncio.run(main()) == (
+        "; sglang::scheduler_TP1 (process 7) is stopped by a signal on 10.0.0.0; its actor on 10.0.0.1 does "
+        "not answer (stacks of its processes: engine-0-node-0.txt)"
+    )
 
 
 def test_stopping_ends_every_server_and_every_actor(world: World):

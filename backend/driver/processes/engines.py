@@ -21,6 +21,9 @@ from slipstream.rollout.engine.server_process import COMPILATION_S, ServerAccess
 T = TypeVar("T")
 
 STOP_TIMEOUT_S = 15.0
+STACKS_S = 20.0
+"""Longest wait for the stacks of an engine that is given up."""
+
 START_GRACE_S = COMPILATION_S + 60.0
 """Seconds that an actor's start may take beyond its server's time-out, which the server keeps itself
 unless it compiles kernels."""
@@ -166,6 +169,23 @@ class RayEngine:
         if code == LOST_ACTOR:
             self._places.check(self.name)
         return code
+
+    async def stands(self) -> str:
+        nodes = self._places.nodes_of(self.name)
+        asked = [asyncio.ensure_future(actor.write_stacks.remote()) for actor in self._actors]
+        said, files = [], []
+        if asked:
+            await asyncio.wait(asked, timeout=STACKS_S)
+        for node, answer in zip(nodes, asked, strict=False):
+            if answer.cancel() or answer.exception() is not None:
+                said.append(f"its actor on {node.address} does not answer")
+                continue
+            file, silent = answer.result()
+            files.append(file)
+            said += [f"{each} on {node.address}" for each in silent]
+        return "".join(f"; {each}" for each in said) + (
+            f" (stacks of its processes: {', '.join(files)})" if files else ""
+        )
 
     async def stop(self) -> None:
         if not self._actors:
