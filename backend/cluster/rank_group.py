@@ -170,6 +170,8 @@ class RankGroup:
             return TrainerFailed(reason, traceback_of(error), type(cause).__name__)
         if isinstance(error, ray.exceptions.RayActorError):
             return TrainerFailed(f"the process of trainer rank {rank} ended during {what} (log: {log})")
+        if isinstance(error, ray.exceptions.ActorUnschedulableError):
+            return TrainerFailed(f"trainer rank {rank} has no node to run on during {what}: Ray has lost it")
         return error
 
 

@@ -156,7 +156,8 @@ def assemble(
     gate = AdmissionGate(state.control, state.intake, ledger, listener, state.groups.ready, turns)
     batches = _batches(config, gate, state, note, turns)
     roster = _roster(config, gate, ledger.epoch)
-    trainer = _trainer(config, placement, logs) if trains else _batch_saver(config)
+    places = EnginePlaces(placement)
+    trainer = _trainer(config, places, logs) if trains else _batch_saver(config)
     devices = _devices(config, trainer, roster)
     adapters = adapters_of(config, inputs.spec) if trains else None
     engine, adapter = config.rollout.engine, None if adapters is None else POLICY
@@ -168,7 +169,6 @@ def assemble(
         config, trainer, roster, devices, batches, verifier, transports, note, starts_served=starts_served
     )
     actors = EngineActors(config, placement, logs, inputs.engine_model.path, adapters=adapters)
-    places = EnginePlaces(placement)
     handles = policy_engines(
         engine,
         actors,
@@ -232,6 +232,7 @@ def assemble(
             step=lambda: gate.core.step,
             restarts=Restarts(trainer_limit(config)),
             note=note,
+            place=partial(places.keep_trainer, supervisor),
         ),
         turns=turns,
         live=None if turns is None else live_users(config, limits, turns, key, roster, logs, listener.note),
@@ -378,9 +379,9 @@ def _evaluates_from(config: RunConfig, gate: AdmissionGate, questions: Evaluatio
     questions.evaluates_from(step if step >= config.run.total_steps else step + 1)
 
 
-def _trainer(config: RunConfig, placement: Placement, logs: Path) -> RunTrainer:
+def _trainer(config: RunConfig, places: EnginePlaces, logs: Path) -> RunTrainer:
     timeout_s = config.run.step_timeout_s
-    ranks = RankGroup(partial(create_ranks, config, placement, logs), timeout_s=timeout_s, logs=logs)
+    ranks = RankGroup(lambda: create_ranks(config, places.placement, logs), timeout_s=timeout_s, logs=logs)
     return RankedTrainer(ranks, step_timeout_s=timeout_s)
 
 

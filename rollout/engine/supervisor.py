@@ -182,6 +182,8 @@ class _Engine:
     outdated: asyncio.Event = field(default_factory=asyncio.Event)
     """Its server is to be brought up to date again."""
     reason: str = ""
+    gives_way: asyncio.Event = field(default_factory=asyncio.Event)
+    """It is to leave its node, for ``reason``."""
 
 
 class Supervisor:
@@ -258,6 +260,19 @@ class Supervisor:
         """True while there are fewer engines than there may be."""
         return self._number < self._counts.most
 
+    @property
+    def to_spare(self) -> int:
+        """Number of engines without which the run would go on."""
+        return max(self._number - max(self._counts.fewest, 1), 0)
+
+    async def give_way(self, names: Sequence[str], reason: str) -> None:
+        """Take engines off their nodes, which others need. They wait for other nodes."""
+        leaving = [self._engines[name] for name in names]
+        for engine in leaving:
+            engine.reason = reason
+            engine.gives_way.set()
+        await self._changes.first(lambda: None if any(each.has_node for each in leaving) else True)
+
     def where(self) -> dict[str, str]:
         """Return the address of each engine; empty: it starts, or waits for a node."""
         return {
@@ -329,11 +344,14 @@ class Supervisor:
         while True:
             await self._place(engine)
             try:
-                reason = await self._serve(engine)
+                reason = await self._serve_until_it_gives_way(engine)
             except NodeLost as lost:
                 if not self._is_serving:  # better started again than begun with fewer engines
                     raise
                 self._leave(engine, f"its node is lost: {lost}", unfit=False)
+                continue
+            if engine.gives_way.is_set():
+                self._leave(engine, engine.reason, unfit=False)
                 continue
             if users := await self._roster.suspects(engine.handle.name):
                 engine.restarts.excused()
@@ -358,6 +376,7 @@ class Supervisor:
                 break
             engine.handle.give_up_place(unfit=False)  # others have joined while it waited
         engine.has_node, engine.on_trial = True, self._is_serving
+        engine.gives_way.clear()
         if self._is_serving:
             self._note(f"{engine.handle.name} is placed on {where}")
         self._changes.notify()
@@ -371,6 +390,18 @@ class Supervisor:
         self._last_loss = f"{engine.handle.name} has left its node: {reason}"
         self._note(f"{self._last_loss}; {_engines(self._number)} left")
         self._changes.notify()
+
+    async def _serve_until_it_gives_way(self, engine: _Engine) -> str:
+        """Run one life of the engine, which a request for its node ends. Return the reason."""
+        serving = asyncio.ensure_future(self._serve(engine))
+        leaving = asyncio.ensure_future(engine.gives_way.wait())
+        try:
+            await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            return serving.result() if serving.done() else engine.reason
+        finally:
+            for each in (serving, leaving):
+                each.cancel()
+            await asyncio.wait({serving, leaving})
 
     async def _serve(self, engine: _Engine) -> str:
         """Run one life of the engine, from its start to its loss. Return the reason of the loss."""

@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from slipstream.backend.cluster.placement import Node, Placement
+from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.driver.processes import engines, places
 from slipstream.backend.driver.processes.devices import Separate
 from slipstream.backend.driver.processes.engines import EngineLimits, RayEngine
@@ -326,5 +327,41 @@ def test_without_gpus_an_engine_beyond_the_first_ones_needs_a_node_of_its_own():
         assert not further.done()
         further.cancel()
         await room.take("engine-1", spread=1, gpus=0, beyond=False)
+
+    asyncio.run(main())
+
+
+def test_the_trainer_gets_the_node_of_engines_that_have_left_it_and_others_do_not():
+    async def main() -> None:
+        first, lost, left, kept = (Node(f"id{n}", f"10.0.0.{n}", 2) for n in range(4))
+        room = EnginePlaces(Placement((first, lost), (), "cuda"), lambda: [first, left, kept])
+        for name, node in (("engine-0", left), ("engine-1", kept), ("judge-engine-0", first)):
+            room.begin(name, (node,), 2 if node is not first else 1)
+        events: list[object] = []
+
+        class Engines:
+            to_spare = 1
+
+            def where(self) -> dict[str, str]:
+                return {"engine-0": "", "engine-1": ""}
+
+            async def give_way(self, names: list[str], reason: str) -> None:
+                events.append(names)
+                assert room.placement.trainer == (first, left), "no engine may take the node meanwhile"
+                for name in names:
+                    room.give_up(name, unfit=False)
+
+        engines: Any = Engines()
+        await room.keep_trainer(engines)
+        assert events == [["engine-0"]]
+        waiting = asyncio.ensure_future(room.take("engine-0", spread=1, gpus=2, beyond=False))
+        await asyncio.wait({waiting}, timeout=0.05)
+        assert not waiting.done()
+        waiting.cancel()
+        engines.to_spare = 0
+        room._placement = Placement((first, lost), (), "cuda")
+        room.begin("engine-0", (left,), 2)
+        with pytest.raises(TrainerFailed, match="would have to give way"):
+            await room.keep_trainer(engines)
 
     asyncio.run(main())

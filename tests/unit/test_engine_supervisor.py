@@ -252,6 +252,34 @@ def test_an_engine_that_hangs_is_shown_and_it_alone_is_started_again():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("when", ["serving", "syncing", "starting"])
+def test_an_engine_that_gives_way_leaves_whatever_it_does_and_returns_to_another_node(when: str):
+    async def main():
+        async with supervised(n=2, restarts=0, fewest=1) as world:
+            await world.serving.wait()
+            assert world.supervisor.to_spare == 1
+            engine = world.handles[1]
+            if when != "serving":
+                (world.may_sync if when == "syncing" else engine.may_start).clear()
+                world.roster.condemn(world.roster.clients[1], "no answer")
+                world.supervisor._engines["engine-1"].restarts._limit = RestartLimit("r", 9, 60.0, "served")
+                await until(lambda: engine.starts == 2)
+            async with asyncio.timeout(10):
+                await world.supervisor.give_way(["engine-1"], "it gives way to the trainer")
+            assert engine.node is None
+            assert engine.unfit == []
+            assert len(world.urls) == 1
+            assert world.supervisor.to_spare == 0
+            assert "engine-1 has left its node: it gives way to the trainer; 1 engine left" in world.notes
+            world.may_sync.set()
+            engine.may_start.set()
+            engine.may_move.set()
+            await until(lambda: len(world.urls) == 2)
+            assert engine.node == "another node"
+
+    asyncio.run(main())
+
+
 def test_the_first_verdict_on_an_engine_is_the_one_reported():
     async def main():
         async with supervised() as world:
