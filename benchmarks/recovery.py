@@ -177,7 +177,7 @@ KINDS = (
     Kind("engine node", engine_node, (PLACED,)),
     Kind("trainer rank", trainer_rank, (REVIVED,)),
     Kind("driver", driver, (RESUMED,)),
-    Kind("trainer node", trainer_node, (RESTARTED,), TWO_TRAINERS),
+    Kind("trainer node", trainer_node, (REVIVED,), TWO_TRAINERS),
     Kind("head node", head_node, (RESTARTED,)),
     Kind("link down 20 s", link_down),
     Kind("scancel", scancel, (RESUMED,)),
