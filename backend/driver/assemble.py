@@ -21,7 +21,7 @@ from slipstream.backend.driver.loops.live_users import LiveUsers
 from slipstream.backend.driver.ports import RunListener, RunTrainer
 from slipstream.backend.driver.processes.collectors import Collectors
 from slipstream.backend.driver.processes.devices import Beside, Colocated, Devices, Separate
-from slipstream.backend.driver.processes.engines import EngineLimits, policy_engines
+from slipstream.backend.driver.processes.engines import EngineLimits, adapters_of, policy_engines
 from slipstream.backend.driver.processes.gateways import Gateways, gateway_command
 from slipstream.backend.driver.processes.joined_engines import JoinedEngines, barred, facts_of
 from slipstream.backend.driver.processes.judge_engines import judge_supervisor
@@ -43,9 +43,7 @@ from slipstream.backend.driver.weights.served_weights import ServedWeights
 from slipstream.backend.driver.weights.transports import PlannedSeconds, Transports, unplanned
 from slipstream.backend.driver.weights.verification import Verifier, probe_text
 from slipstream.backend.monitor.status import RunStatus
-from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.publish.endpoint import PAUSE
-from slipstream.bridge.shards.adapter import adapter_spec
 from slipstream.configs.schema import LiveConfig, RunConfig
 from slipstream.configs.schema.judge import asks_policy, own_engines
 from slipstream.rollout.collection.driver.assignments import Assignments
@@ -56,7 +54,7 @@ from slipstream.rollout.collection.driver.questions import EvaluationTasks
 from slipstream.rollout.collection.driver.server import CollectorServer
 from slipstream.rollout.compat.hooks import hook_drawing
 from slipstream.rollout.control.concurrency import ConcurrencyController
-from slipstream.rollout.engine.adapters import POLICY, AdapterServing
+from slipstream.rollout.engine.adapters import POLICY
 from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.roster import FOLLOW_TIMEOUT_S, EngineRoster
 from slipstream.rollout.engine.serving import encoded
@@ -383,15 +381,6 @@ def _trainer(config: RunConfig, places: EnginePlaces, logs: Path) -> RunTrainer:
     timeout_s = config.run.step_timeout_s
     ranks = RankGroup(lambda: create_ranks(config, places.placement, logs), timeout_s=timeout_s, logs=logs)
     return RankedTrainer(ranks, step_timeout_s=timeout_s)
-
-
-def adapters_of(config: RunConfig, spec: ModelSpec) -> AdapterServing | None:
-    """Return the adapters that the engines load; None: they get whole weights."""
-    lora = config.actor.lora
-    if lora is None or not config.actor.serves_adapter:
-        return None
-    adapter = adapter_spec(spec, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
-    return AdapterServing(lora.rank, tuple(adapter.leaves))
 
 
 def _begins_with_adapter(config: RunConfig) -> bool:
