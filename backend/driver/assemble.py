@@ -197,7 +197,6 @@ def assemble(
     restore = partial(_restored, config, inputs, state)
     rewind = Rewind(config.rollout, restore, ledger, gate, batches, assignments, note, turns, still_to_come)
     silence_s = max(SILENCE_S, _patience_s(config))
-    vocab = inputs.spec.geometry.vocab
     server = CollectorServer(key, assignments, questions, roster, ledger, silence_s=silence_s, lost=lost)
     return Parts(
         gate=gate,
@@ -216,7 +215,7 @@ def assemble(
             CollectorActors(placement, config),
             logs,
             key,
-            vocab,
+            inputs.spec.geometry.vocab,
             limits.max_length,
             note,
         ),
