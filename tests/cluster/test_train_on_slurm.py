@@ -43,7 +43,7 @@ def test_a_job_outlives_the_node_of_its_engine_and_a_requeue_without_resume(tmp_
         cluster.wait_for_output(job, "Slurm has started this job again", 240)
         result = cluster.wait(job, 240)
         assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
-        assert "resumed from step" in result.output
+        assert "resumed from version" in result.output
         for node in cluster.node_ips:
             left = cluster.processes(node)
             assert not left, f"left on {node}:\n{tree(left)}\n{result.output}"
