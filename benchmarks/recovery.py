@@ -13,11 +13,13 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,6 +35,7 @@ SAMPLES_PER_GROUP = 8
 TIMEOUT_S = 420.0
 """For each wait: to a first step, a noticed loss, a restart, an end."""
 LINK_DOWN_S = 20.0
+FILE_SYSTEM_BYTES = 256 << 20
 SETTINGS = (
     "run.steps=10000",
     "eval.every=0",
@@ -165,11 +168,25 @@ def drained(job: Job) -> None:
     job.cluster.scontrol("update", "nodename=node3", "state=resume")
 
 
+def file_system_full(job: Job) -> None:
+    """Fill the file system of the run until the run says so and ends, then make room."""
+    begin, filler = len(job.output()), job.run.parent / "filler"
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+    job.wait_for(FULL, begin)
+    job.wait_for_end()
+    job.count_in_memory()
+    filler.unlink()
+    job.submit("--resume")
+
+
 def two_at_once(job: Job) -> None:
     trainer_rank(job)
     engine_node(job)
 
 
+FULL = "free space on this file system|the disk is full: make room"
 PLACED, REVIVED, RESUMED = "is placed on", "the trainer is started again", "resumed from"
 TWO_TRAINERS = ("cluster.trainer_nodes=2", "actor.parallel.data=2")
 
@@ -177,13 +194,14 @@ KINDS = (
     Kind("engine node", engine_node, (PLACED,)),
     Kind("trainer rank", trainer_rank, (REVIVED,)),
     Kind("driver", driver, (RESUMED,)),
-    Kind("trainer node", trainer_node, (RESTARTED,), TWO_TRAINERS),
+    Kind("trainer node", trainer_node, (REVIVED,), TWO_TRAINERS),
     Kind("head node", head_node, (RESTARTED,)),
     Kind("link down 20 s", link_down),
     Kind("scancel", scancel, (RESUMED,)),
     Kind("requeue without --resume", requeue, (RESTARTED,)),
     Kind("Slurm's warning: time limit or preemption", warning, (RESTARTED,)),
     Kind("node drained and returned", drained),
+    Kind("file system full", file_system_full, (RESUMED,)),
     Kind("two at once: trainer rank, engine node", two_at_once, (REVIVED, PLACED)),
 )
 
@@ -204,7 +222,8 @@ def recover(kind: Kind, folder: Path) -> Row:
     """Let a job train, strike, wait until it trains again, stop it, and audit the run."""
     # A real Slurm gives a silent node minutes; with too little, it ends the job on a node whose link is down.
     lost_after_s = 60 if kind.strike is link_down else 10
-    with SlurmCluster(nodes=4, lost_after_s=lost_after_s) as cluster:
+    disk = small_file_system(folder / "runs") if kind.strike is file_system_full else nullcontext()
+    with disk, SlurmCluster(nodes=4, lost_after_s=lost_after_s) as cluster:
         job = Job(cluster, folder, *kind.settings)
         job.submit()
         begin = job.wait_for(STEP, 0, count=8)
@@ -218,14 +237,26 @@ def recover(kind: Kind, folder: Path) -> Row:
         job.wait_for(STEP, repaired)
         ended = time.monotonic()
         job.stop()
-    audit, _ = audit_ledger(job.run)
-    ledger = open_for_reading(job.run / LEDGER)
-    (discarded,) = ledger.execute("SELECT coalesce(sum(tokens), 0) FROM discards").fetchone()
-    ledger.close()
+        audit, _ = audit_ledger(job.run)
+        ledger = open_for_reading(job.run / LEDGER)
+        (discarded,) = ledger.execute("SELECT coalesce(sum(tokens), 0) FROM discards").fetchone()
+        ledger.close()
     starting = round(ended - asked, 1) if kind.again else 0.0
     return Row(
         kind.name, round(ended - began, 1), starting, discarded + job.in_memory, not audit.discrepancies
     )
+
+
+@contextmanager
+def small_file_system(folder: Path) -> Iterator[None]:
+    """Mount one of its own at ``folder``, which every node sees that is started within the block."""
+    folder.mkdir()
+    size = f"size={FILE_SYSTEM_BYTES}"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "small", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def in_memory(run: Path) -> int:

@@ -88,13 +88,14 @@ class CheckpointFolder:
     # ---- reading
 
     def all(self) -> list[Path]:
-        """Return the committed checkpoints, oldest first, without reading them."""
-        if not self.path.is_dir():
-            return []
-        return sorted(
-            (path for path in self.path.iterdir() if path.is_dir() and _COMMITTED.fullmatch(path.name)),
-            key=_version_of,
-        )
+        """Return the committed checkpoints, oldest first, without reading them. Raises CheckpointError."""
+        with explained(f"cannot list {self.path}"):
+            if not self.path.is_dir():
+                return []
+            found = [
+                path for path in self.path.iterdir() if path.is_dir() and _COMMITTED.fullmatch(path.name)
+            ]
+        return sorted(found, key=_version_of)
 
     def versions(self) -> list[int]:
         """Return the versions of the committed checkpoints not known to be unusable, oldest first."""

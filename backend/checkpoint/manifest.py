@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError, describe
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.rollout.ledger.rows.watermark import Watermark
+from slipstream.rollout.system.disk import describe
 from slipstream.rollout.system.durable import write_durably
 
 CHUNK = 2**24

@@ -1,8 +1,8 @@
 """EnginePlaces each trainer rank and each engine on a node. Pure: facts about nodes in, a placement out."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 
 from slipstream.configs.schema import RunConfig
@@ -165,6 +165,67 @@ def place_again(
 
     chosen = sorted(with_room, key=rank)[:spread]
     return tuple(chosen) if len(chosen) == spread else None
+
+
+def trainer_again(
+    nodes: Sequence[Node],
+    placement: Placement,
+    held: Mapping[str, Held],
+    losses: Mapping[str, int],
+    *,
+    movable: Collection[str],
+    most: int,
+) -> tuple[Placement, list[str]]:
+    """Return a placement with other nodes in place of those of the trainer that are lost, and the engines
+    that must give way to it.
+
+    The ranks of a node stay together. ``nodes``: those that there are. ``held``: what each engine has.
+    ``losses``: as in ``place_again``. ``movable``: engines that may give way, ``most`` of them. Nodes with
+    free GPUs come first. Raises PlacementError.
+    """
+    alive = {node.id for node in nodes}
+    trainer, own, held, leaving = placement.trainer, placement.trainers_own, dict(held), list[str]()
+    for lost in [node for node in dict.fromkeys(trainer) if node.id not in alive]:
+        trainers = {node.id for node in trainer}
+        gpus = trainer.count(lost) if placement.device == "cuda" else 0
+        found = [
+            (giving, node)
+            for node in nodes
+            if node.id not in trainers and (giving := _giving_way(node, held, gpus, movable)) is not None
+        ]
+        if not found:
+            raise PlacementError(
+                f"the trainer has lost {lost.address}, and no other node can have {gpus or 'its'} ranks"
+            )
+        giving, new = min(
+            found, key=lambda each: (len(each[0]), losses.get(each[1].address, 0), _by_address(each[1]))
+        )
+        leaving += giving
+        if len(leaving) > most:
+            raise PlacementError(
+                f"the trainer has lost {lost.address}, and {len(leaving)} engines would have to give way on "
+                f"{new.address}: {most} can be spared (rollout.engine.min_count)"
+            )
+        for engine in giving:
+            del held[engine]
+        trainer = tuple(new if node.id == lost.id else node for node in trainer)
+        own = (own - {lost.id}) | ({new.id} if lost.id in own else set[str]())
+    return replace(placement, trainer=trainer, trainers_own=own), leaving
+
+
+def _giving_way(
+    node: Node, held: Mapping[str, Held], gpus: int, movable: Collection[str]
+) -> list[str] | None:
+    """Return the engines that must leave ``node`` so that ``gpus`` of it are free; None: no room."""
+    on_node = {
+        engine: each.gpus for engine, each in held.items() if node.id in {other.id for other in each.nodes}
+    }
+    free, giving = node.gpus - sum(on_node.values()), list[str]()
+    for engine, taken in on_node.items():
+        if free < gpus and taken and engine in movable:
+            giving.append(engine)
+            free += taken
+    return giving if free >= gpus else None
 
 
 def _enough_nodes(nodes: Sequence[Node], needed: int) -> None:

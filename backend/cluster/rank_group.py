@@ -11,11 +11,12 @@ from slipstream.backend.batch.train_batch import StalenessViolation
 from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.cluster.configured_ray import ray
 from slipstream.backend.cluster.handles import RankActor, kill, traceback_of
-from slipstream.backend.cluster.stacks import FOLDER, ShownProcess, show_stacks
+from slipstream.backend.cluster.stacks import ShownProcess, show_stacks
 from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.cluster.waits import Timeout, within
 from slipstream.rollout.engine.leftovers import ProcessIdentity, segments_of_torch, unlink
 from slipstream.rollout.system.plugins import PluginFailed
+from slipstream.rollout.system.stacks import FOLDER
 
 T = TypeVar("T")
 
@@ -169,6 +170,8 @@ class RankGroup:
             return TrainerFailed(reason, traceback_of(error), type(cause).__name__)
         if isinstance(error, ray.exceptions.RayActorError):
             return TrainerFailed(f"the process of trainer rank {rank} ended during {what} (log: {log})")
+        if isinstance(error, ray.exceptions.ActorUnschedulableError):
+            return TrainerFailed(f"trainer rank {rank} has no node to run on during {what}: Ray has lost it")
         return error
 
 

@@ -1,44 +1,26 @@
 """Shows where the processes of a run stand when one of them hangs.
 
-a call takes too long ──► a task on each node: SIGUSR1 to its ranks ──► the handler in C writes all stacks
+a call takes too long ──► a task on each node ──► its ranks write all stacks (rollout/system/stacks.py)
                       └─► the tasks of the driver, and what each awaits
-
-The handler also runs while Python does not, as in a collective. A process that is stopped writes nothing, and
-is named.
 """
 
 import asyncio
-import faulthandler
 import os
-import signal
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from slipstream.backend.cluster.configured_ray import ray
-
-FOLDER = "stacks"
-"""Folder in that of the logs."""
-
-WRITE_S = 2.0
-"""Longest wait for a process to write its stacks. The handler takes some milliseconds."""
+from slipstream.rollout.system.stacks import FOLDER, shows_stacks, write_stacks
 
 DUMP_S = 120.0
 """Longest wait for all nodes, on each of which Ray may have to start a process first."""
 
-_STATES = {
-    "T": "is stopped by a signal",
-    "t": "is stopped by a debugger",
-    "D": "waits for a device",
-    "Z": "has ended",
-}
-
 
 class ShownProcess(NamedTuple):
-    """A process that writes its stacks when it is told to (``shows_stacks``)."""
+    """A process that writes its stacks when it is told to (``shown_process``)."""
 
     node: str
     """Ray's id of its node."""
@@ -47,11 +29,10 @@ class ShownProcess(NamedTuple):
     """File that its stacks go to."""
 
 
-def shows_stacks(logs: Path, name: str) -> ShownProcess:
-    """Let the calling process, which runs in a worker of Ray, write its stacks whenever it gets SIGUSR1."""
+def shown_process(logs: Path, name: str) -> ShownProcess:
+    """Let the calling process, which runs in a worker of Ray, write its stacks whenever it is told to."""
     path = logs / FOLDER / f"{name}.txt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    faulthandler.register(signal.SIGUSR1, path.open("a"), all_threads=True)  # the file stays open
+    shows_stacks(path)
     return ShownProcess(ray.get_runtime_context().get_node_id(), os.getpid(), str(path))
 
 
@@ -85,29 +66,8 @@ async def _asked(node: str, processes: dict[int, ShownProcess]) -> dict[int, str
 
 def signal_processes(processes: Mapping[int, ShownProcess]) -> dict[int, str]:
     """Let processes of this machine write their stacks. Return, by key, why one has written none."""
-    sizes: dict[int, int] = {}
-    missing: dict[int, str] = {}
-    for key, (_, pid, path) in processes.items():
-        try:
-            size = Path(path).stat().st_size
-            os.kill(pid, signal.SIGUSR1)
-            sizes[key] = size
-        except OSError:
-            missing[key] = "has ended"
-    deadline = time.monotonic() + WRITE_S
-    while sizes and time.monotonic() < deadline:  # no event tells of another process's writing
-        time.sleep(0.02)
-        sizes = {key: size for key, size in sizes.items() if Path(processes[key].path).stat().st_size <= size}
-    for key in sizes:
-        missing[key] = _STATES.get(_state(processes[key].pid), "does not react to a signal")
-    return missing
-
-
-def _state(pid: int) -> str:
-    """Return Linux's letter for what a process does; nothing if it has ended."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return "Z"
+    asked = {key: write_stacks(pid, Path(path), Path(path).stem) for key, (_, pid, path) in processes.items()}
+    return {key: why for key, why in asked.items() if why is not None}
 
 
 def _write_tasks(path: Path) -> None:

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from slipstream.backend.cluster.stacks import ShownProcess, shows_stacks
+from slipstream.backend.cluster.stacks import ShownProcess, shown_process
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.engine.leftovers import ProcessIdentity, this_process
 from slipstream.rollout.system import gpu_environment
@@ -45,7 +45,7 @@ class TrainerActor:
         """
         import ray
 
-        shown = shows_stacks(self._logs, f"trainer-{self._rank}")
+        shown = shown_process(self._logs, f"trainer-{self._rank}")
         return this_process(), [str(gpu) for gpu in ray.get_gpu_ids()], shown
 
     def connect(self, address: str, port: int) -> None:

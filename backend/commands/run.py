@@ -24,6 +24,7 @@ from slipstream.backend.monitor.summary import (
 )
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.supervised import Supervised
+from slipstream.rollout.system.disk import ADVICE, describe
 from slipstream.rollout.system.garbage import keep_few_heaps
 
 T = TypeVar("T")
@@ -110,7 +111,9 @@ def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None
 def _described(cause: BaseException) -> str:
     from slipstream.backend.cluster.trainer_failed import TrainerFailed
 
-    return cause.described if isinstance(cause, TrainerFailed) else str(cause)
+    if isinstance(cause, TrainerFailed):
+        return cause.described
+    return describe(cause) if isinstance(cause, OSError) and cause.errno in ADVICE else str(cause)
 
 
 def memory_lines(failure: str, config: RunConfig) -> list[str]:

@@ -33,6 +33,30 @@ MODULES, NODE_DISK, RESTARTS = "SLIPSTREAM_MODULES", "SLIPSTREAM_TMP", "SLIPSTRE
 TASK = "%a"
 """What slurm/train.sbatch replaces in the arguments of a job by the number of its task in an array."""
 
+_ASKED = "the recipe and the options of submit say so already: "
+_GPUS = f"{_ASKED}use --gpus-per-node, cluster.gpus_per_node or cluster.gres"
+_TASKS = "leave it: there is one Ray on each node, which hands out its CPUs and GPUs"
+_INSIDE = "the batch script runs on the host, and starts the container itself: use cluster.container"
+_REFUSED = {
+    **dict.fromkeys(("--nodes", "-N"), f"{_ASKED}use --nodes"),
+    **dict.fromkeys(("--time", "-t"), f"{_ASKED}use --time, which is checked"),
+    **dict.fromkeys(("--array", "-a"), "its tasks would all drive the same run: use --array"),
+    **dict.fromkeys(("--gpus", "-G", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket"), _GPUS),
+    **dict.fromkeys(
+        ("--ntasks", "-n", "--ntasks-per-node", "--ntasks-per-gpu", "--ntasks-per-socket"), _TASKS
+    ),
+    **dict.fromkeys(("--container", "--container-image", "--container-mounts"), _INSIDE),
+    **dict.fromkeys(("--wait", "-W"), "submit returns at once: ask `slipstream status`"),
+    "--test-only": "it submits nothing: use --print",
+    "--wrap": "the job has a script already",
+    ":": "a heterogeneous job has several groups of nodes, and Ray needs one: leave it out",
+}
+"""Options of sbatch that break a job or its account, each with what to do in their place."""
+
+_WARNING = re.compile(r"B:(SIG)?(USR1|10)(@\d+)?")
+_SEVERAL = re.compile(r"\s--?[a-z]")
+_FREE_TEXT = ("--comment", "--job-name", "-J")
+
 _SEEDS = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
 _JOB = re.compile(r"\d+(_\d+)?")
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<fields>\d+(?::\d+){0,2})")
@@ -229,6 +253,36 @@ def seconds(time: str) -> float | None:
     return int(match["days"]) * 86400 + hours * 3600 + minutes * 60 + rest
 
 
+def _sbatch_options(given: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield each option of sbatch as it was given, its name and its value, which may be the next word."""
+    for number, word in enumerate(given):
+        following = given[number + 1] if number + 1 < len(given) else ""
+        name, equals, value = word.partition("=") if word.startswith("--") else (word[:2], word[2:], word[2:])
+        if word.startswith("-") or word == ":":
+            yield word, name, value if equals or following.startswith("-") else following
+        elif not number or "=" in given[number - 1] or not given[number - 1].startswith("-"):
+            yield word, "", ""
+
+
+def _sbatch_problems(given: Sequence[str], cluster: SlurmCluster) -> Iterator[str]:
+    """Yield which further options of sbatch would break the job, and why."""
+    for word, name, value in _sbatch_options(given):
+        if not name:
+            yield f"--sbatch: {word!r} found, an option expected, such as --sbatch=--partition=big"
+        elif _SEVERAL.search(word) and name not in _FREE_TEXT:
+            yield f"--sbatch: {word!r} found, one option expected: give each an --sbatch of its own"
+        elif name in _REFUSED:
+            yield f"--sbatch={word}: {_REFUSED[name]}"
+        elif name == "--gres" and "gpu" in value:
+            yield f"--sbatch={word}: {_GPUS}"
+        elif name == "--gres" and cluster.gres is not None:
+            yield f"--sbatch={word}: sbatch takes the last --gres alone, and cluster.gres is {cluster.gres}"
+        elif name == "--export" and value.partition(",")[0] != "ALL":
+            yield f"--sbatch={word}: the job needs the variables of its submission: --export=ALL,NAME=VALUE"
+        elif name == "--signal" and _WARNING.fullmatch(value) is None:
+            yield f"--sbatch={word}: another signal ends the run or its Ray: --signal=B:USR1@SECONDS expected"
+
+
 def option_problems(options: JobOptions) -> list[str]:
     """Return what is wrong with the options of a job, whatever its recipe."""
     problems: list[str] = []
@@ -319,6 +373,7 @@ def sbatch_command(
         needed = nodes_needed(config, verb, gpus)
     except WrongInput as error:
         problems.append(str(error))
+    problems += _sbatch_problems(options.sbatch, _slurm(config))
     if options.nodes is not None and options.nodes < needed:
         problems.append(
             f"--nodes: {options.nodes} found, {needed} or more with {gpus} GPUs each (--gpus-per-node) "
@@ -367,12 +422,23 @@ def own_settings(site: Site, sources: Mapping[str, str]) -> list[str]:
     ]
 
 
+def inherited(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what a job inherits of an environment: nothing of a job in which it is submitted, whose sizes
+    srun would take for its own, and nothing by which sbatch would keep variables back, wait or make an array.
+    """
+    dropped = (CONTAINER, IMAGE, MOUNTS, "SBATCH_EXPORT", "SBATCH_WAIT", "SBATCH_ARRAY_INX")
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in dropped and (name == "SLURM_CONF" or not name.startswith("SLURM_"))
+    }
+
+
 def submit(command: Sequence[str], variables: Mapping[str, str]) -> str:
     """Run sbatch and return what it prints. Raises WrongInput without Slurm, and Failed if sbatch refuses."""
     if shutil.which(command[0]) is None:
         raise WrongInput("no sbatch on the PATH: submit from a login node, or see the command with --print")
-    inherited = {name: value for name, value in os.environ.items() if name not in (CONTAINER, IMAGE, MOUNTS)}
-    environment = inherited | dict(variables)
+    environment = inherited(os.environ) | dict(variables)
     try:
         ended = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=SBATCH_TIMEOUT_S, check=False

@@ -21,7 +21,7 @@ from slipstream.backend.driver.loops.live_users import LiveUsers
 from slipstream.backend.driver.ports import RunListener, RunTrainer
 from slipstream.backend.driver.processes.collectors import Collectors
 from slipstream.backend.driver.processes.devices import Beside, Colocated, Devices, Separate
-from slipstream.backend.driver.processes.engines import EngineLimits, policy_engines
+from slipstream.backend.driver.processes.engines import EngineLimits, adapters_of, policy_engines
 from slipstream.backend.driver.processes.gateways import Gateways, gateway_command
 from slipstream.backend.driver.processes.joined_engines import JoinedEngines, barred, facts_of
 from slipstream.backend.driver.processes.judge_engines import judge_supervisor
@@ -43,9 +43,7 @@ from slipstream.backend.driver.weights.served_weights import ServedWeights
 from slipstream.backend.driver.weights.transports import PlannedSeconds, Transports, unplanned
 from slipstream.backend.driver.weights.verification import Verifier, probe_text
 from slipstream.backend.monitor.status import RunStatus
-from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.publish.endpoint import PAUSE
-from slipstream.bridge.shards.adapter import adapter_spec
 from slipstream.configs.schema import LiveConfig, RunConfig
 from slipstream.configs.schema.judge import asks_policy, own_engines
 from slipstream.rollout.collection.driver.assignments import Assignments
@@ -56,11 +54,11 @@ from slipstream.rollout.collection.driver.questions import EvaluationTasks
 from slipstream.rollout.collection.driver.server import CollectorServer
 from slipstream.rollout.compat.hooks import hook_drawing
 from slipstream.rollout.control.concurrency import ConcurrencyController
-from slipstream.rollout.engine.adapters import POLICY, AdapterServing
+from slipstream.rollout.engine.adapters import POLICY
 from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.roster import FOLLOW_TIMEOUT_S, EngineRoster
 from slipstream.rollout.engine.serving import encoded
-from slipstream.rollout.engine.supervisor import EngineCounts, Supervisor
+from slipstream.rollout.engine.supervisor import EngineCounts, Supervisor, unwell
 from slipstream.rollout.ledger.recovery import Recovered
 from slipstream.rollout.live.baseline import ScoreBaseline
 from slipstream.rollout.live.judging import LiveJudging
@@ -156,7 +154,8 @@ def assemble(
     gate = AdmissionGate(state.control, state.intake, ledger, listener, state.groups.ready, turns)
     batches = _batches(config, gate, state, note, turns)
     roster = _roster(config, gate, ledger.epoch)
-    trainer = _trainer(config, placement, logs) if trains else _batch_saver(config)
+    places = EnginePlaces(placement)
+    trainer = _trainer(config, places, logs) if trains else _batch_saver(config)
     devices = _devices(config, trainer, roster)
     adapters = adapters_of(config, inputs.spec) if trains else None
     engine, adapter = config.rollout.engine, None if adapters is None else POLICY
@@ -168,7 +167,6 @@ def assemble(
         config, trainer, roster, devices, batches, verifier, transports, note, starts_served=starts_served
     )
     actors = EngineActors(config, placement, logs, inputs.engine_model.path, adapters=adapters)
-    places = EnginePlaces(placement)
     handles = policy_engines(
         engine,
         actors,
@@ -180,7 +178,10 @@ def assemble(
         left=lambda: trainer.left,
     )
     counts = EngineCounts(len(placement.engines), engine.fewest_left, engine.most, engine.patience_s)
-    supervisor = Supervisor(handles, roster, weights, limit=engine_limit(config), counts=counts, note=note)
+    watch = partial(unwell, busy_s=config.weights.timeout_s)
+    supervisor = Supervisor(
+        handles, roster, weights, limit=engine_limit(config), counts=counts, note=note, watch=watch
+    )
     expected, folder = partial(facts_of, config, limits), config.run.folder
     checkpoints = _checkpoints(config, state, trainer, weights, listener)
     questions = EvaluationTasks()
@@ -196,7 +197,6 @@ def assemble(
     restore = partial(_restored, config, inputs, state)
     rewind = Rewind(config.rollout, restore, ledger, gate, batches, assignments, note, turns, still_to_come)
     silence_s = max(SILENCE_S, _patience_s(config))
-    vocab = inputs.spec.geometry.vocab
     server = CollectorServer(key, assignments, questions, roster, ledger, silence_s=silence_s, lost=lost)
     return Parts(
         gate=gate,
@@ -215,7 +215,7 @@ def assemble(
             CollectorActors(placement, config),
             logs,
             key,
-            vocab,
+            inputs.spec.geometry.vocab,
             limits.max_length,
             note,
         ),
@@ -229,6 +229,7 @@ def assemble(
             step=lambda: gate.core.step,
             restarts=Restarts(trainer_limit(config)),
             note=note,
+            place=partial(places.keep_trainer, supervisor),
         ),
         turns=turns,
         live=None if turns is None else live_users(config, limits, turns, key, roster, logs, listener.note),
@@ -375,19 +376,10 @@ def _evaluates_from(config: RunConfig, gate: AdmissionGate, questions: Evaluatio
     questions.evaluates_from(step if step >= config.run.total_steps else step + 1)
 
 
-def _trainer(config: RunConfig, placement: Placement, logs: Path) -> RunTrainer:
+def _trainer(config: RunConfig, places: EnginePlaces, logs: Path) -> RunTrainer:
     timeout_s = config.run.step_timeout_s
-    ranks = RankGroup(partial(create_ranks, config, placement, logs), timeout_s=timeout_s, logs=logs)
+    ranks = RankGroup(lambda: create_ranks(config, places.placement, logs), timeout_s=timeout_s, logs=logs)
     return RankedTrainer(ranks, step_timeout_s=timeout_s)
-
-
-def adapters_of(config: RunConfig, spec: ModelSpec) -> AdapterServing | None:
-    """Return the adapters that the engines load; None: they get whole weights."""
-    lora = config.actor.lora
-    if lora is None or not config.actor.serves_adapter:
-        return None
-    adapter = adapter_spec(spec, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
-    return AdapterServing(lora.rank, tuple(adapter.leaves))
 
 
 def _begins_with_adapter(config: RunConfig) -> bool:

@@ -10,7 +10,6 @@ from contextlib import ExitStack, aclosing, closing
 from functools import partial
 from typing import Literal
 
-from slipstream.backend.checkpoint.checkpoint_errors import describe
 from slipstream.backend.cluster.node_usage import NodeUsages
 from slipstream.backend.cluster.object_store import batch_bytes
 from slipstream.backend.cluster.placement import place
@@ -51,6 +50,7 @@ from slipstream.configs.installed import untested_fields
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.ledger.writing.writer import Ledger
 from slipstream.rollout.reward import is_accuracy
+from slipstream.rollout.system.disk import describe
 from slipstream.rollout.system.garbage import OF_RECORDED_EPISODE, look_seldom_for_garbage
 
 
@@ -120,9 +120,9 @@ async def _run(
             progress.note(note)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         recipe = recipe_text(config)
-        metrics = MetricsLog(folder, open_trackers(config, recipe, progress.note))
+        metrics = MetricsLog(folder, open_trackers(config, recipe, progress.note), note=progress.note)
         stack.callback(metrics.close)
-        trace = TraceLog(folder)
+        trace = TraceLog(folder, note=progress.note)
         stack.callback(trace.close)
         metrics.log(state.control.version, {"run/recipe": f"```yaml\n{recipe}```"})
         await write_engine_model(config, inputs.engine_model, progress.phase, again=accept_changes)

@@ -37,9 +37,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError, describe
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.megatron.groups import groups
 from slipstream.bridge.group.pinned import PinnedPool
+from slipstream.rollout.system.disk import describe
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync

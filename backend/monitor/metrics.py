@@ -12,18 +12,22 @@ A record is one JSON line::
 
 import difflib
 import json
+import logging
 import math
 import operator
 import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from slipstream.backend.monitor.tags import TAGS
 from slipstream.backend.monitor.tensorboard import EventWriter, HistogramBucket, integer_buckets
-from slipstream.rollout.system.lines import drop_unfinished_line
+from slipstream.rollout.system.lines import LineFile
+
+warn = logging.getLogger(__name__).warning
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -75,24 +79,26 @@ in the order of names, capital letters first. Programs find each number once."""
 class MetricsLog:
     """Appends the records of a run to ``metrics.jsonl`` and to an event file, both directly in `folder`.
 
-    A record is in both files when `log` returns. A killed run may leave its last line unfinished; opening the
-    folder again removes that line. The log must be used from one thread only. `clock` gives Unix seconds.
+    A record is in both files when `log` returns, unless the disk is full or fails: then its line waits in
+    memory, and the event files lack it. Use the log from one thread only. `clock` gives Unix seconds.
     """
 
     def __init__(
-        self, folder: Path, sinks: Sequence[MetricsSink] = (), *, clock: Callable[[], float] = time.time
+        self,
+        folder: Path,
+        sinks: Sequence[MetricsSink] = (),
+        *,
+        note: Callable[[str], None] = warn,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """``sinks`` get every record as well. They are closed with the log."""
+        """``sinks`` get every record as well. They are closed with the log. ``note``: as of ``LineFile``."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / METRICS_FILE
-        drop_unfinished_line(path)
+        self._folder = folder
         self._clock = clock
         self._sinks = sinks
-        self._lines = path.open("a", encoding="utf-8", buffering=1)
+        self._lines = LineFile(folder / METRICS_FILE, note)
         self._now = 0.0
-        descriptions = {name: tag.description for name, tag in TAGS.items()}
-        descriptions |= {shown: descriptions[name] for name, shown in OVERVIEW.items()}
-        self._events = EventWriter(folder, clock=lambda: self._now, descriptions=descriptions)
+        self._events: EventWriter | None = self._event_file()
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Write one record.
@@ -123,23 +129,51 @@ class MetricsLog:
         finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
         parts = {**finite, **histograms, **texts}
         record = {"step": step, "time": round(self._now, 3)} | parts
-        self._lines.write(json.dumps(record, allow_nan=False) + "\n")
-
-        if scalars:
-            self._events.scalars(step, scalars | _overview(scalars))
-        for name, buckets in (histograms | _overview(histograms)).items():
-            if buckets:
-                self._events.histogram(step, name, buckets)
-        for name, text in texts.items():
-            self._events.text(step, name, text)
-        self._events.flush()
+        self._lines.add(json.dumps(record, allow_nan=False).encode())
+        if self._lines.flush():
+            self._show(step, scalars, histograms, texts)
         for sink in self._sinks:
             sink.put(MetricsRecord(step, self._now, scalars, histograms))
+
+    def _show(
+        self,
+        step: int,
+        scalars: Mapping[str, float],
+        histograms: Mapping[str, list[HistogramBucket]],
+        texts: Mapping[str, str],
+    ) -> None:
+        """Write a record for TensorBoard. After an error the next one begins a file: the rest of a file after
+        half an event is never read.
+        """
+        try:
+            if self._events is None:
+                self._events = self._event_file()
+            if scalars:
+                self._events.scalars(step, {**scalars, **_overview(scalars)})
+            for name, buckets in {**histograms, **_overview(histograms)}.items():
+                if buckets:
+                    self._events.histogram(step, name, buckets)
+            for name, text in texts.items():
+                self._events.text(step, name, text)
+            self._events.flush()
+        except OSError:  # the lines are what a run goes by
+            self._close_events()
+
+    def _event_file(self) -> EventWriter:
+        descriptions = {name: tag.description for name, tag in TAGS.items()}
+        descriptions |= {shown: descriptions[name] for name, shown in OVERVIEW.items()}
+        return EventWriter(self._folder, clock=lambda: self._now, descriptions=descriptions)
+
+    def _close_events(self) -> None:
+        if self._events is not None:
+            with suppress(OSError):
+                self._events.close()
+            self._events = None
 
     def close(self) -> None:
         """Close both files, and the sinks."""
         self._lines.close()
-        self._events.close()
+        self._close_events()
         for sink in self._sinks:
             sink.close()
 

@@ -47,8 +47,8 @@ def _failures_of_trainer(model: FailureModel) -> list[str]:
     )
     nodes = (
         f"a node fails every {model.node_mean_time_s:g} s, back after {model.node_repair_s:g} s, with "
-        f"{model.spare_nodes} spare ones and {model.engine_placement} engines; the job is back after "
-        f"{model.job_restart_s:g} s"
+        f"{model.spare_nodes} spare ones and {model.engine_placement} engines; the trainer is back after "
+        f"{model.trainer_node_restart_s:g} s, and after {model.job_restart_s:g} s with the job"
         if model.node_mean_time_s
         else "no node fails"
     )

@@ -3,7 +3,8 @@
 engine dies ──► restarted ──► brought up to date ──► serves
 node with engines lost ──► elastic: room on any node │ fixed: the same node, repaired ──► restarted ...
 trainer rank dies ──► Revival: newest checkpoint, Rewind, copy published      engines go on meanwhile
-node of the trainer lost ──► the job starts again: as above, and every engine is restarted
+node of the trainer lost ──► as above, on a spare node or on one whose engines give way
+first node lost, or no room ──► the job starts again: as above, and every engine is restarted
 """
 
 import asyncio
@@ -12,15 +13,24 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from numpy.random import Generator
+
 from slipstream.backend.driver.ports import CheckpointRecord, FoundCheckpoint, RunPosition
-from slipstream.backend.driver.processes.places import Held, Node, Placement, place_again
+from slipstream.backend.driver.processes.places import (
+    Held,
+    Node,
+    Placement,
+    PlacementError,
+    place_again,
+    trainer_again,
+)
 from slipstream.backend.driver.weights.served_weights import ServedWeights
 from slipstream.backend.simulate.gpu_split import GpuSplit, model_of
 from slipstream.backend.simulate.simulated_engine import Engine
 from slipstream.backend.simulate.simulated_ledger import SimulatedLedger
 from slipstream.backend.simulate.simulated_pool import SimulatedPool
 from slipstream.backend.simulate.simulated_trainer import SimulatedTrainer
-from slipstream.backend.simulate.workload import Workload
+from slipstream.backend.simulate.workload import FAILING, Workload
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.simulate import ClusterLayout, FailureModel
 from slipstream.rollout.system.changes import Changes
@@ -28,7 +38,7 @@ from slipstream.rollout.system.changes import Changes
 GPUS_PER_NODE = 8
 """GPUs of a node where the layout does not say so."""
 
-ENGINE, ENGINE_NODE, TRAINER, TRAINER_NODE = "engine", "engine_node", "trainer", "trainer_node"
+ENGINE, ENGINE_NODE, TRAINER, TRAINER_NODE, FIRST_NODE = FAILING
 
 
 class Failures:
@@ -62,8 +72,11 @@ class Failures:
             if model.node_mean_time_s is not None:
                 for number in range(len(self._nodes.of_engines)):
                     tasks.create_task(self._engine_node(number, model.node_mean_time_s, tasks))
-                mean_s = model.node_mean_time_s / self._nodes.of_trainer
-                tasks.create_task(self._trainer_fails(TRAINER_NODE, mean_s, model.job_restart_s, tasks))
+                mean_s = model.node_mean_time_s
+                tasks.create_task(self._trainer_fails(FIRST_NODE, mean_s, model.job_restart_s, tasks))
+                if others := self._nodes.of_trainer - 1:
+                    mean_s, back_s = mean_s / others, model.trainer_node_restart_s
+                    tasks.create_task(self._trainer_fails(TRAINER_NODE, mean_s, back_s, tasks))
             if model.trainer_mean_time_s is not None:
                 mean_s, back_s = model.trainer_mean_time_s, model.trainer_restart_s
                 tasks.create_task(self._trainer_fails(TRAINER, mean_s, back_s, tasks))
@@ -81,6 +94,8 @@ class Failures:
         random, node = self._workload.failures(ENGINE_NODE, number), self._nodes.of_engines[number]
         while True:
             await asyncio.sleep(random.exponential(mean_time_s))
+            if not self._nodes.has_engines(node):
+                continue  # the trainer has it, whose nodes fail by themselves
             self.counts[ENGINE_NODE] += 1
             lost = self._nodes.lose(node)
             for engine in map(self._pool.engines.__getitem__, lost):
@@ -105,11 +120,33 @@ class Failures:
             if not self._trainer.is_alive:
                 continue
             self.counts[kind] += 1
-            self._trainer.fail(f"{kind} at second {asyncio.get_running_loop().time():.0f}", back_s)
-            if kind == TRAINER_NODE:
+            after_s, ends_job = back_s, kind == FIRST_NODE
+            if kind == TRAINER_NODE and not self._moves(random, tasks):
+                after_s, ends_job = self._model.job_restart_s, True
+            self._trainer.fail(f"{kind} at second {asyncio.get_running_loop().time():.0f}", after_s)
+            if ends_job:
                 for engine in list(self._pool.clients):
                     self._pool.remove(engine)
-                    tasks.create_task(self._return(engine, back_s))
+                    tasks.create_task(self._return(engine, after_s))
+
+    def _moves(self, random: Generator, tasks: asyncio.TaskGroup) -> bool:
+        """One of the trainer's nodes is gone, not the first. Return False if its ranks have no other."""
+        try:
+            lost, leaving = self._nodes.lose_of_trainer(random, len(self._pool.clients) - 1)
+        except PlacementError:
+            return False
+        for engine, node in leaving:
+            if self._pool.serves(self._pool.engines[engine]):
+                self._pool.remove(self._pool.engines[engine])
+                tasks.create_task(self._replace(self._pool.engines[engine], node))
+            else:  # as above
+                self._nodes.hold(engine, node)
+        tasks.create_task(self._repair(lost))
+        return True
+
+    async def _repair(self, node: Node) -> None:
+        await asyncio.sleep(self._model.node_repair_s)
+        self._nodes.repaired(node)
 
     async def _return(self, engine: Engine, after_s: float | None = None) -> None:
         await asyncio.sleep(self._model.engine_restart_s if after_s is None else after_s)
@@ -140,8 +177,29 @@ class _Nodes:
             for engine in range(split.engines)
         }
         self._losses = Counter[str]()
-        self._placement = Placement((), (), "cuda")
+        trainers = [Node(f"trainer-{n}", f"trainer-{n}", per_node) for n in range(self.of_trainer)]
+        ranks = tuple(node for node in trainers for _ in range(per_node))[: split.trainer_gpus]
+        own = frozenset(node.id for node in trainers)
+        self._placement = Placement(ranks, (), "cuda", trainers_own=own)
         self._changes = Changes()
+
+    def has_engines(self, node: Node) -> bool:
+        """True if a node is there for engines: the trainer does not have it, and it has not failed."""
+        return node in self._alive and node.id not in self._placement.trainers_own
+
+    def lose_of_trainer(self, random: Generator, most: int) -> tuple[Node, list[tuple[int, Node]]]:
+        """One of the trainer's nodes but the first is gone. Return it, and the engines that give way to its
+        ranks, ``most`` of them, with their nodes. Raises PlacementError.
+        """
+        first, *others = dict.fromkeys(self._placement.trainer)
+        lost = others[random.integers(len(others))]
+        held = {str(engine): each for engine, each in self._held.items()}
+        there = [node for node in (*self._alive, first, *others) if node != lost]
+        self._placement, leaving = trainer_again(
+            there, self._placement, held, self._losses, movable=held, most=most
+        )
+        self._alive.pop(lost, None)
+        return lost, [(int(engine), self._held.pop(int(engine)).nodes[0]) for engine in leaving]
 
     def lose(self, node: Node) -> list[int]:
         """The node is gone. Return the engines that were on it."""
@@ -165,8 +223,13 @@ class _Nodes:
         """Wait until there is room for an engine that was on node ``before``, and take it."""
         find: Callable[[], tuple[Node, ...] | None] = self._room
         if not self._is_elastic:
-            find = lambda: (before,) if before in self._alive else None  # noqa: E731
+            find = lambda: self._back_on(before)  # noqa: E731
         self.hold(engine, (await self._changes.first(find))[0])
+
+    def _back_on(self, node: Node) -> tuple[Node, ...] | None:
+        if node.id in self._placement.trainers_own:
+            return self._room()
+        return (node,) if node in self._alive else None
 
     def _room(self) -> tuple[Node, ...] | None:
         return place_again(

@@ -25,7 +25,7 @@ PROMPT, RESPONSE, STRAGGLER, DIFFICULTY, REWARD, JUDGING, FAILURE = range(7)
 """Independent streams of random numbers."""
 
 
-FAILING = ("engine", "engine_node", "trainer", "trainer_node")
+FAILING = ("engine", "engine_node", "trainer", "trainer_node", "first_node")
 """Kinds of parts that fail."""
 
 

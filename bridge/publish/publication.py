@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,12 +53,13 @@ class Publication:
         """Run one step on every engine at once. Returns the results of the engines that completed it."""
         timeout_s = self.timeouts.transfer_s if moves_weights else self.timeouts.answer_s
         results: dict[EngineEndpoint, T] = {}
+        since = time.strftime("%T")
 
         async def attempt(engine: EngineEndpoint) -> None:
             try:
                 results[engine] = await asyncio.wait_for(call(engine), timeout_s)
             except TimeoutError:
-                self.fail(engine, step, f"no answer in {timeout_s:g} s")
+                self.fail(engine, step, f"no answer in {timeout_s:g} s, since {since}")
             except Exception as error:  # whatever a client raises, its engine drops out and the others go on
                 self.fail(engine, step, error_text(error))
 

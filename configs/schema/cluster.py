@@ -30,7 +30,7 @@ SlurmNames = Annotated[str, _matching(rf"{_NAME}(,{_NAME})*", "a name, or severa
 GresName = Annotated[
     str,
     _matching(
-        r"[A-Za-z_]\w*(:[A-Za-z][A-Za-z0-9_.-]*)?",
+        r"[A-Za-z_]\w*(:(\d*[A-Za-z][A-Za-z0-9_.-]*|\d{3,}))?",  # gpu:h100, gpu:1g.10gb, gpu:3090
         "a name such as `gpu` or `gpu:h100`, without a number, which the recipe gives",
     ),
 ]

@@ -92,8 +92,8 @@ class EngineConfig(Section):
         default=600,
         gt=0,
         description="Seconds for which an engine may send nothing about a request. Then the engine is "
-        "checked and the request is continued. Pauses for an update count; the turns of a colocated "
-        "trainer do not.",
+        "checked and the request is continued. An engine whose schedulers answer no question for so long is "
+        "started again. Pauses for an update count; the turns of a colocated trainer do not.",
     )
     answer_timeout_s: float = Field(
         default=20,

@@ -173,23 +173,29 @@ class FailureModel(Section):
     node_mean_time_s: float | None = Field(
         default=None,
         gt=0,
-        description="Mean seconds until a node fails, with its engines, or with the job if trainer ranks are "
-        "on it; null: no node fails.",
+        description="Mean seconds until a node fails, with its engines or trainer ranks, or with the whole "
+        "job if it is the first one; null: no node fails.",
     )
     node_repair_s: float = Field(
-        default=86_400, ge=0, description="Seconds from the failure of a node with engines until it is back."
+        default=86_400, ge=0, description="Seconds from the failure of a node until it is back."
     )
-    spare_nodes: int = Field(default=0, ge=0, description="Nodes for engines that have lost theirs.")
+    spare_nodes: int = Field(default=0, ge=0, description="Nodes for engines and ranks without one.")
     engine_placement: Literal["elastic", "fixed"] = Field(
         default="elastic",
         description="Where an engine goes whose node is lost: to any node with room, as in a real run, or "
         "back to its own node once that is repaired.",
     )
+    trainer_node_restart_s: float = Field(
+        default=150,
+        ge=0,
+        description="Seconds from the failure of another node of the trainer until a checkpoint is restored, "
+        "with the ranks on a spare node or on one whose engines have given way.",
+    )
     job_restart_s: float = Field(
         default=300,
         ge=0,
-        description="Seconds from the failure of a node of the trainer until the job that was started again "
-        "has restored a checkpoint.",
+        description="Seconds from the failure of the first node, or of one for which there is no other, "
+        "until the job that was started again has restored a checkpoint.",
     )
 
     @property

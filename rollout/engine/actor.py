@@ -115,6 +115,12 @@ class EngineActor:
             raise RuntimeError(f"{self._name} was never started")
         return await self._server.wait_exit()
 
+    async def write_stacks(self) -> tuple[str, list[str]]:
+        """Let the server's processes write their stacks. Return the file, and who has written none."""
+        if self._server is None:
+            return "", ["no server runs"]
+        return str(self._server.stacks), await asyncio.to_thread(self._server.write_stacks)
+
     async def stop(self) -> None:
         """End the server. Returns when it has ended, also if another call is about to end it."""
         async with self._ending:

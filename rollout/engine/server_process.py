@@ -26,6 +26,7 @@ from slipstream.rollout.engine.leftovers import announced, kill_group, members, 
 from slipstream.rollout.system.garbage import kept_for_good
 from slipstream.rollout.system.key import Key, new_key
 from slipstream.rollout.system.network import process_group_variables
+from slipstream.rollout.system.stacks import FOLDER, VARIABLE, showing, write_stacks
 from slipstream.rollout.system.temporary import OwnedFolder
 
 
@@ -182,7 +183,7 @@ WITHOUT_DIAGNOSIS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUM
 """Let a server that has lost a process end at once. SGLang's diagnosis takes 66 seconds, in which requests
 hang; a user who wants it sets these variables."""
 
-SGLANGS_OWN = b"sglang::"
+SGLANGS_OWN = "sglang::"
 """Begins the title of the processes of schedulers, of the detokenizer and of the controller."""
 
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -228,6 +229,8 @@ class ServerProcess:
         self._answers_requests = spec.node == 0
         self._watches_processes = spec.node > 0 or spec.data_parallel > 1
         self._log_path = log_path
+        self.stacks = log_path.parent / FOLDER / f"{log_path.stem}.txt"
+        """File of the stacks of the server's processes."""
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = OwnedFolder(TEMPORARY, spec.label)
         self._folders = [self._temporary]
@@ -255,7 +258,7 @@ class ServerProcess:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(spec),
+                env=_environment(spec) | {VARIABLE: str(self.stacks)},
                 start_new_session=True,
             )
         self._send_key()
@@ -302,6 +305,15 @@ class ServerProcess:
 
     def _watch(self) -> None:
         self._exit.set_result(self._process.wait())
+
+    def write_stacks(self) -> list[str]:
+        """Let the server's processes write their stacks. Return who has not, and why."""
+        silent: list[str] = []
+        for pid in showing(members(self._process.pid)):
+            name = _title(pid)
+            if (why := write_stacks(pid, self.stacks, name)) is not None:
+                silent.append(f"{name} (process {pid}) {why}")
+        return silent
 
     def stop(self) -> None:
         """Kill the whole process group; there is nothing to drain. Does nothing the second time.
@@ -382,9 +394,16 @@ class ServerProcess:
 
 def _is_sglangs(pid: int) -> bool:
     """True for a process to which SGLang has given a title."""
+    return _title(pid).startswith(SGLANGS_OWN)
+
+
+def _title(pid: int) -> str:
+    """Return what SGLang calls a process; ``the server`` for the one that serves HTTP."""
     with suppress(OSError):  # processes come and go
-        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(SGLANGS_OWN)
-    return False
+        title = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").partition("\0")[0].strip()
+        if title.startswith(SGLANGS_OWN):
+            return title
+    return "the server"
 
 
 def environment_without_gpu() -> dict[str, str]:

@@ -5,9 +5,9 @@
                              +-------------- withdrawn -------------+
 
 An engine is in the roster only while SERVING. It is lost when its server ends or stands still: every few
-seconds it is asked whether it is well (``unwell``). It is admitted while no publication can intervene. An
-engine is withdrawn when its server is well but its weights are not whole, because the trainer died while it
-sent them.
+seconds it is asked whether it is well (``unwell``). What its processes do is then written down. It is
+admitted while no publication can intervene. An engine is withdrawn when its server is well but its weights
+are not whole, because the trainer died while it sent them.
 
 An engine that is lost while it runs users' requests is started again, and that is not counted: no user ends a
 run. An engine whose node is lost waits for another node, and the others go on. While fewer than ``fewest``
@@ -15,31 +15,68 @@ engines have a node, for ``patience_s`` at most, requests wait if no engine serv
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from slipstream.rollout.engine.client import EngineAddress, EngineClient
+from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost
 from slipstream.rollout.system.changes import Changes
 from slipstream.rollout.system.restarts import NodeLost, RestartLimit, Restarts
 
 LONGEST_PAUSE_S = 5.0
 """Longest time between two questions."""
 
+LONGEST_PAUSE_OF_SCHEDULERS_S = 60.0
+"""Longest time between two questions that a server hands on to its schedulers."""
+
 STOOD_STILL = 1.5
 """If an answer is missed by this many times its time-out, this process itself did not run to read it."""
 
 
-async def unwell(client: EngineClient) -> str:
-    """Wait until a server does not say that it is well. Return a sentence that tells of it."""
+async def unwell(client: EngineClient, *, busy_s: float = 0.0) -> str:
+    """Wait until a server does not say that it is well, or its schedulers hang. Return a sentence about it.
+
+    ``busy_s``: longest time for which an update may keep a scheduler from answering.
+    """
+    hung = _hung(client, max(client.address.timeout_s, busy_s))
+    questions = {asyncio.ensure_future(_silent(client)), asyncio.ensure_future(hung)}
+    try:
+        done, _ = await asyncio.wait(questions, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for question in questions:
+            question.cancel()
+
+
+async def _silent(client: EngineClient) -> str:
+    """Ask the process that serves HTTP. It says nothing of the schedulers."""
     clock = asyncio.get_running_loop().time
     timeout_s = client.address.answer_timeout_s
     while True:
         await asyncio.sleep(min(LONGEST_PAUSE_S, timeout_s / 4))
-        began = clock()
+        began, since = clock(), time.strftime("%T")
         if not await client.healthy() and clock() - began < STOOD_STILL * timeout_s:
-            return f"it does not say within {timeout_s:g} s that it is well"
+            return f"it does not say within {timeout_s:g} s that it is well (asked at {since})"
+
+
+async def _hung(client: EngineClient, timeout_s: float) -> str:
+    """Ask the schedulers, which may be busy for as long as a request may stand still."""
+    clock = asyncio.get_running_loop().time
+    answered, since = clock(), time.strftime("%T")
+    while True:
+        await asyncio.sleep(min(LONGEST_PAUSE_OF_SCHEDULERS_S, timeout_s / 4))
+        asked = clock()
+        with suppress(EngineError):  # a refusal is an answer
+            try:
+                await client.respond()
+            except EngineLost:
+                if clock() - asked < STOOD_STILL * client.address.timeout_s:
+                    if clock() - answered < timeout_s:
+                        continue
+                    return f"its schedulers have not answered for {timeout_s:g} s, since {since}"
+        answered, since = clock(), time.strftime("%T")
 
 
 SHOWN = 4
@@ -71,6 +108,13 @@ class EngineHandle(Protocol):
         ...
 
     async def wait_exit(self) -> int: ...
+
+    async def stands(self) -> str:
+        """Let the processes of an engine that hangs write where they stand. Return what is found, which
+        follows the reason in a sentence. Raises nothing.
+        """
+        ...
+
     async def stop(self) -> None: ...
 
 
@@ -138,6 +182,8 @@ class _Engine:
     outdated: asyncio.Event = field(default_factory=asyncio.Event)
     """Its server is to be brought up to date again."""
     reason: str = ""
+    gives_way: asyncio.Event = field(default_factory=asyncio.Event)
+    """It is to leave its node, for ``reason``."""
 
 
 class Supervisor:
@@ -214,6 +260,19 @@ class Supervisor:
         """True while there are fewer engines than there may be."""
         return self._number < self._counts.most
 
+    @property
+    def to_spare(self) -> int:
+        """Number of engines without which the run would go on."""
+        return max(self._number - max(self._counts.fewest, 1), 0)
+
+    async def give_way(self, names: Sequence[str], reason: str) -> None:
+        """Take engines off their nodes, which others need. They wait for other nodes."""
+        leaving = [self._engines[name] for name in names]
+        for engine in leaving:
+            engine.reason = reason
+            engine.gives_way.set()
+        await self._changes.first(lambda: None if any(each.has_node for each in leaving) else True)
+
     def where(self) -> dict[str, str]:
         """Return the address of each engine; empty: it starts, or waits for a node."""
         return {
@@ -285,11 +344,14 @@ class Supervisor:
         while True:
             await self._place(engine)
             try:
-                reason = await self._serve(engine)
+                reason = await self._serve_until_it_gives_way(engine)
             except NodeLost as lost:
                 if not self._is_serving:  # better started again than begun with fewer engines
                     raise
                 self._leave(engine, f"its node is lost: {lost}", unfit=False)
+                continue
+            if engine.gives_way.is_set():
+                self._leave(engine, engine.reason, unfit=False)
                 continue
             if users := await self._roster.suspects(engine.handle.name):
                 engine.restarts.excused()
@@ -314,6 +376,7 @@ class Supervisor:
                 break
             engine.handle.give_up_place(unfit=False)  # others have joined while it waited
         engine.has_node, engine.on_trial = True, self._is_serving
+        engine.gives_way.clear()
         if self._is_serving:
             self._note(f"{engine.handle.name} is placed on {where}")
         self._changes.notify()
@@ -327,6 +390,18 @@ class Supervisor:
         self._last_loss = f"{engine.handle.name} has left its node: {reason}"
         self._note(f"{self._last_loss}; {_engines(self._number)} left")
         self._changes.notify()
+
+    async def _serve_until_it_gives_way(self, engine: _Engine) -> str:
+        """Run one life of the engine, which a request for its node ends. Return the reason."""
+        serving = asyncio.ensure_future(self._serve(engine))
+        leaving = asyncio.ensure_future(engine.gives_way.wait())
+        try:
+            await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            return serving.result() if serving.done() else engine.reason
+        finally:
+            for each in (serving, leaving):
+                each.cancel()
+            await asyncio.wait({serving, leaving})
 
     async def _serve(self, engine: _Engine) -> str:
         """Run one life of the engine, from its start to its loss. Return the reason of the loss."""
@@ -378,7 +453,8 @@ class Supervisor:
             await asyncio.wait({exit_code}, timeout=0.5)
             if exit_code.done():
                 return f"its server exited with code {exit_code.result()}"
-            return silent.result() if silent in done else engine.reason
+            self._roster.remove(engine.client)
+            return (silent.result() if silent in done else engine.reason) + await engine.handle.stands()
         finally:
             exit_code.cancel()
             condemned.cancel()

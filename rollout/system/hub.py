@@ -6,7 +6,6 @@ Downloads models. Prints a list in JSON for each line of progress, folder and pr
 text.
 """
 
-import errno
 import importlib.util
 import json
 import shutil
@@ -17,12 +16,11 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from slipstream.configs.schema.base import hub_model
+from slipstream.rollout.system.disk import FULL
 
 Kind = Literal["model", "dataset"]
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "tokenizer*")
-
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 SHARES = 50
 """Number of lines about a whole download."""
@@ -98,7 +96,7 @@ def hub_files(
             f"{name}: the {what} has no revision {revision!r}; expected a branch, a tag or a commit of it"
         ) from None
     except (HTTPError, OSError, ValueError, RuntimeError) as error:
-        if any(isinstance(each, OSError) and each.errno in NO_ROOM for each in _causes(error)):
+        if any(isinstance(each, OSError) and each.errno in FULL for each in _causes(error)):
             raise HubError(_no_room(name, Path(constants.HF_HUB_CACHE), "more room")) from None
         is_wrapped = isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None
         reason = " ".join(str(error.__cause__ if is_wrapped else error).split())[:200]

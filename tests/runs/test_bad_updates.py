@@ -112,4 +112,8 @@ def test_an_engine_that_does_not_answer_for_a_minute_holds_up_nobody(
     assert summary(run)["engine_restarts"] == 1
     assert largest_mismatch(run) < 1e-3
     assert "no answer" in run.output()
+    stopped = (
+        r"engine-0 is started again: .*\(process \d+\) is stopped by a signal on .*stacks/engine-0\.txt\)"
+    )
+    assert re.search(stopped, run.output()), run.output()
     run.assert_nothing_left()

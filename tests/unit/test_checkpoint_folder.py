@@ -326,6 +326,22 @@ def test_errors_of_the_disk_say_what_to_do(folder: CheckpointFolder, monkeypatch
     assert folder.latest() is None
 
 
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+def test_a_folder_that_cannot_be_listed_costs_no_run(folder: CheckpointFolder, monkeypatch, number: int):
+    fill(folder.begin(8))
+    folder.commit(record(8))
+
+    def fail(path: Path):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "iterdir", fail)
+    for ask in (folder.prune, folder.versions, folder.latest):
+        with pytest.raises(CheckpointError, match=rf"cannot list .*{os.strerror(number)}"):
+            ask()
+    monkeypatch.undo()
+    assert folder.versions() == [8]
+
+
 def test_a_folder_that_cannot_be_made_is_a_checkpoint_error(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="Not a directory"):

@@ -12,6 +12,7 @@ from slipstream.backend.cluster.placement import (
     place,
     place_again,
     place_engines,
+    trainer_again,
 )
 from slipstream.configs.schema import RunConfig
 
@@ -321,3 +322,57 @@ def test_a_node_that_has_lost_engines_is_used_last():
     full = [Held((there[2],), 2)]
     found = place_again(there, placement, full, losses, spread=1, gpus=1)
     assert found is not None and addresses(found) == [1]
+
+
+def again(there, placement: Placement, held: dict[str, Held], most: int = 9) -> tuple[list[int], list[str]]:
+    """Return the nodes of the trainer's ranks, and the engines that give way: not the judge's."""
+    movable = [engine for engine in held if not engine.startswith("judge")]
+    placed, leaving = trainer_again(there, placement, held, {}, movable=movable, most=most)
+    return addresses(placed.trainer), leaving
+
+
+def test_a_trainer_that_has_lost_a_node_goes_to_a_spare_one_and_stays_where_it_can():
+    first, lost, engines, spare, returned = nodes(8, 8, 8, 8, 8)
+    placement = Placement((first,) * 8 + (lost,) * 8, (), "cuda", trainers_own=frozenset({first.id, lost.id}))
+    held = {f"engine-{number}": Held((engines,), 2) for number in range(4)}
+    there = [first, engines, spare]
+    assert again(there, placement, held) == ([0] * 8 + [3] * 8, [])
+    placed, _ = trainer_again(there, placement, held, {}, movable=held, most=4)
+    assert placed.trainers_own == {first.id, spare.id}
+    assert place_again(there, placed, held.values(), {}, spread=1, gpus=2) is None
+    assert again([*there, lost], placement, held) == ([0] * 8 + [1] * 8, []), "nothing is lost"
+    back = Node("new id", lost.address, 8)
+    assert again([first, engines, back], placement, held) == ([0] * 8 + [1] * 8, [])
+    assert again([first, returned, spare], placement, held)[0] == [0] * 8 + [3] * 8
+
+
+def test_without_a_spare_node_only_so_many_engines_give_way_as_the_ranks_need():
+    first, lost, many, few = nodes(4, 4, 8, 8)
+    placement = Placement((first,) * 4 + (lost,) * 4, (), "cuda")
+    held = {f"engine-{number}": Held((many,), 1) for number in range(8)}
+    held |= {"engine-8": Held((few,), 2), "engine-9": Held((few,), 2), "judge-engine-0": Held((few,), 2)}
+    there = [first, many, few]
+    assert again(there, placement, held) == ([0] * 4 + [3] * 4, ["engine-8"])
+    held["judge-engine-1"] = Held((few,), 2)
+    held["judge-engine-2"] = Held((few,), 2)
+    del held["engine-9"]
+    assert again(there, placement, held) == ([0] * 4 + [2] * 4, [f"engine-{n}" for n in range(4)])
+    with pytest.raises(
+        PlacementError, match=r"lost 10\.0\.0\.1, and 4 engines would have to give way .*: 3 can"
+    ):
+        again(there, placement, held, most=3)
+    with pytest.raises(PlacementError, match=r"no other node can have 4 ranks"):
+        again([first], placement, held)
+
+
+def test_an_engine_over_two_nodes_gives_way_once_for_two_lost_nodes():
+    one, two, left, right = nodes(8, 8, 8, 8)
+    placement = Placement((one,) * 8 + (two,) * 8, (), "cuda")
+    held = {"engine-0": Held((left, right), 8)}
+    assert again([left, right], placement, held, most=1) == ([2] * 8 + [3] * 8, ["engine-0"])
+
+
+def test_without_gpus_ranks_go_beside_engines():
+    first, lost, engines = nodes(0, 0, 0)
+    placement = Placement((first, lost), (), "cpu")
+    assert again([first, engines], placement, {"engine-0": Held((engines,), 0)}) == ([0, 2], [])

@@ -242,6 +242,49 @@ def test_a_task_of_an_array_reads_its_number_in_the_arguments(task):
     assert ended.stdout.splitlines() == [job, f"run.name=a b-seed{number}", "100%", f"{number}={number}"]
 
 
+MODULE = """
+module() {
+    case $2 in
+    fails) return 1 ;;
+    silent) echo "ERROR: Unable to locate a modulefile for 'silent'" >&2 ;;
+    *) LOADEDMODULES=${LOADEDMODULES:+$LOADEDMODULES:}$2${3:-} ;;
+    esac
+}
+fail() { echo "$*" >&2; exit 2; }
+say() { echo "$*"; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("modules", "code", "said"),
+    [
+        ("gcc/13 cuda/12.8", 0, ""),
+        ("gcc/13 fails cuda/12.8", 2, "`module load fails` fails on n1"),
+        ("gcc/13 silent", 0, "silent is not among the loaded modules: gcc/13"),
+        ("silent", 0, "silent is not among the loaded modules: none"),
+    ],
+)
+def test_a_module_that_is_not_loaded_is_named_whatever_the_exit_code(modules: str, code: int, said: str):
+    script = batch_script().read_text()
+    begin = script.index("# Every other node gets what they have set")
+    part = script[begin : script.index("# Slurm does not set the end", begin)]
+    ended = subprocess.run(
+        ["bash", "-uo", "pipefail", "-c", MODULE + part],
+        env={
+            "PATH": "/usr/bin:/bin",
+            "SLIPSTREAM_MODULES": modules,
+            "SLURMD_NODENAME": "n1",
+            "LOADEDMODULES": "",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == code, ended.stderr
+    assert said in ended.stderr
+    assert ("loaded modules" in ended.stderr) == ("loaded modules" in said)
+
+
 def test_an_array_has_a_run_for_each_seed_and_begins_after_another_job():
     options = JobOptions(seeds="0-3%2", after="1234")
     command, _ = sbatch_command(recipe(parallel={"tensor": 8}), "train", ["my.yaml", "run.steps=2"], options)
@@ -276,6 +319,97 @@ def test_a_job_is_refused_with_every_reason_at_once(options, reasons):
     lines = str(error.value).splitlines()
     assert len(lines) == len(reasons)
     assert all(line.startswith(reason) for line, reason in zip(lines, reasons, strict=True)), lines
+
+
+WRONG_FOR_SBATCH = {
+    "--gres=gpu:h100:8": "use --gpus-per-node, cluster.gpus_per_node or cluster.gres",
+    "--gpus-per-node=h100:8": "use --gpus-per-node",
+    "-G8": "use --gpus-per-node",
+    "--gpus-per-task=8": "use --gpus-per-node",
+    "-N3": "use --nodes",
+    "--nodes=3-5": "use --nodes",
+    "--time=10": "use --time",
+    "--array=0-3": "would all drive the same run",
+    "--ntasks-per-node=8": "one Ray on each node",
+    "-n64": "one Ray on each node",
+    "--export=NONE": "--export=ALL,NAME=VALUE",
+    "--export=PATH": "--export=ALL,NAME=VALUE",
+    "--signal=TERM@120": "--signal=B:USR1@SECONDS",
+    "--signal=USR1@120": "--signal=B:USR1@SECONDS",
+    "--container-image=/images/a.sqsh": "use cluster.container",
+    "--wait": "slipstream status",
+    "--test-only": "use --print",
+    "--wrap=hostname": "a script already",
+    ":": "heterogeneous",
+    "partition=big": "an option expected",
+    "--partition=big --qos=high": "an --sbatch of its own",
+    "--gres=nvme:1": "the last --gres alone",
+}
+RIGHT_FOR_SBATCH = [
+    "--partition=big",
+    "-p",
+    "big",
+    "--constraint=[rack1|rack2]&ib",
+    "--exclusive=user",
+    "--mem=0",
+    "--mem=500G",
+    "--qos=high",
+    "--reservation=tuesday",
+    "--output=%A_%a.out",
+    "--hint=nomultithread",
+    "--nodelist=n[1-4,7]",
+    "--exclude=n5",
+    "-x",
+    "n[1-2]",
+    "--no-requeue",
+    "--signal=B:USR1@600",
+    "--export=ALL,A=b",
+    "--dependency",
+    "singleton",
+    "--begin=now+1hour",
+    "--licenses=x:1",
+    "--switches=1",
+    "--cpus-per-task=96",
+]
+
+
+@pytest.mark.parametrize("option", WRONG_FOR_SBATCH)
+def test_an_option_of_sbatch_that_would_break_the_job_is_refused_with_the_way_that_works(option):
+    config = recipe(gres="gpu:h100") if "nvme" in option else recipe()
+    options = JobOptions(sbatch=["--qos=high", option, "--partition=big"])
+    with pytest.raises(WrongInput) as error:
+        sbatch_command(config, "train", ["my.yaml"], options)
+    [line] = str(error.value).splitlines()
+    assert option in line
+    assert WRONG_FOR_SBATCH[option] in line
+
+
+def test_what_sites_commonly_want_of_sbatch_is_handed_on_as_it_is():
+    command, _ = sbatch_command(recipe(), "train", ["my.yaml"], JobOptions(sbatch=RIGHT_FOR_SBATCH))
+    assert command[3 : 3 + len(RIGHT_FOR_SBATCH)] == RIGHT_FOR_SBATCH
+
+
+def test_a_submission_within_a_job_hands_on_nothing_of_that_job(monkeypatch, tmp_path):
+    for name in ("SLURM_MEM_PER_CPU", "SLURM_NTASKS_PER_NODE", "SLURM_CPU_BIND", "SLURM_EXPORT_ENV"):
+        monkeypatch.setenv(name, "of the job around it")
+    for name in ("SBATCH_EXPORT", "SBATCH_WAIT", "SBATCH_ARRAY_INX"):
+        monkeypatch.setenv(name, "NONE")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/other.conf")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
+    said = submit([fake_sbatch(tmp_path, "env | grep -E '^S(LURM|BATCH)_' | sort")], {})
+    assert said.splitlines() == ["SBATCH_ACCOUNT=mine", "SLURM_CONF=/etc/slurm/other.conf"]
+
+
+@pytest.mark.parametrize("gres", ["gpu", "gpu:h100", "gpu:1g.10gb", "gpu:3090", "gpu:a100_3g.20gb"])
+def test_gpus_may_have_any_name_that_sites_give_them(gres):
+    command, _ = sbatch_command(recipe(gres=gres), "train", ["my.yaml"], JobOptions(gpus_per_node=8))
+    assert f"--gres={gres}:8" in command
+
+
+@pytest.mark.parametrize("gres", ["gpu:8", "gpu:h100:8", "gpu:", ":h100", "gpu h100"])
+def test_a_number_of_gpus_is_the_recipes(gres):
+    with pytest.raises(ValueError, match="without a number"):
+        recipe(gres=gres)
 
 
 def test_what_sbatch_refuses_is_a_failure_with_its_words(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from slipstream.backend.cluster.placement import Node, Placement
+from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.driver.processes import engines, places
 from slipstream.backend.driver.processes.devices import Separate
 from slipstream.backend.driver.processes.engines import EngineLimits, RayEngine
@@ -46,6 +47,7 @@ class Actor:
     events: list[str]
     fails: bool = False
     killed: bool = False
+    hangs: bool = False
     exited: asyncio.Event = field(default_factory=asyncio.Event)
     meeting: MeetingPoint | None = None
     starts: int = 0
@@ -78,6 +80,18 @@ class Actor:
             await self.exited.wait()
             self._check()
             return -9
+
+        return Method(call)
+
+    @property
+    def write_stacks(self) -> Method:
+        async def call() -> tuple[str, list[str]]:
+            if self.hangs:
+                await asyncio.Event().wait()
+            self._check()
+            return f"engine-0-node-{self.node}.txt", [
+                "sglang::scheduler_TP1 (process 7) is stopped by a signal"
+            ]
 
         return Method(call)
 
@@ -193,6 +207,23 @@ def test_a_start_that_fails_on_one_node_says_why_and_ends_the_others(world: Worl
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("harm", ["hangs", "killed"])
+def test_what_the_processes_of_an_engine_do_is_said_even_if_one_node_does_not_answer(
+    world: World, monkeypatch: pytest.MonkeyPatch, harm: str
+):
+    monkeypatch.setattr(engines, "STACKS_S", 0.2)
+
+    async def main() -> str:
+        await world.engine.start()
+        setattr(world.made[1], harm, True)
+        return await world.engine.stands()
+
+    assert asyncio.run(main()) == (
+        "; sglang::scheduler_TP1 (process 7) is stopped by a signal on 10.0.0.0; its actor on 10.0.0.1 does "
+        "not answer (stacks of its processes: engine-0-node-0.txt)"
+    )
+
+
 def test_stopping_ends_every_server_and_every_actor(world: World):
     async def main() -> None:
         await world.engine.start()
@@ -296,5 +327,41 @@ def test_without_gpus_an_engine_beyond_the_first_ones_needs_a_node_of_its_own():
         assert not further.done()
         further.cancel()
         await room.take("engine-1", spread=1, gpus=0, beyond=False)
+
+    asyncio.run(main())
+
+
+def test_the_trainer_gets_the_node_of_engines_that_have_left_it_and_others_do_not():
+    async def main() -> None:
+        first, lost, left, kept = (Node(f"id{n}", f"10.0.0.{n}", 2) for n in range(4))
+        room = EnginePlaces(Placement((first, lost), (), "cuda"), lambda: [first, left, kept])
+        for name, node in (("engine-0", left), ("engine-1", kept), ("judge-engine-0", first)):
+            room.begin(name, (node,), 2 if node is not first else 1)
+        events: list[object] = []
+
+        class Engines:
+            to_spare = 1
+
+            def where(self) -> dict[str, str]:
+                return {"engine-0": "", "engine-1": ""}
+
+            async def give_way(self, names: list[str], reason: str) -> None:
+                events.append(names)
+                assert room.placement.trainer == (first, left), "no engine may take the node meanwhile"
+                for name in names:
+                    room.give_up(name, unfit=False)
+
+        engines: Any = Engines()
+        await room.keep_trainer(engines)
+        assert events == [["engine-0"]]
+        waiting = asyncio.ensure_future(room.take("engine-0", spread=1, gpus=2, beyond=False))
+        await asyncio.wait({waiting}, timeout=0.05)
+        assert not waiting.done()
+        waiting.cancel()
+        engines.to_spare = 0
+        room._placement = Placement((first, lost), (), "cuda")
+        room.begin("engine-0", (left,), 2)
+        with pytest.raises(TrainerFailed, match="would have to give way"):
+            await room.keep_trainer(engines)
 
     asyncio.run(main())

@@ -33,6 +33,7 @@ class World:
     copies: list[int] = field(default_factory=list)
     """New numbers that restored weights need, one for each time that the way back was gone."""
     publications: list[Exception | None] = field(default_factory=list)
+    places: list[Exception | None] = field(default_factory=list)
     step = 0
     """Number of training steps that led to the present weights."""
 
@@ -111,7 +112,11 @@ class World:
             step=lambda: self.step,
             restarts=Restarts(limit),
             note=self.notes.append,
+            place=self.place,
         )
+
+    async def place(self) -> None:
+        self._fate("place", self.places)
 
 
 async def until_restored(
@@ -151,7 +156,7 @@ def leaf(error: BaseException) -> BaseException:
 def test_the_ranks_are_killed_before_anything_is_read_and_restored_behind_the_way_back():
     world = World(checkpoints=[4])
     made = asyncio.run(until_restored(world, 1))
-    assert world.did == ["kill", "settle", "turn", "create", "back to 4", "connect", "restore v4"]
+    assert world.did == ["kill", "settle", "place", "turn", "create", "back to 4", "connect", "restore v4"]
     assert world.life.is_alive and world.life.incarnation == 1
     assert made.restarts == 1
     assert world.notes == ["the trainer is started again from version 4: failure 0"]
@@ -306,3 +311,17 @@ def test_a_trainer_that_nobody_calls_is_watched(monkeypatch: pytest.MonkeyPatch)
 
     asyncio.run(main())
     assert world.notes == ["the trainer is started again from version 4: killed while it had nothing to do"]
+
+
+def test_a_trainer_without_a_node_is_not_started_and_ends_the_run_when_none_is_found_again():
+    world = World(checkpoints=[4])
+    missing = TrainerFailed("the trainer has lost 10.0.0.2, and no other node can have 8 ranks")
+    world.places = [missing, None]
+    asyncio.run(until_restored(world, 1))
+    assert world.did[:6] == ["kill", "settle", "place", "kill", "settle", "place"]
+    assert world.did.count("create") == 1
+    world.places = [missing, missing, missing]
+    with pytest.raises(ExceptionGroup) as found:
+        asyncio.run(until_restored(world, 1))
+    assert isinstance(leaf(found.value), TrainerGone)
+    assert "no other node can have 8 ranks" in str(leaf(found.value))

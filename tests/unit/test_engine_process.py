@@ -53,6 +53,12 @@ STAND_IN = textwrap.dedent(
         import time
         time.sleep(300)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if mode == "shows":
+        from slipstream.rollout.engine.launch import show_stacks
+        show_stacks()
+        forks = os.fork() == 0
+        while forks:
+            signal.pause()
     child = subprocess.Popen(["sglang::scheduler_TP1", "300"], executable="/bin/sleep")
     with open(f"/dev/shm/slipstream-test-{os.getpid()}", "w+b") as file:
         file.truncate(4096)
@@ -436,6 +442,26 @@ def test_the_log_of_an_earlier_server_is_kept(tmp_path):
         with started(tmp_path, "dies") as server, pytest.raises(EngineStartError):
             asyncio.run(healthy_then_stop(server))
     assert (tmp_path / "logs/engine-0.log").read_text().count("there is no such model") == 2
+
+
+def test_processes_that_hang_write_their_stacks_and_one_that_is_stopped_is_named(tmp_path):
+    """Neither SGLang nor the program that has no handler is ended by being asked."""
+
+    async def main(server):
+        await server.wait_healthy(10)
+        [forked] = set(psutil.Process(server.pid).children()) - {psutil.Process(report(tmp_path)["child"])}
+        assert server.write_stacks() == []
+        written = server.stacks.read_text()
+        assert written.count("the server (process ") == 2
+        assert written.count("most recent call first") >= 2
+        os.kill(forked.pid, signal.SIGSTOP)
+        wait_until(lambda: forked.status() == psutil.STATUS_STOPPED)
+        assert server.write_stacks() == [f"the server (process {forked.pid}) is stopped by a signal"]
+        assert alive(report(tmp_path)["child"])
+
+    with started(tmp_path, "shows") as server:
+        asyncio.run(main(server))
+        assert server.stacks == tmp_path / "logs/stacks/engine-0.txt"
 
 
 # ---- end

@@ -29,6 +29,7 @@ class FakeHandle:
         self.may_move = asyncio.Event()
         self.node: str | None = f"{name}'s first node"
         self.unfit: list[str] = []
+        self.found = ""
         self._exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def placed(self) -> str:
@@ -54,6 +55,9 @@ class FakeHandle:
 
     async def wait_exit(self) -> int:
         return await asyncio.shield(self._exited)
+
+    async def stands(self) -> str:
+        return self.found
 
     async def stop(self) -> None:
         self.stops += 1
@@ -221,6 +225,57 @@ def test_a_server_that_stands_still_is_started_again_although_nobody_asks_it_for
             world.unwell.put_nowait("it does not say that it is well")
             await until(lambda: world.urls == ["http://127.0.0.1:2"])
             assert world.notes == ["engine-0 is started again: it does not say that it is well"]
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_hangs_is_shown_and_it_alone_is_started_again():
+    async def main():
+        async with supervised(n=2) as world:
+            await world.serving.wait()
+            served: list[list[str]] = []
+
+            async def stands() -> str:
+                served.append(world.urls)
+                return "; sglang::scheduler (process 7) is stopped by a signal (stacks of its processes: F)"
+
+            world.handles[1].stands = stands
+            world.supervisor.condemn("engine-1", "send for version 3: no answer in 30 s")
+            await until(lambda: world.handles[1].starts == 2 and len(world.urls) == 2)
+            assert world.handles[0].starts == 1
+            assert [len(urls) for urls in served] == [1], "no request waits for what is being looked at"
+            assert world.notes == [
+                "engine-1 is started again: send for version 3: no answer in 30 s; sglang::scheduler "
+                "(process 7) is stopped by a signal (stacks of its processes: F)"
+            ]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("when", ["serving", "syncing", "starting"])
+def test_an_engine_that_gives_way_leaves_whatever_it_does_and_returns_to_another_node(when: str):
+    async def main():
+        async with supervised(n=2, restarts=0, fewest=1) as world:
+            await world.serving.wait()
+            assert world.supervisor.to_spare == 1
+            engine = world.handles[1]
+            if when != "serving":
+                (world.may_sync if when == "syncing" else engine.may_start).clear()
+                world.roster.condemn(world.roster.clients[1], "no answer")
+                world.supervisor._engines["engine-1"].restarts._limit = RestartLimit("r", 9, 60.0, "served")
+                await until(lambda: engine.starts == 2)
+            async with asyncio.timeout(10):
+                await world.supervisor.give_way(["engine-1"], "it gives way to the trainer")
+            assert engine.node is None
+            assert engine.unfit == []
+            assert len(world.urls) == 1
+            assert world.supervisor.to_spare == 0
+            assert "engine-1 has left its node: it gives way to the trainer; 1 engine left" in world.notes
+            world.may_sync.set()
+            engine.may_start.set()
+            engine.may_move.set()
+            await until(lambda: len(world.urls) == 2)
+            assert engine.node == "another node"
 
     asyncio.run(main())
 

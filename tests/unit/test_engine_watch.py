@@ -3,7 +3,7 @@
 import asyncio
 
 from slipstream.backend.simulate import clock
-from slipstream.rollout.engine.client import EngineAddress
+from slipstream.rollout.engine.client import EngineAddress, EngineLost
 from slipstream.rollout.engine.supervisor import unwell
 
 TIMEOUT_S = 8.0
@@ -14,8 +14,10 @@ class Server:
 
     address = EngineAddress("engine", "", 1, 1, 1, timeout_s=600, answer_timeout_s=TIMEOUT_S)
 
-    def __init__(self, *answers: tuple[bool, float]) -> None:
+    def __init__(self, *answers: tuple[bool, float], schedulers: tuple[float, ...] = ()) -> None:
+        """``schedulers``: seconds after which they answer each question, or 600: never."""
         self._answers = list(answers)
+        self._schedulers = list(schedulers)
         self.asked: list[float] = []
 
     async def healthy(self) -> bool:
@@ -24,14 +26,20 @@ class Server:
         await asyncio.sleep(seconds)
         return is_well
 
+    async def respond(self) -> None:
+        seconds = self._schedulers.pop(0) if self._schedulers else 0.0
+        await asyncio.sleep(seconds)
+        if seconds >= self.address.timeout_s:
+            raise EngineLost("no reply")
 
-def watched(server: Server, seconds: float) -> str | None:
+
+def watched(server: Server, seconds: float, busy_s: float = 0.0) -> str | None:
     """Watch a server for some time. Return why it is not well; None: it is."""
 
     async def watch() -> str | None:
         try:
             async with asyncio.timeout(seconds):
-                return await unwell(server)
+                return await unwell(server, busy_s=busy_s)
         except TimeoutError:
             return None
 
@@ -46,7 +54,9 @@ def test_a_server_that_is_well_is_asked_again_and_again():
 
 def test_a_server_that_stands_still_is_noticed_when_its_time_is_over():
     server = Server((True, 1), (False, TIMEOUT_S))
-    assert watched(server, 100) == "it does not say within 8 s that it is well"
+    said = watched(server, 100)
+    assert said is not None
+    assert said.startswith("it does not say within 8 s that it is well (asked at ")
     assert server.asked == [2, 5]
 
 
@@ -59,3 +69,22 @@ def test_a_process_that_has_stood_still_itself_asks_again():
     server = Server((False, 60))
     assert watched(server, 65) is None
     assert server.asked == [2, 64]
+
+
+def test_schedulers_that_hang_behind_a_server_that_is_well_are_noticed():
+    server = Server(schedulers=(3.0, 600.0))
+    assert watched(server, 700) is None
+    said = watched(Server(schedulers=(3.0, 600.0)), 800)
+    assert said is not None
+    assert said.startswith("its schedulers have not answered for 600 s, since ")
+
+
+def test_an_update_may_keep_schedulers_from_answering_for_its_own_time():
+    assert watched(Server(schedulers=(600.0, 100.0)), 5000, busy_s=1000) is None
+    said = watched(Server(schedulers=(600.0, 600.0)), 5000, busy_s=1000)
+    assert said is not None
+    assert said.startswith("its schedulers have not answered for 1000 s, since ")
+
+
+def test_a_process_that_has_stood_still_itself_knows_nothing_of_schedulers():
+    assert watched(Server(schedulers=(4000.0,)), 9000) is None

@@ -27,6 +27,7 @@ from slipstream.backend.simulate.schedules import (
     volume_gate,
 )
 from slipstream.backend.simulate.timeline import ROWS, SAMPLES, Timeline
+from slipstream.backend.simulate.workload import FAILING
 from slipstream.backend.simulate.world import MeasuredSteps, SimulationStalled, World
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.control.ends import Loss
@@ -401,16 +402,23 @@ def test_a_run_survives_the_deaths_of_trainer_engines_and_nodes():
                     "trainer_restart_s": 1,
                     "node_mean_time_s": 60,
                     "node_repair_s": 30,
+                    "trainer_node_restart_s": 2,
                     "job_restart_s": 3,
                     "spare_nodes": 1,
                     "engine_placement": placement,
                 },
             },
         )
-        recipe = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"every": 3})})
+        parallel = recipe.actor.parallel.model_copy(update={"data": 16})  # on two nodes
+        recipe = recipe.model_copy(
+            update={
+                "checkpoint": recipe.checkpoint.model_copy(update={"every": 3}),
+                "actor": recipe.actor.model_copy(update={"parallel": parallel}),
+            }
+        )
         world = World(recipe, recipe_schedule(recipe), layout_of(recipe), Work(recipe, 1).workload())
         outcome = found[placement] = world.run()
-        assert outcome.failures_by_kind.keys() == {"engine", "engine_node", "trainer", "trainer_node"}
+        assert outcome.failures_by_kind.keys() == set(FAILING)
         assert outcome.steps > 60  # some were undone and trained again
         assert outcome.undone_s > 0
         assert outcome.counts.trained == 60 * 4

@@ -139,7 +139,7 @@ async def _run(config: RunConfig, batches: Path, progress: Progress, stop: Stop,
         record_commits(named, config)
         progress.keep_in(run)
         recipe = recipe_text(config)
-        metrics = MetricsLog(run, open_trackers(config, recipe, progress.note))
+        metrics = MetricsLog(run, open_trackers(config, recipe, progress.note), note=progress.note)
         stack.callback(metrics.close)
         metrics.log(0, {"run/recipe": f"```yaml\n{recipe}```"})
         progress.phase("starting Ray")

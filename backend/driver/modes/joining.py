@@ -22,8 +22,7 @@ import aiohttp
 import msgspec
 
 from slipstream.backend.cluster.actors import engine_settings
-from slipstream.backend.driver.assemble import adapters_of
-from slipstream.backend.driver.processes.engines import INITIAL_VERSION, EngineLimits
+from slipstream.backend.driver.processes.engines import INITIAL_VERSION, EngineLimits, adapters_of
 from slipstream.backend.driver.processes.joined_engines import ASKED_AGAIN_S, ENGINES, EngineState, facts_of
 from slipstream.backend.driver.start.inputs import InputError
 from slipstream.backend.driver.start.run_folder import LOGS

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from slipstream.backend.batch.train_batch import demonstrated
-from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError, describe
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder, FoundCheckpoint
 from slipstream.backend.cluster.actors import create_ranks
 from slipstream.backend.cluster.object_store import batch_bytes
@@ -73,6 +73,7 @@ from slipstream.rollout.prompts import (
     row_word,
 )
 from slipstream.rollout.system import plugins
+from slipstream.rollout.system.disk import describe
 from slipstream.rollout.system.lines import read_lines
 
 T = TypeVar("T")
@@ -146,7 +147,7 @@ async def _run(
         record_commits(named, config)
         progress.keep_in(folder)
         recipe = recipe_text(config)
-        metrics = MetricsLog(folder, open_trackers(config, recipe, progress.note))
+        metrics = MetricsLog(folder, open_trackers(config, recipe, progress.note), note=progress.note)
         stack.callback(metrics.close)
         progress.phase("starting Ray")
         trajectories = config.rollout.batch_size * supervised.targets

@@ -13,7 +13,10 @@ from slipstream.backend.cluster.waits import within
 from slipstream.backend.driver.processes.devices import Devices
 from slipstream.backend.driver.processes.places import EnginePlaces
 from slipstream.bridge.model.geometry import Geometry
-from slipstream.configs.schema import EngineConfig
+from slipstream.bridge.model.spec import ModelSpec
+from slipstream.bridge.shards.adapter import adapter_spec
+from slipstream.configs.schema import EngineConfig, RunConfig
+from slipstream.rollout.engine.adapters import AdapterServing
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.engine.context import served_length
 from slipstream.rollout.engine.server_process import COMPILATION_S, ServerAccess
@@ -21,6 +24,9 @@ from slipstream.rollout.engine.server_process import COMPILATION_S, ServerAccess
 T = TypeVar("T")
 
 STOP_TIMEOUT_S = 15.0
+STACKS_S = 20.0
+"""Longest wait for the stacks of an engine that is given up."""
+
 START_GRACE_S = COMPILATION_S + 60.0
 """Seconds that an actor's start may take beyond its server's time-out, which the server keeps itself
 unless it compiles kernels."""
@@ -167,6 +173,23 @@ class RayEngine:
             self._places.check(self.name)
         return code
 
+    async def stands(self) -> str:
+        nodes = self._places.nodes_of(self.name)
+        asked = [asyncio.ensure_future(actor.write_stacks.remote()) for actor in self._actors]
+        said, files = [], []
+        if asked:
+            await asyncio.wait(asked, timeout=STACKS_S)
+        for node, answer in zip(nodes, asked, strict=False):
+            if answer.cancel() or answer.exception() is not None:
+                said.append(f"its actor on {node.address} does not answer")
+                continue
+            file, silent = answer.result()
+            files.append(file)
+            said += [f"{each} on {node.address}" for each in silent]
+        return "".join(f"; {each}" for each in said) + (
+            f" (stacks of its processes: {', '.join(files)})" if files else ""
+        )
+
     async def stop(self) -> None:
         if not self._actors:
             return
@@ -260,3 +283,12 @@ def policy_engines(
     for number, nodes in enumerate(placement.engines):
         places.begin(actors.name(number), nodes, gpus)
     return [handle(number) for number in range(engine.most)]
+
+
+def adapters_of(config: RunConfig, spec: ModelSpec) -> AdapterServing | None:
+    """Return the adapters that the engines load; None: they get whole weights."""
+    lora = config.actor.lora
+    if lora is None or not config.actor.serves_adapter:
+        return None
+    adapter = adapter_spec(spec, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+    return AdapterServing(lora.rank, tuple(adapter.leaves))

@@ -152,6 +152,10 @@ class JoinedEngine:
         await self._leaving.wait()
         return 0
 
+    async def stands(self) -> str:
+        """Return nothing: its processes are on another machine."""
+        return ""
+
     async def stop(self) -> None:
         """Do nothing: whoever has started the server ends it."""
 

@@ -1,6 +1,7 @@
 """Which engine is on which nodes of the Ray cluster, and where one goes whose node is lost.
 
     node lost ──► given up ──► waits for room on any node ──► taken ──► the engine starts there
+    node of the trainer lost ──► a node with room, or one on which engines give way ──► the ranks start there
 
 Room is what trainer and engines leave of the nodes that Ray has: spare ones, those that return, those that
 are added. Ray tells nobody of a new node, so it is asked every few seconds while an engine waits.
@@ -11,8 +12,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from slipstream.backend.cluster.actors import check_nodes
-from slipstream.backend.cluster.placement import Held, Node, Placement, place_again
+from slipstream.backend.cluster.placement import (
+    Held,
+    Node,
+    Placement,
+    PlacementError,
+    place_again,
+    trainer_again,
+)
 from slipstream.backend.cluster.ray_cluster import alive_nodes
+from slipstream.backend.cluster.trainer_failed import TrainerFailed
+from slipstream.rollout.engine.supervisor import Supervisor
 
 LOOK_S = 5.0
 """Seconds between two questions for nodes."""
@@ -38,6 +48,11 @@ class EnginePlaces:
     def begin(self, engine: str, nodes: tuple[Node, ...], gpus: int) -> None:
         """Note where an engine is placed at the start of the run."""
         self._held[engine] = Held(nodes, gpus)
+
+    @property
+    def placement(self) -> Placement:
+        """The placement of the run, with the nodes that the trainer has now."""
+        return self._placement
 
     def nodes_of(self, engine: str) -> tuple[Node, ...]:
         """Return the nodes that an engine has."""
@@ -70,6 +85,29 @@ class EnginePlaces:
                 self._held[engine] = Held(room, gpus)  # no other engine has looked in between
                 return
             await asyncio.sleep(LOOK_S)
+
+    async def keep_trainer(self, engines: Supervisor) -> None:
+        """Give the trainer other nodes in place of lost ones; ``engines`` give way where they have to.
+
+        Ranks that share their GPUs with engines stay where those are. Raises TrainerFailed if there is no
+        room.
+        """
+        if self._placement.shared:
+            return
+        self._looked = None
+        nodes = await self._look()
+        try:
+            self._placement, leaving = trainer_again(
+                nodes,
+                self._placement,
+                self._held,
+                self._losses,
+                movable=engines.where().keys(),
+                most=engines.to_spare,
+            )
+        except PlacementError as error:
+            raise TrainerFailed(str(error)) from error
+        await engines.give_way(leaving, "it gives way to the trainer, which has lost a node")
 
     async def _look(self) -> Sequence[Node]:
         """Return the nodes that there are, as Ray has said within the last ``LOOK_S``."""

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError, describe
+from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder, FoundCheckpoint
 from slipstream.backend.checkpoint.manifest import CheckpointRecord
 from slipstream.backend.checkpoint.watermarks import check_watermarks
@@ -36,6 +36,7 @@ from slipstream.rollout.ledger.storage.database import LedgerError
 from slipstream.rollout.ledger.writing.writer import Ledger
 from slipstream.rollout.prompts import PromptStream
 from slipstream.rollout.prompts.sources.drawn_prompts import DrawnPrompts, drawn_prompts
+from slipstream.rollout.system.disk import describe
 
 
 @dataclass(frozen=True)

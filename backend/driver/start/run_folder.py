@@ -27,7 +27,6 @@ from typing import Literal, TypeVar, cast
 
 import yaml
 
-from slipstream.backend.checkpoint.checkpoint_errors import describe
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from slipstream.backend.driver.start.identity import INPUTS, KnownInputs, current_inputs, inputs_to_go_on_with
 from slipstream.backend.driver.start.inputs import InputError
@@ -43,6 +42,7 @@ from slipstream.rollout.ledger.lease.folder_lease import FolderLease, take_lease
 from slipstream.rollout.ledger.recovery import LEDGER
 from slipstream.rollout.ledger.storage.database import LedgerBusy
 from slipstream.rollout.ledger.storage.locks import lock_problem
+from slipstream.rollout.system.disk import describe
 from slipstream.rollout.system.durable import write_durably
 
 AnySection = TypeVar("AnySection", bound=Section)

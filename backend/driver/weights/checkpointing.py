@@ -164,6 +164,7 @@ class TrainerCheckpoints:
             await asyncio.to_thread(self._folder.commit, record)
             self._history.checkpointed(record.version, record_digest(record))
             await asyncio.to_thread(self._folder.prune)
+            versions = await asyncio.to_thread(self._folder.versions)
         except CheckpointError as error:
             self._failed(record, error)
         except TrainerFailed as error:
@@ -171,7 +172,7 @@ class TrainerCheckpoints:
             raise
         else:
             self._listener.checkpoint_committed(record.step, time.monotonic() - began)
-            newest = self._folder.versions()[-self._config.keep_last :]
+            newest = versions[-self._config.keep_last :]
             if len(newest) == self._config.keep_last:
                 self._history.release(newest[0])
 

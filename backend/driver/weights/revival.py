@@ -10,7 +10,7 @@ docs/recovery.md has the states of this and what holds in each.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic
 
@@ -25,6 +25,10 @@ from slipstream.rollout.system.restarts import Restarts
 WATCH_S = 5.0
 """Seconds between two questions to the trainer while no other call runs. Ray reports the end of an actor only
 to the callers of its methods."""
+
+
+async def _in_place() -> None:
+    """Leave the ranks where they are."""
 
 
 class TrainerGone(RuntimeError):
@@ -44,8 +48,11 @@ class Revival(Generic[ClientT]):
         step: Callable[[], int],
         restarts: Restarts,
         note: Callable[[str], None],
+        place: Callable[[], Awaitable[None]] = _in_place,
     ) -> None:
-        """``step``: returns the number of training steps that led to the present weights."""
+        """``step``: returns the number of training steps that led to the present weights. ``place``: finds
+        nodes for ranks whose own are lost. Raises TrainerFailed if there are none.
+        """
         self._trainer = trainer
         self._weights = weights
         self._life = weights.life
@@ -56,6 +63,7 @@ class Revival(Generic[ClientT]):
         """Step from which the present trainer has trained."""
         self._restarts = restarts
         self._note = note
+        self._place = place
 
     @property
     def restarts(self) -> int:
@@ -103,6 +111,7 @@ class Revival(Generic[ClientT]):
         checkpoint = await self._newest(error)
         version = checkpoint.record.version if checkpoint else 0
         self._count(version, error)
+        await self._place()
         async with self._weights.starting():
             self._trainer.create()
             with _beside(asyncio.ensure_future(self._trainer.connect())) as connecting:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from slipstream.rollout.ledger.storage.locks import fcntl_error
+from slipstream.rollout.system.disk import ADVICE
 from slipstream.rollout.system.durable import sync_folder
 
 LEDGER = "ledger.sqlite"
@@ -410,7 +411,9 @@ def explained(path: Path, error: Exception) -> LedgerError:
             f"{path}: {text}: another process is running this run or reading the file: "
             "wait for its end, or end it"
         )
-    if "full" in text or "No space" in text or "quota" in text:
+    if isinstance(error, OSError) and error.errno in ADVICE:
+        advice = f"{ADVICE[error.errno]}; `slipstream train RECIPE --resume` goes on"
+    elif "full" in text or "quota" in text:
         advice = "the disk is full: make room, then go on with `slipstream train RECIPE --resume`"
     elif "readonly" in text or "unable to open" in text or isinstance(error, PermissionError):
         advice = "the run folder cannot be written to: check its permissions and its mount"

@@ -4,15 +4,18 @@ import asyncio
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slipstream.configs.schema import SamplingConfig
+from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.leftovers import members, shared_memory_of
 from slipstream.rollout.engine.server_process import ServerProcess
-from tests.runs.engines.conftest import serve, spec_of
+from slipstream.rollout.engine.supervisor import unwell
+from tests.runs.engines.conftest import Server, serve, spec_of
 
 SGLANGS_DIAGNOSIS_S = 66
 
@@ -36,6 +39,31 @@ def test_a_server_that_has_served_ends_without_a_diagnosis_when_its_detokenizer_
             return await asyncio.wait_for(server.process.wait_exit(), SGLANGS_DIAGNOSIS_S / 2)
 
         assert asyncio.run(exit_code()) != 0
+
+
+def test_a_scheduler_that_is_stopped_behind_a_server_that_is_well_is_noticed_and_named(server: Server):
+    [scheduler] = [
+        pid
+        for pid in members(server.process.pid)
+        if b"sglang::scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+
+    async def noticed() -> str:
+        async with EngineClient(replace(server.address, timeout_s=2.0)) as client:
+            return await asyncio.wait_for(unwell(client), 120)
+
+    assert server.process.write_stacks() == []
+    os.kill(scheduler, signal.SIGSTOP)
+    try:
+        assert asyncio.run(noticed()).startswith("its schedulers have not answered for 2 s, since ")
+        [silent] = server.process.write_stacks()
+    finally:
+        os.kill(scheduler, signal.SIGCONT)
+    assert silent == f"sglang::scheduler (process {scheduler}) is stopped by a signal"
+    stacks = server.process.stacks.read_text()
+    assert "sglang::detokenizer (process" in stacks
+    assert "in event_loop" in stacks, "where a scheduler stands"
+    assert server.ask(lambda client: client.healthy()) == [True]
 
 
 @pytest.mark.slow
