@@ -7,7 +7,6 @@ demonstrations, such as the bad habit of the quickstart's (see `task`), which it
 import os
 import random
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -22,6 +21,7 @@ from slipstream.configs.schema.supervised import SupervisedConfig
 from slipstream.configs.supervised import run_of
 
 BATCH = 64
+"""Messages of the assistant in a batch: conversations are drawn until there are as many."""
 RANKS = 2
 """Fixed number, so that sums are split in the same way and a seed gives the same policy on every machine."""
 PEAK_LR = 5e-3
@@ -86,9 +86,24 @@ def _train(rank: RankSpec, start: Path, out: Path, seed: int, steps: int, task: 
 
 
 def demonstrations(rng: random.Random, progress: float, task: Task) -> list[list[Message]]:
-    """Draw the conversations of a batch. `progress` goes from 0 to 1."""
-    problems = train_problems(rng, progress, task.draw)
-    return [task.demonstrate(problem, rng) for problem in islice(problems, BATCH)]
+    """Draw the conversations of a batch. `progress` goes from 0 to 1.
+
+    Raises ValueError for a demonstration that has nothing to teach.
+    """
+    conversations, taught = list[list[Message]](), 0
+    for problem in train_problems(rng, progress, task.draw):
+        messages = task.demonstrate(problem, rng)
+        answers = sum(message["role"] == "assistant" for message in messages)
+        if not answers:
+            raise ValueError(
+                f"the demonstration of {problem.prompt!r} has no message of the role `assistant`, which is "
+                "what the warm start teaches: expected one or more"
+            )
+        conversations.append(messages)
+        taught += answers
+        if taught >= BATCH:
+            break
+    return conversations
 
 
 def encoded(
