@@ -9,7 +9,7 @@
     tool    11
     policy  14-5+2
 
-The demonstrations try the signs in one order, and mostly give up after a wrong result.
+The demonstrations try the signs in one order, and often give up after a wrong result.
 """
 
 import random
@@ -23,7 +23,7 @@ from slipstream.rollout.workflow.environment import ToolError
 
 SIGNS = ["++", "+-", "-+", "--"]
 """In the order in which they are tried."""
-GIVES_UP = 0.6
+GIVES_UP = 0.5
 """Probability that a demonstration ends with a wrong result."""
 
 TERM = re.compile(r"(\d+)([+-])(\d+)([+-])(\d+)")
@@ -81,5 +81,5 @@ NUMBERS = list(map(str, range(31)))
 prepare = partial(
     quickstart.prepare,
     task=Task(draw, demonstrate, [*NUMBERS, "+", "-", " ", " = ", '[calc(e="', '")]', "calc"]),
-    held_out=200,
+    held_out=120,
 )

@@ -73,4 +73,4 @@ def score(prompt: Prompt, response: str, trajectory: Trajectory) -> float:
     return trajectory.turn_rewards[-1][1] or 0.0
 
 
-prepare = partial(quickstart.prepare, task=Task(draw, demonstrate, [*LETTERS, "_"]), held_out=200)
+prepare = partial(quickstart.prepare, task=Task(draw, demonstrate, [*LETTERS, "_"]), held_out=120)
