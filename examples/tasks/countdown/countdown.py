@@ -82,4 +82,5 @@ prepare = partial(
     quickstart.prepare,
     task=Task(draw, demonstrate, [*NUMBERS, "+", "-", " ", " = ", '[calc(e="', '")]', "calc"]),
     held_out=120,
+    warm_start_steps=200,
 )

@@ -62,5 +62,6 @@ def score(prompt: Prompt, response: str, trajectory: Trajectory) -> dict[str, fl
 prepare = partial(
     quickstart.prepare,
     task=Task(draw, demonstrate, [*NAMES, *CITIES, *dict.fromkeys(WORDS), *"0123456789", *JSON]),
-    held_out=200,
+    held_out=120,
+    warm_start_steps=160,
 )
