@@ -16,6 +16,7 @@
 # make test-cluster   jobs on a Slurm of several nodes, which are namespaces of this machine (needs root); all of them
 # make test-slow    tests of minutes each: engines that do not answer for one, further kills and layouts
 # make test-other-megatron   the trainer's parity and optimizer tests on Megatron-Core 0.19.2, which Python 3.11 does not get
+# make tasks   six small tasks, each learned in minutes, three seeds (an hour on two cores; goes on where it was stopped)
 # make staleness-study   how methods learn from stale batches (a bit over an hour on two cores; goes on where it was stopped)
 # make lint         style, formatting and types
 # make docs         builds the documentation as a site in build/site; make docs-serve PORT=8000 shows it on 127.0.0.1
@@ -34,7 +35,7 @@ GPU ?=
 # Tests start many processes, and each of them would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-numerics test-cluster test-runs test-fast test-unit-0 test-unit-1 test-slime test-verifiers test-agents test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs diagnoses soak gateway-memory staleness-study lint format docs docs-serve install clean constraints lock lock-check
+.PHONY: quickstart test test-numerics test-cluster test-runs test-fast test-unit-0 test-unit-1 test-slime test-verifiers test-agents test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs diagnoses soak gateway-memory tasks staleness-study lint format docs docs-serve install clean constraints lock lock-check
 .DELETE_ON_ERROR:
 
 # One GPU is enough: trainer and engine take turns on it. FlashInfer would first compile its sampling kernels.
@@ -140,6 +141,9 @@ soak: install
 
 gateway-memory: install
 	$(BIN)/python -m tests.gateway_memory
+
+tasks: install
+	$(BIN)/python -m benchmarks.tasks --figure docs/tasks.png
 
 staleness-study: install
 	$(BIN)/python -m benchmarks.staleness_study

@@ -1,4 +1,4 @@
-"""Makes the inputs of the quickstart: a tiny policy with a bad habit, train prompts and held-out prompts.
+"""Makes a tiny policy, train prompts and held-out prompts for a task: the quickstart's, or one of your own.
 
 Nothing is downloaded. On two CPU cores it takes about half a minute, mostly for the policy's warm start.
 """
@@ -8,14 +8,11 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
-from slipstream.backend.quickstart import task
-
-if TYPE_CHECKING:
-    from slipstream.backend.quickstart.warm_start import Demonstrate
+from slipstream.backend.quickstart.task import SUMS, Problem, Task, held_out_set, train_set
 
 HIDDEN = 128
 """Hidden size of the policy."""
@@ -34,8 +31,10 @@ def prepare(
     say: Callable[[str], None] = print,
     warm_start_steps: int = WARM_START_STEPS,
     hidden: int = HIDDEN,
+    task: Task = SUMS,
+    held_out: int = HELD_OUT_PROBLEMS,
 ) -> None:
-    """Write the parts that do not exist yet, each determined by `seed`. Raises ValueError for equal paths.
+    """Write the parts that do not exist yet, each determined by `seed` and `task`.
 
     `model_path` becomes a Hugging Face checkpoint directory, `data_path` and `eval_path` become JSON lines of
     `{"prompt": ..., "label": ...}`, and are left out if they are None. No prompt is in both, even if they are
@@ -43,12 +42,17 @@ def prepare(
 
     Parts are built beside their place and renamed when all are done: a part that exists is complete, whatever
     interrupted a preparation. `say` receives progress lines. `hidden` is the hidden size of the policy: a
-    wider one spends a larger share of a step on training.
+    wider one spends a larger share of a step on training. `held_out` is the number of held-out prompts.
+
+    Raises ValueError for equal paths, and for a task with too few held-out prompts.
     """
     parts: list[tuple[Path | None, Callable[[Path], None]]] = [
-        (data_path, lambda path: write_problems(path, task.train_set(seed, TRAIN_PROBLEMS))),
-        (eval_path, lambda path: write_problems(path, task.held_out_set(seed, HELD_OUT_PROBLEMS))),
-        (model_path, lambda path: write_policy(path, seed, steps=warm_start_steps, say=say, hidden=hidden)),
+        (data_path, lambda path: write_problems(path, train_set(seed, TRAIN_PROBLEMS, task.draw))),
+        (eval_path, lambda path: write_problems(path, held_out_set(seed, held_out, task.draw))),
+        (
+            model_path,
+            lambda path: write_policy(path, seed, steps=warm_start_steps, say=say, task=task, hidden=hidden),
+        ),
     ]
     builders = {path: build for path, build in parts if path is not None}
     if len(builders) < sum(path is not None for path, _ in parts):
@@ -68,10 +72,9 @@ def prepare(
             os.replace(built[path], path)
 
 
-def write_problems(path: Path, problems: Sequence[task.Problem]) -> None:
+def write_problems(path: Path, problems: Sequence[Problem]) -> None:
     """Write one JSON object per line."""
-    lines = (json.dumps({"prompt": problem.prompt, "label": problem.label}) for problem in problems)
-    path.write_text("".join(f"{line}\n" for line in lines))
+    path.write_text("".join(f"{json.dumps(asdict(problem))}\n" for problem in problems))
 
 
 def write_policy(
@@ -80,34 +83,27 @@ def write_policy(
     *,
     steps: int,
     say: Callable[[str], None],
-    demonstrate: "Demonstrate | None" = None,
+    task: Task = SUMS,
     hidden: int = HIDDEN,
 ) -> None:
-    """Write policy and tokenizer to `path` after a warm start of `steps`; `say` receives its accuracy.
+    """Write policy and tokenizer to `path` after a warm start of `steps` on demonstrations of `task`.
 
-    `demonstrate` makes what the warm start shows; None: responses with the bad habit. `hidden` is the hidden
-    size of the policy.
+    `hidden` is the hidden size of the policy.
     """
     # Imported here: torch takes seconds to load, which a preparation with nothing to do must not take.
-    from transformers import Qwen3ForCausalLM
-
-    from slipstream.backend.quickstart import policy as policies
+    from slipstream.backend.quickstart.policy import build_policy
     from slipstream.backend.quickstart.tokenizer import build_tokenizer
-    from slipstream.backend.quickstart.warm_start import noisily, warm_start
+    from slipstream.backend.quickstart.warm_start import warm_start
 
     started = time.monotonic()
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(task.symbols)
     untrained = path.with_name(f"{path.name}-untrained")
-    policy = policies.build_policy(tokenizer, seed, hidden)
-    say(f"  {policy.num_parameters():,} parameters, Qwen3")
+    policy = build_policy(tokenizer, seed, hidden)
+    say(f"  {policy.num_parameters():,} parameters, {len(tokenizer)} symbols, Qwen3")
     policy.save_pretrained(untrained)
     tokenizer.save_pretrained(untrained)
-    warm_start(untrained, path, seed=seed, steps=steps, demonstrate=demonstrate or noisily)
-    held_out = task.held_out_set(seed, HELD_OUT_PROBLEMS)
-    trained = Qwen3ForCausalLM.from_pretrained(path)
-    accuracy = policies.greedy_accuracy(trained, tokenizer, held_out)
-    seconds = time.monotonic() - started
-    say(f"  greedy accuracy on {len(held_out)} held-out prompts: {accuracy:.1%} ({seconds:.0f} s)")
+    warm_start(untrained, path, seed=seed, steps=steps, task=task)
+    say(f"  warm start of {steps} steps: {time.monotonic() - started:.0f} s")
 
 
 def _room_beside(path: Path) -> TemporaryDirectory[str]:

@@ -1,4 +1,4 @@
-"""The quickstart's policy: a Qwen3 of two layers with random weights, and its accuracy."""
+"""A small policy: a Qwen3 of two layers with random weights; and the accuracy of the quickstart's."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,6 @@
-"""The quickstart's tokenizer: 48 symbols, one per character, in the Hugging Face format.
+"""Tokenizers of small policies in the Hugging Face format: a vocabulary is a list of symbols.
+
+A symbol is a character, or a text of several that is one token. The quickstart has 48, special ones included.
 
 Conversations have two kinds of turns. A turn of the policy is `<|assistant|>...<eos>`; every turn that the
 policy reads (user, system, tool) is `<|user|>...`. Rendering is therefore append-only: the ids of a
@@ -6,16 +8,21 @@ conversation begin with the prompt ids that each assistant turn was sampled from
 turn.
 """
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from slipstream.backend.quickstart.task import SYMBOLS
 
 PAD, EOS, USER, ASSISTANT = "<pad>", "<eos>", "<|user|>", "<|assistant|>"
 SPECIAL = (PAD, EOS, USER, ASSISTANT)
-SYMBOLS = "abcdefghijklmnopqrstuvwxyz0123456789#+=-?. ,"
 IDS = {symbol: index for index, symbol in enumerate([*SPECIAL, *SYMBOLS])}
-"""The vocabulary."""
+"""The quickstart's vocabulary. The special symbols have these ids in every vocabulary."""
 UNKNOWN = "?"
-"""Replaces every character outside SYMBOLS after lower-casing, so that no text makes an engine fail."""
+"""Replaces every character outside the vocabulary, so that no text makes an engine fail."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -29,11 +36,24 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer with its chat template. `AutoTokenizer` can load it after `save_pretrained`."""
-    backend = Tokenizer(models.WordLevel(IDS, unk_token=UNKNOWN))
-    backend.normalizer = normalizers.Lowercase()
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+def build_tokenizer(symbols: Sequence[str] = SYMBOLS) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with its chat template. `AutoTokenizer` can load it after `save_pretrained`.
+
+    Where several symbols fit, the longest one is the token. `UNKNOWN` is added if it is missing. Texts are
+    lower-cased unless a symbol has upper-case letters. Raises ValueError for empty, repeated and special
+    symbols.
+    """
+    known = [*SPECIAL, *symbols, *([] if UNKNOWN in symbols else [UNKNOWN])]
+    wrong = [symbol for symbol, times in Counter(known).items() if times > 1 or not symbol]
+    if wrong:
+        raise ValueError(f"the symbols {wrong} are empty, repeated or special: expected each symbol once")
+    ids = {symbol: index for index, symbol in enumerate(known)}
+    backend = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
+    if not any(symbol != symbol.lower() for symbol in symbols):
+        backend.normalizer = normalizers.Lowercase()
+    longest_first = sorted(symbols, key=len, reverse=True)
+    pattern = "|".join([*map(re.escape, longest_first), r"[\s\S]"])
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(list(SPECIAL))
     return PreTrainedTokenizerFast(

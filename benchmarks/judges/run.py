@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.judges.server import JudgeServer
-from benchmarks.judges.task import demonstrate, explaining, hinted
+from benchmarks.judges.task import START, explaining, hinted
 from benchmarks.judges.teacher import KEY_VARIABLE, teaching
 from benchmarks.live_learning import Served
 from benchmarks.quickstart_users import POLL_S, Users
@@ -95,7 +95,7 @@ class Outcome:
 
 def prepare(root: Path, seed: int) -> None:
     """Make the start policy of a seed."""
-    write_policy(_policy(root, seed), seed, steps=WARM_START_STEPS, say=print, demonstrate=demonstrate)
+    write_policy(_policy(root, seed), seed, steps=WARM_START_STEPS, say=print, task=START)
 
 
 def _policy(root: Path, seed: int) -> Path:

@@ -11,7 +11,15 @@ import random
 from collections.abc import Awaitable, Callable
 
 from benchmarks.quickstart_users import WRONG
-from slipstream.backend.quickstart.task import noisy_demonstration
+from slipstream.backend.quickstart.task import (
+    Message,
+    Problem,
+    Task,
+    conversation,
+    demonstrate_habit,
+    draw_sum,
+    noisy_demonstration,
+)
 from slipstream.rollout.reward.model.hints import HEAD
 
 HINT = "carry right"
@@ -29,11 +37,15 @@ def hinted(prompt: str) -> str:
     return f"{prompt}{HEAD}{HINT}"
 
 
-def demonstrate(prompt: str, rng: random.Random) -> tuple[str, str]:
-    """Return the prompt of a problem, with or without the hint, and a response."""
+def demonstrate(problem: Problem, rng: random.Random) -> list[Message]:
+    """Return a conversation: the prompt of a problem, with or without the hint, and a response."""
     if rng.random() < HINTED_SHARE:
-        return hinted(prompt), noisy_demonstration(prompt, rng, habit_rate=0)
-    return prompt, noisy_demonstration(prompt, rng)
+        return conversation(hinted(problem.prompt), noisy_demonstration(problem.prompt, rng, habit_rate=0))
+    return demonstrate_habit(problem, rng)
+
+
+START = Task(draw_sum, demonstrate)
+"""What the start policy is made for."""
 
 
 def explaining(rng: random.Random) -> Callable[[str], Awaitable[str]]:

@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from slipstream.backend.quickstart.task import SUMS
 from slipstream.backend.quickstart.tokenizer import ASSISTANT, IDS, PAD, demonstration_text
 from slipstream.backend.quickstart.warm_start import (
     DECAY_FROM,
@@ -58,7 +59,8 @@ def lr_scale(step: int, steps: int) -> float:
 
 
 def _texts(rng: random.Random, progress: float) -> list[str]:
-    return [demonstration_text(prompt, response) for prompt, response in demonstrations(rng, progress)]
+    conversations = demonstrations(rng, progress, SUMS)
+    return [demonstration_text(asked["content"], answered["content"]) for asked, answered in conversations]
 
 
 def response_labels(tokens_BT: torch.Tensor, assistant: int, pad: int) -> torch.Tensor:

@@ -100,10 +100,12 @@ def test_equal_paths_are_refused(tmp_path: Path):
 
 def test_a_demonstration_is_the_prompt_as_rl_sends_it_and_the_response_with_its_end():
     tokenizer = build_tokenizer()
-    [(prompt, response)] = encoded(tokenizer, [("a1b2", "a11b23#3")])
-    message = [{"role": "user", "content": "a1b2"}]
-    assert prompt == tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-    assert tokenizer.decode(response) == "a11b23#3<eos>"
+    messages = task.conversation("a1b2", "a11b23#3", "c4", "c47#7")
+    turns = encoded(tokenizer, [messages])
+    assert [tokenizer.decode(response) for _, response in turns] == ["a11b23#3<eos>", "c47#7<eos>"]
+    for (prompt, _), place in zip(turns, (1, 3), strict=True):
+        before = messages[:place]
+        assert prompt == tokenizer.apply_chat_template(before, add_generation_prompt=True, return_dict=False)
 
 
 def test_the_learning_rate_rises_stays_and_falls():

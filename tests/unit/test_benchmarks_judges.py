@@ -26,8 +26,8 @@ def test_the_warm_start_shows_the_hint_where_a_teacher_sees_it():
 def test_demonstrations_are_right_behind_the_hint_and_mostly_wrong_without():
     rng, right = random.Random(0), {True: [], False: []}
     for _ in range(2000):
-        prompt, response = demonstrate("a8b9", rng)
-        right[prompt != "a8b9"].append(task.is_correct(response, "7"))
+        asked, answered = demonstrate(task.Problem("a8b9", "7"), rng)
+        right[asked["content"] != "a8b9"].append(task.is_correct(answered["content"], "7"))
     assert all(right[True]) and len(right[True]) == pytest.approx(1000, abs=100)
     assert sum(right[False]) / len(right[False]) < 0.2
 

@@ -142,6 +142,34 @@ def test_the_special_tokens_have_the_documented_ids(tokenizer: PreTrainedTokeniz
     assert tokenizer.convert_tokens_to_ids([USER, ASSISTANT]) == [2, 3]
 
 
+def test_a_vocabulary_of_ones_own_has_the_longest_symbol_that_fits_as_the_token():
+    tokenizer = build_tokenizer(["1", "13", "+", '[f(q="', ")", "("])
+    ids = tokenizer('13+1[f(q="31)(?é')["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == ["13", "+", "1", '[f(q="', "?", "1", ")", "(", "?", "?"]
+    assert tokenizer.decode(ids) == '13+1[f(q="?1)(??'
+
+
+def test_texts_keep_their_case_where_a_symbol_has_one():
+    assert [
+        build_tokenizer(symbols).decode(build_tokenizer(symbols)("aB")["input_ids"])
+        for symbols in ("ab", "aB")
+    ] == ["ab", "aB"]
+
+
+@pytest.mark.parametrize("symbols", [["a", "a"], ["a", ""], ["a", EOS]])
+def test_symbols_that_are_repeated_empty_or_special_are_refused(symbols: list[str]):
+    with pytest.raises(ValueError, match=r"the symbols \['(a|<eos>)?'\] are empty, repeated or special"):
+        build_tokenizer(symbols)
+
+
+def test_a_task_with_too_few_held_out_prompts_is_refused():
+    def draw(rng: random.Random, progress: float) -> task.Problem:
+        return task.Problem("a1", "1")
+
+    with pytest.raises(ValueError, match="found 1 distinct held-out prompts in 200 draws; expected 2"):
+        task.held_out_set(0, 2, draw)
+
+
 def _turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
