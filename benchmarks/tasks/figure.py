@@ -18,14 +18,15 @@ COLUMNS = 3
 def draw(outcomes: Sequence[Outcome]) -> bytes:
     """Return a PNG: a dotted line for each seed, and one for their mean."""
     tasks = list(dict.fromkeys(each.task for each in outcomes))
-    rows = -(-len(tasks) // COLUMNS)
+    columns = min(COLUMNS, len(tasks))
+    rows = -(-len(tasks) // columns)
     legend = [
         Line2D([], [], color=COLOUR, marker="o", markersize=4, label="mean over seeds"),
         Line2D([], [], color=FAINT, linestyle=":", label="each seed"),
     ]
     about = "reward of held-out prompts in percent, by training step"
     figure = sheet(9, 1 + 2.2 * rows, "Small tasks on two cores", about, legend)
-    charts = figure.subplots(rows, COLUMNS, squeeze=False).flat
+    charts = figure.subplots(rows, columns, squeeze=False).flat
     for place, axes in enumerate(charts):
         if place < len(tasks):
             _chart(axes, tasks[place], [each.curve for each in outcomes if each.task == tasks[place]])

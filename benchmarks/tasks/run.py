@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 RUNS = Path("runs/tasks")
 
 TASKS = {
-    "sums": "quickstart",
+    "sums": "configs/recipes/quickstart.yaml",
     **{
         name: f"examples/tasks/{name}/recipe.yaml"
         for name in ("sorting", "extraction", "countdown", "hangman", "search")

@@ -15,8 +15,7 @@ def outcome(task: str, seed: int, before: float, after: float) -> Outcome:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_recipe_of_a_run_is_valid_and_every_seed_has_inputs_of_its_own(task):
-    recipe = TASKS[task] if "/" not in TASKS[task] else ROOT / TASKS[task]
-    configs = [load_recipe(recipe, overrides(task, seed)) for seed in (0, 1)]
+    configs = [load_recipe(ROOT / TASKS[task], overrides(task, seed)) for seed in (0, 1)]
     paths = {path for config in configs for path in (config.model.path, config.data.path, config.eval.path)}
     assert len(paths) == 6
     assert [(config.run.name, config.run.seed) for config in configs] == [(f"{task}-0", 0), (f"{task}-1", 1)]
