@@ -340,8 +340,8 @@ def _meant(option: str) -> list[str]:
     chapters = [*setting_chapters(RunConfig), *setting_chapters(SupervisedConfig)]
     known = dict.fromkeys(entry.name for chapter in chapters for entry in chapter.entries)
     meant = [each for each in known if name and f".{each}".endswith(f".{name}")]
-    ours = OTHER_NAMES.get(name)
-    return (meant or [ours] * (ours is not None))[:MOST_MEANT]
+    ours = OTHER_NAMES.get(name, "")
+    return (meant or [ours] * bool(ours))[:MOST_MEANT]
 
 
 def print_in_lines(entries: Sequence[Explanation], console: Console) -> None:
