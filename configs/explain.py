@@ -88,6 +88,7 @@ _PATTERNS = {
     r"^0?7[0-7][0145]$": "permissions in octal and in quotes, such as '0750': all for you, and no right to "
     "write for everybody",
     r"^https?://[^/\s]+(/[^\s?#]*)?$": "an address such as http://sandboxes.internal:8700",
+    r"^https?://[^/\s@?#]+(/[^\s?#]*)?$": "an address such as http://127.0.0.1:4318, without a password",
     r"^[A-Za-z0-9_-]+(:.*)?$": "NAME or NAME: VALUE of a header",
     r"^[A-Za-z_]\w*$": "the name of an environment variable",
 }
