@@ -32,9 +32,11 @@ GPU_S = DAYS * 86_400 * GPUS / FAILURES
 """Seconds of a GPU between two failures."""
 
 GPUS_PER_NODE = 8
-RANK_S, TRAINER_NODE_S, JOB_S, ENGINE_S = 7.6, 30.4, 86.7, 30.4
-"""Seconds of recovery: a trainer rank, a node of the trainer, the first node, an engine's node
-(benchmarks/README.md)."""
+RANK_S, JOB_S, ENGINE_S = 7.6, 135.1, 30.4
+"""Seconds of recovery: a trainer rank, the first node, an engine's node (benchmarks/README.md)."""
+
+TRAINER_NODE_S = ENGINE_S + RANK_S
+"""Seconds of recovery of another node of the trainer: until Ray takes a node for dead, and new ranks."""
 
 TOKENS_PER_S_GPU, EPISODE_TOKENS, GROUP = 37.5, 31_600, 16
 
