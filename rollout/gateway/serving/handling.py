@@ -182,16 +182,23 @@ class RequestHandler:
         self._rates.take(user.name)
         raw = await read_body(request, self._limits.body_bytes)
         if len(raw) <= INLINE_BYTES:
-            return await self._answer_body(endpoint, request, user, raw, None, now_s)
+            return await self._answer_body(endpoint, request, user, raw, None, span, now_s)
         turn = self._shared.workers.turn(user.name)
         try:
             await unless_disconnected(request.receive, turn.taken(len(raw)))
-            return await self._answer_body(endpoint, request, user, raw, turn, now_s)
+            return await self._answer_body(endpoint, request, user, raw, turn, span, now_s)
         finally:
             turn.give_up()
 
     async def _answer_body(
-        self, endpoint: Endpoint, request: Request, user: User, raw: bytes, turn: Turn | None, now_s: float
+        self,
+        endpoint: Endpoint,
+        request: Request,
+        user: User,
+        raw: bytes,
+        turn: Turn | None,
+        span: RequestSpan | None,
+        now_s: float,
     ) -> Response:
         """Answer a request that has come at ``now_s``, and whose ``turn`` it is, if it is long."""
         body = _json(raw)
