@@ -42,8 +42,8 @@ def test_a_rank_has_hooks_only_where_the_recipe_names_them(monkeypatch):
 
 def test_a_launch_script_is_not_imported_and_the_user_hears_why(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(hooks, "SLIME_RECIPE", MISSING)
-    result = CliRunner().invoke(
-        app, ["import", "slime", str(tmp_path / "a.sh"), "-o", str(tmp_path / "a.yaml")]
-    )
+    script = tmp_path / "a.sh"
+    script.touch()
+    result = CliRunner().invoke(app, ["import", "slime", str(script), "-o", str(tmp_path / "a.yaml")])
     assert result.exit_code == 2
     assert REASON in " ".join(result.output.split())

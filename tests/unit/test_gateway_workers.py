@@ -8,7 +8,7 @@ from typing import TypeVar
 import pytest
 
 from slipstream.rollout.gateway.serving.limits import Refusal
-from slipstream.rollout.gateway.serving.workers import MOST_WAITING, THREADS, Turn, Workers
+from slipstream.rollout.gateway.serving.workers import MOST_WAITING, THREADS, KeyTurn, Workers
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ async def prepared(workers: Workers, key: str, work: Callable[[], T], size: int)
     return await turn.run(work)
 
 
-async def taken(workers: Workers, key: str) -> Turn:
+async def taken(workers: Workers, key: str) -> KeyTurn:
     turn = workers.turn(key)
     await turn.taken(1)
     return turn

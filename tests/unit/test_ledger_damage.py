@@ -515,12 +515,12 @@ def test_files_that_must_not_be_read_are_named(public, name, words):
 
 def test_a_folder_that_cannot_be_reached_is_named(public):
     public.chmod(0o000)
-    assert "check its permissions and its mount" in opened_as_nobody(public)
+    assert "give the user of this run write access" in opened_as_nobody(public)
 
 
 def test_a_folder_that_cannot_be_written_is_named(public):
     public.chmod(0o555)
-    assert "check its permissions and its mount" in opened_as_nobody(public)
+    assert "give the user of this run write access" in opened_as_nobody(public)
 
 
 @pytest.mark.parametrize("limit", [1 << 16, 1 << 18, 1 << 20])
@@ -548,7 +548,8 @@ def test_a_full_disk_ends_in_an_error_and_an_intact_ledger(tmp_path, limit, toke
     output, errors = process.communicate(timeout=120)
     assert output.splitlines(), errors
     *acknowledged, error = output.splitlines()
-    assert "make room" in error, output + errors
+    # SQLite says only that the disk is full; of the segments the error is known.
+    assert "make room" in error or "the limit on file sizes" in error, output + errors
     recovered, _ = state_of(tmp_path, restored=0)
     assert [group.id for group in recovered.open][: len(acknowledged)] == list(range(len(acknowledged)))
     assert all(group.is_ready and len(group.samples) == 2 for group in recovered.open)

@@ -39,7 +39,7 @@ from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.running import AnswerPart, Conversations, RunningAnswer, RunningTurns
 from slipstream.rollout.gateway.serving.text import GrowingText
 from slipstream.rollout.gateway.serving.words import TOO_LONG, UNKNOWN_RESPONSE
-from slipstream.rollout.gateway.serving.workers import Turn, Workers
+from slipstream.rollout.gateway.serving.workers import KeyTurn, Workers
 from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.gateway.source import Exhausted, Rejected, TokenRequest
 from slipstream.rollout.tokens.tokenizer import Tokenizer
@@ -100,7 +100,7 @@ class LiveCall:
         shared: SharedParts,
         arrival: Arrival,
         body: Mapping[str, object],
-        turn: Turn | None,
+        turn: KeyTurn | None,
         tools: ClientTools | None = None,
     ) -> None:
         """``arrival``: without a prompt. ``body``: as the client has sent it. ``turn``: None: it is short."""

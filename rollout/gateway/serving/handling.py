@@ -37,7 +37,7 @@ from slipstream.rollout.gateway.serving.replies import ClientGone, EventStream, 
 from slipstream.rollout.gateway.serving.schema import Endpoint
 from slipstream.rollout.gateway.serving.traces import RequestSpan, Traces
 from slipstream.rollout.gateway.serving.words import UNKNOWN_RESPONSE, Protocols, words_of
-from slipstream.rollout.gateway.serving.workers import INLINE_BYTES, Turn
+from slipstream.rollout.gateway.serving.workers import INLINE_BYTES, KeyTurn
 from slipstream.rollout.gateway.source import TokenSource
 from slipstream.rollout.system.steady_clock import steady_s
 from slipstream.rollout.tokens.turn_entries import TurnType
@@ -196,7 +196,7 @@ class RequestHandler:
         request: Request,
         user: User,
         raw: bytes,
-        turn: Turn | None,
+        turn: KeyTurn | None,
         span: RequestSpan | None,
         now_s: float,
     ) -> Response:

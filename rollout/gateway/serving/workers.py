@@ -41,7 +41,7 @@ class _Key(asyncio.Lock):
     """Bytes of those that wait for it."""
 
 
-class Turn:
+class KeyTurn:
     """The turn of one request, from before it is read until it is prepared. Single event loop.
 
     Whoever has it calls ``give_up`` in the end, whatever happens.
@@ -97,12 +97,12 @@ class Workers:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prepare")
         self._keys: WeakValueDictionary[str, _Key] = WeakValueDictionary()
 
-    def turn(self, name: str) -> Turn:
+    def turn(self, name: str) -> KeyTurn:
         """Return the turn of a request of a key, which it has yet to take."""
         key = self._keys.get(name)
         if key is None:
             key = self._keys[name] = _Key()
-        return Turn(key, self._threads)
+        return KeyTurn(key, self._threads)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
