@@ -339,8 +339,8 @@ def parse_token_scores(reply: object, tokens: Sequence[int], top_k: int) -> Toke
         if len(given) != len(tokens) + 1:
             raise ValueError(f"log-probs of {len(given)} tokens, expected {len(tokens) + 1}")
         entries = given[1:]
-        ids = [int(entry[1]) for entry in entries]
-        if ids != list(tokens):
+        # SGLang reports the last id of the vocabulary as 0, with its own log-prob.
+        if any(int(entry[1]) not in (token, 0) for entry, token in zip(entries, tokens, strict=True)):
             raise ValueError("the log-probs are of other tokens than those that were asked about")
         logprobs = [_checked_logprob(entry[0], place) for place, entry in enumerate(entries)]
         if not top_k:

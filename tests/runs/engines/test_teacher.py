@@ -15,8 +15,9 @@ from slipstream.rollout.reward.model.endpoint import ChatEngines, CutOff
 from slipstream.rollout.reward.model.hints import with_hint
 from slipstream.rollout.reward.model.teacher import HintTeacher
 from slipstream.rollout.tokens.tokenizer import load_tokenizer
+from tests.runs.engines.conftest import VOCAB
 
-PROMPT, TOKENS = [3, 5, 7, 11, 13, 2], [17, 4, 4, 30]
+PROMPT, TOKENS = [3, 5, 7, 11, 13, 2], [17, 4, 4, VOCAB - 1, 30]
 
 
 def test_the_log_probs_are_those_of_the_given_tokens_behind_the_prompt(server):
