@@ -63,6 +63,7 @@ finally:
 """
 
 
+@pytest.mark.slow  # test_train_on_slurm.py loses an engine's node, test_engine_supervisor.py waits for one
 @pytest.mark.timeout(900)
 def test_an_engine_whose_node_is_killed_waits_for_a_node_that_is_added():
     """In a process of its own, because a process has one Ray."""

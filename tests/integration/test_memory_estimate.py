@@ -268,19 +268,34 @@ def saved(rank: RankSpec, config: RunConfig, folder: Path) -> None:
         trainer.finish_checkpoint()
 
 
+@pytest.fixture(scope="module")
+def checkpoint_sizes(tmp_path_factory) -> dict[str, tuple[int, int]]:
+    """By case: the bytes that were written, and those that the plan states."""
+    jobs: dict[str, Job] = {}
+    folders: dict[str, Path] = {}
+    stated: dict[str, int] = {}
+    for case, (family, dtype, parallel, actor) in SAVED.items():
+        folder = tmp_path_factory.mktemp("saved")
+        sizes: dict[str, Any] = {**SIZES, "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 128}
+        model = make_checkpoint(folder / "model", family, tied=family == "llama", **sizes)
+        distributed = {"distributed": dtype == "bfloat16"}
+        config = config_for(model, parallel, dtype=dtype, optimizer=distributed, **actor)
+        if "advantage" in actor:
+            config = RunConfig.model_validate(config.model_dump() | {"critic": {"optimizer": distributed}})
+        folders[case] = folder / "checkpoint"
+        folders[case].mkdir()
+        jobs[case] = Job(2, saved, (config, folders[case]))
+        stated[case] = checkpoint_bytes(config.actor, config.critic, dtype, model_spec(model))
+    run_jobs(jobs)
+    written = {
+        case: sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        for case, folder in folders.items()
+    }
+    return {case: (written[case], stated[case]) for case in SAVED}
+
+
 @pytest.mark.parametrize("case", SAVED)
-def test_a_checkpoint_has_the_bytes_that_the_plan_states(case, tmp_path):
+def test_a_checkpoint_has_the_bytes_that_the_plan_states(case, checkpoint_sizes):
     """Descriptions of tensors and random states are not counted: a hundredth of so small a model."""
-    family, dtype, parallel, actor = SAVED[case]
-    sizes = {**SIZES, "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 128}
-    model = make_checkpoint(tmp_path / "model", family, tied=family == "llama", **sizes)
-    distributed = {"distributed": dtype == "bfloat16"}
-    config = config_for(model, parallel, dtype=dtype, optimizer=distributed, **actor)
-    if "advantage" in actor:
-        config = RunConfig.model_validate(config.model_dump() | {"critic": {"optimizer": distributed}})
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    run_jobs({case: Job(2, saved, (config, folder))})
-    written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    stated = checkpoint_bytes(config.actor, config.critic, dtype, model_spec(model))
+    written, stated = checkpoint_sizes[case]
     assert written == pytest.approx(stated, rel=0.02)

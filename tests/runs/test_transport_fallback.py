@@ -16,7 +16,7 @@ BELOW_ZERO = "rollout.reward=tests.runs.many_turns.Signed"
 GIVEN_UP = "perf/weight_transports_given_up"
 
 
-SETTINGS = (BOUND, BELOW_ZERO, "rollout.engine.count=2", "actor.parallel.tensor=2", "checkpoint.every=2")
+SETTINGS = (BOUND, BELOW_ZERO, "actor.parallel.tensor=2", "checkpoint.every=2")
 
 
 def assert_went_on_with_tensor(run: LaunchedRun, steps: int) -> None:
@@ -51,8 +51,9 @@ def test_a_run_whose_shards_do_not_arrive_goes_on_with_tensor(launch: Launch):
 
 @pytest.mark.slow  # test_driver_transports.py has what a resume reads
 def test_a_resume_begins_with_the_transport_that_has_worked(launch: Launch):
-    assert finish(launch("run.steps=4", *SETTINGS, fault="break:1")) == 0
-    run = launch("run.steps=6", *SETTINGS, resume=True)
+    settings = (*SETTINGS, "rollout.engine.count=2")
+    assert finish(launch("run.steps=4", *settings, fault="break:1")) == 0
+    run = launch("run.steps=6", *settings, resume=True)
     assert finish(run) == 0, run.output()
     assert_went_on_with_tensor(run, 6)
 

@@ -88,7 +88,7 @@ def place(tensor: torch.Tensor, shape, stride, offset) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_every_element_of_every_engine_is_sent_exactly_once(family, data):
     hf = data.draw(hf_configs(family))
