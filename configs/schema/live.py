@@ -130,7 +130,8 @@ class LiveConfig(Section):
         default=60,
         ge=0,
         description="Seconds that a batch which lacks only live trajectories waits for them. Then it is "
-        "trained with those that have come, and no further batch waits until a turn is ready.",
+        "trained with those that have come. Until a turn is ready, batches wait for a tenth of the time at "
+        "most. Users and judge should take less: steps that are quicker let turns expire.",
     )
     baseline: Baseline = Field(
         default=RunningBaseline(),

@@ -618,7 +618,7 @@ class Turns:
         return False
 
 
-def test_while_no_turn_becomes_ready_one_batch_waits_and_not_each_of_them():
+def test_while_no_turn_becomes_ready_batches_wait_for_a_tenth_of_the_time():
     core = RolloutControl(1, 1, live_trajectories=2)
     turns: Any = Turns(core)
     gate, batches = gate_of(core, live=turns, live_wait_s=60)
@@ -634,6 +634,10 @@ def test_while_no_turn_becomes_ready_one_batch_waits_and_not_each_of_them():
             return now() - began
 
         assert [await waited() for _ in range(3)] == [60, 0, 0]
+        await asyncio.sleep(530)
+        assert await waited() == 0
+        await asyncio.sleep(20)
+        assert [await waited() for _ in range(2)] == [60, 0], "quick steps let each turn expire before it is ready"
         turns.become_ready(-1)
         assert [await waited() for _ in range(2)] == [60, 0], "a user has spoken: another one may"
         turns.become_ready(-2, -3)

@@ -78,6 +78,14 @@ def test_few_prompts_are_no_cause_while_held_out_prompts_follow():
     assert names(replace(evidence, series=held_out | {"eval/reward": [0.4, 0.3]})) == ["few-prompts"]
 
 
+def test_turns_of_live_users_that_expire_are_named_and_some_of_them_are_no_sign():
+    def with_expired(turns: int) -> list[str]:
+        return names(Evidence(steps=9, series={"live/trained": [400.0] * 9, "live/expired": [turns] * 9}))
+
+    assert with_expired(9000) == ["stale"]
+    assert with_expired(100) == []
+
+
 def test_a_step_of_one_update_is_no_sign_of_a_low_rate():
     still = {
         "train/approx_kl": [0.0] * 9,

@@ -136,7 +136,8 @@ CAUSES = (
         "the data is too old",
         "staleness/head_mean",
         "Lower rollout.max_head_offpolicyness or actor.optimizer.lr, and shorten what is slow: rewards, "
-        "longest responses.",
+        "longest responses. Turns of live users live longer with a larger live.max_wait_s or "
+        "rollout.max_head_offpolicyness.",
         signs.stale,
     ),
     Cause(

@@ -221,6 +221,9 @@ def mismatch(evidence: Evidence) -> Sign | None:
 EXPIRED = 0.1
 """Share of groups. Those that are slow, and often long, are missing in what is trained."""
 
+EXPIRED_TURNS = 0.5
+"""Share of live users' turns. Some of their sessions end without a word that a turn could be judged by."""
+
 LEAST_ESS = 0.5
 
 
@@ -229,6 +232,10 @@ def stale(evidence: Evidence) -> Sign | None:
     gap, lag = now(evidence, "mismatch/logprob_abs_mean") or 0.0, now(evidence, "staleness/token_mean") or 0.0
     if share >= EXPIRED:
         return max(0.5, share), f"{share:.0%} of the groups given up as too old"
+    expired, trained = now(evidence, "live/expired") or 0.0, now(evidence, "live/trained") or 0.0
+    if expired and expired / (expired + trained) >= EXPIRED_TURNS:
+        turns = expired / (expired + trained)
+        return turns, f"{turns:.0%} of the turns of live users given up as too old"
     if ess is not None and ess < LEAST_ESS and lag > 0 and gap < MISMATCH:
         return 1 - ess, f"effective sample size {ess:.0%}, mean lag {lag:.1f} versions"
     return None

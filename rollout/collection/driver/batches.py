@@ -200,7 +200,7 @@ class Batches:
         self._gate.notify()
 
     def _turn_is_ready(self) -> None:
-        self._wait_for_turns.is_in_vain = False
+        self._wait_for_turns.rests_until = 0.0
         self._gate.changes.notify()
 
     # ---- quarantine
@@ -251,23 +251,32 @@ class Batches:
         self._note(f"group {id_} is quarantined: {note}")
 
 
+REST = 9.0
+"""After a wait in vain, times as long without one: silent users cost a tenth of the time at most."""
+
+
 class _WaitForTurns:
-    """The time that a batch waits for turns when it lacks nothing else."""
+    """The time that a batch waits for turns when it lacks nothing else.
+
+    While nothing comes, as while judges or gateways are down, few batches wait and not each of them. But some
+    do: where steps are quicker than users, turns expire before they are ready unless a batch waits for them.
+    """
 
     def __init__(self, wait_s: float, then: Callable[[], None]) -> None:
         self._wait_s = wait_s
         self._then = then
         self._timer: asyncio.TimerHandle | None = None
-        self.is_in_vain = False
-        """True if no turn has become ready since a batch began to wait."""
+        self.rests_until = 0.0
+        """Time of the event loop from which a batch waits again. 0 since a turn has become ready."""
 
     def begin(self) -> None:
         """Call ``then`` when the time is over, unless it runs already."""
         if self._timer is None:
-            # Where nothing comes, as while judges or gateways are down, one batch waits and not each of them.
-            wait_s = 0.0 if self.is_in_vain else self._wait_s
-            self.is_in_vain = True
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._then)
+            loop = asyncio.get_running_loop()
+            waits = loop.time() >= self.rests_until
+            if waits:
+                self.rests_until = loop.time() + (1 + REST) * self._wait_s
+            self._timer = loop.call_later(self._wait_s if waits else 0.0, self._then)
 
     def end(self) -> None:
         """Wait no longer."""
