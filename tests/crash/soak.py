@@ -4,7 +4,8 @@
     python -m tests.crash.soak --minutes 60 --users 50      with users, and hostile ones beside them
 
 The real run is that of the quickstart, with so low a learning rate that its answers keep their lengths. The
-memory of a process is what would be free if it ended (unique set size); processes of one kind are added up.
+memory of a kind is what would be free if all processes of the kind ended: what a process shares with the one
+that it was forked from counts once, until it writes there.
 Growth is that of what a process holds at rest, the least of each two minutes: how much it needs at work
 depends on the batch and on the request, and how often it works on everything else that the machine does. A
 line is put through it behind the first third, in which buffers reach their sizes. The simulated run lasts
@@ -129,12 +130,12 @@ class Memory:
 
 
 def unique_mb(pids: Sequence[int]) -> float:
-    """Return the memory that would be free if the processes ended."""
+    """Return the memory that would be free if the processes ended, without files and shared memory."""
     total_kb = 0
     for pid in pids:
         with suppress(OSError):
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            total_kb += sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+            total_kb += sum(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon"))
     return total_kb / 1024
 
 
