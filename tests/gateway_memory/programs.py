@@ -101,7 +101,8 @@ class Program:
 
     @property
     def ratio(self) -> float:
-        return self.mb[-1] / self.mb[0]
+        """Memory at the end over that after half of the turns."""
+        return self.mb[-1] / self.mb[len(self.mb) // 2 - 1]
 
 
 def gateway_of(config: RunConfig, log: Path) -> Program:
