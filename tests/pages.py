@@ -54,6 +54,7 @@ PROGRAMS = {
     "salloc": "starts a process in an allocation; a command of Slipstream in it is checked",
     "sbatch": "submits a job",
     "scontrol": "asks for a running job",
+    "sh": "lays out a toolkit of GPUs",
     "source": "changes the shell",
     "srun": "starts a process in a job; a command of Slipstream in it is checked",
     "tail": "reads a file",

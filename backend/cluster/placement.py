@@ -1,4 +1,4 @@
-"""EnginePlaces each trainer rank and each engine on a node. Pure: facts about nodes in, a placement out."""
+"""Places each trainer rank and each engine on a node. Pure: facts about nodes in, a placement out."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

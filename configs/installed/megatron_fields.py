@@ -42,7 +42,7 @@ _NO_GRAPHS = "Slipstream does not capture the trainer in CUDA graphs: packs diff
 _NO_INFERENCE = "the trainer does not generate: engines do; leave it out"
 _NO_MAMBA = "Slipstream has no Mamba layers; leave it out"
 _NO_OTHER_INIT = "every weight comes from the checkpoint, so there is nothing to initialize; leave it out"
-_NO_REPLAY = "Slipstream does not take over the routing of the engines' experts; leave it out"
+_NO_REPLAY = "Slipstream replays experts by code of its own; use actor.routing_replay instead"
 _FUNCTION = "it is a function that Slipstream or Megatron sets, and a recipe cannot hold one; leave it out"
 _PROFILING = "it is for Megatron's own training loop, which Slipstream does not use; leave it out"
 

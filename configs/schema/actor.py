@@ -163,7 +163,7 @@ class LoraConfig(Section):
         "alone, which SGLang applies beside the weights of `model.path` and loads while it generates "
         "(docs/publishing.md#an-adapter-alone): nothing is lost in a rounding. It needs "
         "`weights.interrupt: abort` or `drain`, and a model of the type `llama`, `mistral`, `qwen2` or "
-        "`qwen3`; it is refused with `rollout.engine.colocated`.",
+        "`qwen3`; it is refused where engines take turns with the trainer.",
     )
 
 

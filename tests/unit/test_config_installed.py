@@ -337,6 +337,7 @@ def test_installed_megatron_is_understood():
         ("q_lora_rank", 8, "config.json"),
         ("attention_backend", "local", "expected auto, flash, fused or unfused"),
         ("init_method_std", 1.0, "config.json"),
+        ("moe_enable_routing_replay", True, "actor.routing_replay"),
     ],
 )
 def test_megatron_fields_that_cannot_be_right_are_refused(field, value, says):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from slipstream.backend.driver.modes.joining import EngineService, NotAnswered
+from slipstream.backend.driver.modes.joining import EngineService, NotAnswered, served
 from slipstream.backend.driver.processes.engines import EngineLimits
 from slipstream.backend.driver.processes.joined_engines import CODE, ENGINES, JoinedEngines, code_digest
 from slipstream.backend.driver.start.inputs import InputError
@@ -208,6 +208,26 @@ def test_an_engine_that_is_lost_is_not_started_again_and_ends_nothing(tmp_path: 
             }[how]
             assert told in reason and world.serving == [] and world.supervisor.where() == {}
             assert any(told in note for note in world.notes)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_command_has_not_failed_whose_engine_was_asked_to_leave(tmp_path: Path, is_asked: bool):
+    async def main() -> None:
+        world = World(tmp_path)
+        async with world.joined.serving("127.0.0.1"), server(EXPECTED) as access:
+            service = EngineService(tmp_path)
+            name = await service.join(access)
+            await until(lambda: world.serving == [name])
+            loop = asyncio.get_running_loop()
+            command = asyncio.create_task(served(service, loop.create_future(), name, loop.create_future()))
+            if is_asked:
+                await service.remove(name)
+            else:
+                world.lost.put_nowait("it does not say that it is well")
+            reason = await asyncio.wait_for(command, WAIT_S)
+            assert reason is None if is_asked else "is well" in str(reason)
 
     asyncio.run(main())
 

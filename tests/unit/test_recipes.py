@@ -215,6 +215,12 @@ def test_a_recipe_of_one_gpu_fits_24_48_and_80_gb_in_both_modes(name, size, mode
     shown = call("plan", name, "--no-split", *settings).stdout
     assert f"of {left / GIB:.1f} GiB, fits" in shown and "DO NOT FIT" not in shown
     assert ("take turns" if mode == "turns" else "work at the same time") in shown
+    if not engine.takes_turns:
+        [trainer], [beside] = (
+            re.findall(each, shown, re.MULTILINE)
+            for each in (r"trainer: (\S+ of \S+) GiB", r"^ +engine .* (\S+) *$")
+        )
+        assert f"{trainer}; {beside}" in (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", NAMES)

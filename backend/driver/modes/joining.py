@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -23,7 +23,13 @@ import msgspec
 
 from slipstream.backend.cluster.actors import engine_settings
 from slipstream.backend.driver.processes.engines import INITIAL_VERSION, EngineLimits, adapters_of
-from slipstream.backend.driver.processes.joined_engines import ASKED_AGAIN_S, ENGINES, EngineState, facts_of
+from slipstream.backend.driver.processes.joined_engines import (
+    ASKED,
+    ASKED_AGAIN_S,
+    ENGINES,
+    EngineState,
+    facts_of,
+)
 from slipstream.backend.driver.start.inputs import InputError
 from slipstream.backend.driver.start.run_folder import LOGS
 from slipstream.backend.trainer.engine_checkpoint import engine_model_of
@@ -146,7 +152,7 @@ async def join(
             return None
         name = joining.result()
         say(f"{name} has joined {run}")
-        return await _served(service, actor, name, stop)
+        return await served(service, actor.wait_exit(), name, stop)
     finally:
         stop.cancel()
         await actor.stop()
@@ -158,12 +164,15 @@ async def _joined(config: RunConfig, service: EngineService, actor: EngineActor)
     return await service.join(await actor.start(INITIAL_VERSION, meeting))
 
 
-async def _served(
-    service: EngineService, actor: EngineActor, name: str, stop: asyncio.Future[Literal[True]]
+async def served(
+    service: EngineService, exit_code: Awaitable[int], name: str, stop: asyncio.Future[Literal[True]]
 ) -> str | None:
-    """Wait for the end of an engine. Let it leave if it is to stop."""
+    """Wait for the end of an engine. Let it leave if it is to stop. Return why it ended unasked.
+
+    ``exit_code``: of its server, when that has ended.
+    """
     left = asyncio.ensure_future(service.left(name))
-    ended = asyncio.ensure_future(actor.wait_exit())
+    ended = asyncio.ensure_future(exit_code)
     try:
         done, _ = await asyncio.wait({stop, left, ended}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -175,7 +184,8 @@ async def _served(
         return None
     if ended in done:
         return f"{name}: its server exited with code {ended.result()}"
-    return f"{name} has left: {left.result()}"
+    reason = left.result()
+    return None if reason == ASKED else f"{name} has left: {reason}"
 
 
 def _actor(config: RunConfig, run: Path, host: str) -> EngineActor:

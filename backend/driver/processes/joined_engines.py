@@ -45,6 +45,9 @@ ENGINES = "engines.json"
 ASKED_AGAIN_S = 20.0
 """Longest time for which a question where an engine stands is not answered."""
 
+ASKED = "it was asked to"
+"""Why an engine has left that was to leave."""
+
 LEAVE_S = 60.0
 """Longest time that an engine takes to leave: it may be getting a version."""
 
@@ -309,7 +312,7 @@ class JoinedEngines:
         reason = "the run has ended"
         try:
             reason = await self._supervisor.keep_joined(handle)
-            reason = "it was asked to" if handle.leaves else reason
+            reason = ASKED if handle.leaves else reason
         finally:
             del self._handles[handle.name], self._tasks[handle.name]
             self._left[handle.name] = reason

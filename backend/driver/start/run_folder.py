@@ -10,7 +10,7 @@ job.json          the Slurm job that drives the run, or drove it last, if there 
 driver.json       the driver that may write here, with driver.term.N: ``rollout/ledger/lease/folder_lease.py``
 ledger.sqlite     the state of every group, unless the run is one of ``slipstream sft``
 driver.log        the output of the terminal
-episodes/         trained episodes as text: ``rollout/ledger/episode_log/files.py``
+episodes/         episodes as text: ``rollout/ledger/episode_log/files.py``
 transports.json   which transports of weights have worked, and which not: ``weights/transports.py``
 engine-model/     the model that engines start from, if it differs from `model.path`: ``engine_model.py``
 checkpoints/, checkpoint-hf/, logs/, metrics.jsonl, trace.jsonl, summary.json
