@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from slipstream.backend.cluster.trainer_failed import TrainerFailed
     from slipstream.backend.commands.own_run import OwnRun, StepsDone
     from slipstream.backend.monitor.summary import RunSummary
     from slipstream.backend.trainer.protocols import (
@@ -66,6 +67,7 @@ __all__ = [
     "TokenObjective",
     "Tokens",
     "TrainBatch",
+    "TrainerFailed",
     "Trajectory",
     "TrajectoryBuilder",
     "Workflow",
@@ -97,6 +99,7 @@ _WHERE = {
     "TokenObjective": "slipstream.backend.objective.losses",
     "Tokens": "slipstream.backend.objective.losses",
     "TrainBatch": "slipstream.backend.batch.train_batch",
+    "TrainerFailed": "slipstream.backend.cluster.trainer_failed",
     "Trajectory": "slipstream.rollout.tokens.trajectory",
     "TrajectoryBuilder": "slipstream.rollout.tokens.trajectory",
     "Workflow": "slipstream.rollout.workflow",
