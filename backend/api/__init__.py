@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from slipstream.backend.commands.own_run import OwnRun, StepsDone
+    from slipstream.backend.commands.own_run import OwnRun, StepsDone, TrainerFailed
     from slipstream.backend.monitor.summary import RunSummary
     from slipstream.backend.trainer.protocols import (
         BatchMetrics,
@@ -66,6 +66,7 @@ __all__ = [
     "TokenObjective",
     "Tokens",
     "TrainBatch",
+    "TrainerFailed",
     "Trajectory",
     "TrajectoryBuilder",
     "Workflow",
@@ -97,6 +98,7 @@ _WHERE = {
     "TokenObjective": "slipstream.backend.objective.losses",
     "Tokens": "slipstream.backend.objective.losses",
     "TrainBatch": "slipstream.backend.batch.train_batch",
+    "TrainerFailed": "slipstream.backend.commands.own_run",
     "Trajectory": "slipstream.rollout.tokens.trajectory",
     "TrajectoryBuilder": "slipstream.rollout.tokens.trajectory",
     "Workflow": "slipstream.rollout.workflow",

@@ -18,7 +18,7 @@ from slipstream.backend.driver.start.hub_models import with_local_models
 from slipstream.backend.driver.start.length_filter import LengthFilter
 from slipstream.backend.monitor.passes import by_prompt, passes, powers_to
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
-from slipstream.configs.schema import EvalSamplingConfig, PromptFile, RunConfig
+from slipstream.configs.schema import EvalConfig, EvalSamplingConfig, PromptFile, RunConfig
 from slipstream.configs.schema.data import how_held_out
 from slipstream.rollout.collection.collector.trial import TriedEpisode
 from slipstream.rollout.prompts import PromptError, checked_prompts
@@ -113,7 +113,7 @@ def evaluate(
         )
     check_start(config)
     with told(config):
-        scores = asyncio.run(_evaluate(with_sampling(config, temperature), sets, samples, temperature == 0))
+        scores = asyncio.run(_evaluate(with_sampling(config, temperature), sets, samples))
     if as_json:
         json.dump({score.name: _plain(score) for score in scores}, sys.stdout, indent=1)
         print()
@@ -129,16 +129,15 @@ def with_sampling(config: RunConfig, temperature: float) -> RunConfig:
     rollout = config.rollout.model_copy(update={"sampling": own.over(config.rollout.sampling)})
     # The checkpoint of a run holds its adapter, merged into the weights.
     actor = config.actor.model_copy(update={"lora": None})
-    return config.model_copy(update={"rollout": rollout, "data": None, "eval": None, "actor": actor})
+    evaluation = EvalConfig(sampling=own)  # without prompts: the command has read them
+    return config.model_copy(update={"rollout": rollout, "data": None, "eval": evaluation, "actor": actor})
 
 
-async def _evaluate(
-    config: RunConfig, sets: Mapping[str, Sequence[Prompt]], samples: int, greedy: bool
-) -> list[SetScore]:
+async def _evaluate(config: RunConfig, sets: Mapping[str, Sequence[Prompt]], samples: int) -> list[SetScore]:
     scores: list[SetScore] = []
     status = Console(stderr=True, highlight=False)
     with phases(status) as say:
-        async with tryout(config, say, greedy=greedy) as tried:
+        async with tryout(config, say, evaluates=True) as tried:
             for name, prompts in sets.items():
                 total, episodes = len(prompts) * samples, list[TriedEpisode]()
                 asked = [prompt for prompt in prompts for _ in range(samples)]

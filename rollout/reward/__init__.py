@@ -131,8 +131,8 @@ class GroupReward(Protocol):
                 return [float(response == majority) for response in responses]
 
     A group is one question: it has one time limit, and is asked about again as a whole. A reward that the
-    workflow has set stays as it is; ``score_group`` finds it in ``trajectory.reward``. An evaluation prompt
-    has one completion, which is a group of its own.
+    workflow has set stays as it is; ``score_group`` finds it in ``trajectory.reward``. In an evaluation,
+    each completion is a group of its own.
     """
 
     def score_group(

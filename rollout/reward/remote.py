@@ -6,6 +6,7 @@ answer    a number, or an object of numbers
 
 import asyncio
 import json
+import math
 import os
 import random
 import reprlib
@@ -83,6 +84,12 @@ class Remote:
         self._longest_request = int(longest_request)
         self._longest_answer = int(longest_answer)
         self._session: tuple[asyncio.AbstractEventLoop, aiohttp.ClientSession] | None = None
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ValueError for a label that is no number of JSON: it is missing in a table."""
+        label: object = prompt.label
+        if isinstance(label, float) and not math.isfinite(label):
+            raise ValueError(f"{prompt.reference} has the label {label!r}, expected a value: it is missing")
 
     async def score(
         self, prompt: Prompt, response: str, trajectory: Trajectory

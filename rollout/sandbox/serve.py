@@ -47,7 +47,7 @@ LARGEST = SandboxLimits(
 """Limits that clients may ask for, if the command line does not say others."""
 
 SHORTEST_KEY = 16
-LONGEST_IDLE_S = 3600.0
+LONGEST_IDLE_S = 86_400.0
 SHUTDOWN_S = 1.0
 """Seconds for open requests when the server is told to end. Then their commands are killed."""
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,13 @@ def test_every_link_of_a_page_leads_to_a_file_and_to_a_heading_of_it(page: Path)
 @each_page
 def test_every_block_of_code_says_its_language(page: Path):
     assert not {str(block): block.language for block in blocks(page) if block.language not in LANGUAGES}
+
+
+@each_page
+def test_every_table_has_a_header(page: Path):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    rules = [pair for pair in pairwise(lines) if re.fullmatch(r"\s*\|(\s*:?-{3,}:?\s*\|)+", pair[1])]
+    assert not [rule for above, rule in rules if not above.lstrip().startswith("|")]
 
 
 def test_every_python_file_that_a_docstring_names_exists():

@@ -17,6 +17,7 @@ from slipstream.backend.commands.evaluate import (
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.monitor.passes import pass_at, powers_to
 from slipstream.configs.load import load_recipe
+from slipstream.rollout.collection.collector.parts import evaluation_sampling
 from slipstream.rollout.collection.collector.trial import TriedEpisode
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
 
@@ -97,4 +98,6 @@ def test_equal_samples_are_refused(recipe):
 def test_the_sampling_is_that_of_evaluations(tmp_path):
     changed = with_sampling(load_recipe_of(tmp_path, "eval.sampling.max_new_tokens=9"), 0.5)
     assert (changed.rollout.sampling.max_new_tokens, changed.rollout.sampling.temperature) == (9, 0.5)
-    assert changed.data is None and changed.eval is None
+    assert changed.data is None and changed.eval is not None and changed.held_out_files == []
+    assert evaluation_sampling(changed.eval, changed.rollout.sampling) == changed.rollout.sampling
+    assert not changed.eval.sampling.is_greedy

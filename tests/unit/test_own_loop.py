@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import slipstream
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.commands import own_run
@@ -151,7 +152,7 @@ def test_a_trainer_that_dies_costs_the_step_and_the_loop_goes_on(run_of):
     fake = FakeRun((StepTrained({}), lost))
     with run_of(fake) as run:
         run.step(run.batch())
-        with pytest.raises(TrainerFailed, match="killed; it is started again"):
+        with pytest.raises(slipstream.TrainerFailed, match="killed; it is started again"):
             run.publish()
         fake.events = None
         assert len(run.batch().trajectories) == 4

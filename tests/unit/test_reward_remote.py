@@ -206,6 +206,14 @@ def test_what_cannot_be_sent_is_a_failure(prompt, args, reason):
     assert server.requests == []
 
 
+def test_a_label_that_cannot_be_sent_is_found_before_a_run():
+    reward = Remote("http://host")
+    reward.check_prompt(PROMPT)
+    for label in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"prompt 3 has the label {label}, expected a value"):
+            reward.check_prompt(Prompt(3, "?", label))
+
+
 def test_all_arguments_that_are_wrong_are_named_at_once(monkeypatch):
     monkeypatch.delenv("NO_KEY", raising=False)
     with pytest.raises(

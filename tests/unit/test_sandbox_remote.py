@@ -12,11 +12,13 @@ from contextlib import contextmanager
 
 import aiohttp
 import pytest
+from pydantic import ValidationError
 
 from slipstream.configs.schema.sandbox import RemoteSandboxConfig
 from slipstream.rollout.sandbox.interface import ExecResult, SandboxFailed, SandboxRefused
 from slipstream.rollout.sandbox.open import make_sandbox, sandbox_settings
 from slipstream.rollout.sandbox.remote import RemoteSandbox
+from slipstream.rollout.sandbox.serve import LONGEST_IDLE_S
 from tests.environment import ROOT
 from tests.sandbox_attacks import keepers_of, processes_with
 
@@ -98,12 +100,15 @@ def test_a_remote_sandbox_does_what_a_local_one_does(url: str):
 
 
 def test_limits_hold_on_the_servers_side(url: str):
-    async def use(sandbox: RemoteSandbox) -> None:
-        assert (await sandbox.exec(["sleep", "9"])).limit == "wall"
-        assert (await sandbox.exec(["sleep", "9"], wall_s=0.1)).seconds < 0.5
+    async def reach_its_own(sandbox: RemoteSandbox) -> None:
+        assert (await sandbox.exec(["sleep", "200"])).limit == "wall"
+
+    async def reach_others(sandbox: RemoteSandbox) -> None:
+        assert (await sandbox.exec(["sleep", "200"], wall_s=0.1)).limit == "wall"
         assert (await sandbox.exec(["python", "-c", "b'x' * 10**9"])).limit == "memory"
 
-    in_sandbox(use, url, wall_s=0.7, memory_mb=64)
+    in_sandbox(reach_its_own, url, wall_s=0.7)
+    in_sandbox(reach_others, url, wall_s=300, memory_mb=64)
 
 
 @pytest.mark.parametrize("path", ["../x", "/etc/passwd", "", "a/../../x", "link/passwd", "missing"])
@@ -172,6 +177,12 @@ def test_a_sandbox_that_nobody_asks_is_closed(url: str):
             await sandbox.exec(["true"])
 
     in_sandbox(use, url, idle_s=1)
+
+
+def test_no_idle_s_is_longer_than_a_server_keeps_a_sandbox():
+    assert settings("http://host", idle_s=LONGEST_IDLE_S).idle_s == LONGEST_IDLE_S
+    with pytest.raises(ValidationError, match="idle_s"):
+        settings("http://host", idle_s=LONGEST_IDLE_S + 1)
 
 
 @pytest.mark.parametrize(

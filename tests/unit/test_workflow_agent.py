@@ -1,12 +1,19 @@
 """The settings of an agent: everything that is wrong is said at once. tests/agents runs agents."""
 
+import asyncio
+from collections.abc import Mapping
+from unittest.mock import Mock
+
 import pytest
 
 from slipstream.backend.driver.start.inputs import InputError, read_inputs
 from slipstream.backend.driver.start.plugin_checks import plugin_problems
 from slipstream.configs.load import load_recipe
-from slipstream.configs.schema import PluginConfig
+from slipstream.configs.schema import PluginConfig, SamplingConfig
+from slipstream.configs.schema.sampling import EvalSamplingConfig
 from slipstream.configs.violations import RecipeError
+from slipstream.rollout.gateway.conversations import Arrival
+from slipstream.rollout.gateway.endpoint.attempt import Attempt, AttemptLimits
 from slipstream.rollout.system import plugins
 from slipstream.rollout.system.plugins import PluginError
 from slipstream.rollout.workflow import Agent
@@ -90,3 +97,38 @@ def test_an_environment_of_verifiers_is_no_plug_in_and_rewards_by_itself():
     assert plugin_problems(config) == []
     with pytest.raises(RecipeError, match=r"rollout\.reward: missing"):
         load_recipe(ROOT / "configs/recipes/quickstart.yaml", ["rollout.reward=null"])
+
+
+@pytest.mark.parametrize("asked", [{}, {"temperature": 1.3, "top_p": 0.2, "min_p": 0.4}])
+def test_in_an_evaluation_the_recipes_sampling_of_evaluations_holds(asked):
+    evaluation = EvalSamplingConfig(temperature=0.6, top_p=0.95, max_new_tokens=7, args={"min_p": 0.05})
+    sampling = evaluation.over(SamplingConfig(temperature=0.9, max_new_tokens=100))
+
+    async def begun() -> Mapping[str, object]:
+        limits = AttemptLimits(max_turns=None, max_tokens=None, completion=sampling.max_new_tokens)
+        attempt = Attempt(
+            "a",
+            Mock(),
+            limits,
+            sampling=sampling,
+            is_trained=False,
+            override=False,
+            decode=str,
+            mint=str,
+        )
+        arrival = Arrival(
+            user=attempt.user,
+            session=None,
+            turn_type=None,
+            ends_session=False,
+            digest=b"",
+            retries=0,
+            arrived_s=0.0,
+            prompt_ids=[1, 2],
+            most_tokens=50,
+            sampling={"temperature": 0.9, "stop": ["x"], **asked},
+        )
+        return attempt.begin(arrival).sampling
+
+    expected = {"temperature": 0.6, "top_p": 0.95, "top_k": -1, "min_p": 0.05}
+    assert asyncio.run(begun()) == {**expected, "stop": ["x"], "max_new_tokens": 7}

@@ -46,11 +46,11 @@ LOG_LINES = 25
 
 @asynccontextmanager
 async def tryout(
-    config: RunConfig, say: Callable[[str], None], *, greedy: bool = False
+    config: RunConfig, say: Callable[[str], None], *, evaluates: bool = False
 ) -> AsyncIterator["Tryout"]:
     """Give a way to try episodes of a recipe. Everything that is started ends with the block.
 
-    ``say``: hears what is being done. ``greedy``: sample the likeliest tokens.
+    ``say``: hears what is being done. ``evaluates``: sample as evaluations do; else as training does.
 
     Raises InputError, EngineStartError, PrepareFailed, PluginError and JudgeStartFailed.
     """
@@ -99,7 +99,7 @@ async def tryout(
         )
         pool.follow(routing)
         surroundings.engines.follow(routing)
-        trial = Trial(parts, pool, surroundings.judges, limit, greedy=greedy)
+        trial = Trial(parts, pool, surroundings.judges, limit, evaluates=evaluates)
         yield Tryout(inputs, trial, servers, at_once=config.rollout.max_concurrent)
 
 

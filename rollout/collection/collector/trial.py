@@ -42,15 +42,21 @@ class Trial:
     """Runs episodes of a recipe. Single event loop."""
 
     def __init__(
-        self, parts: EpisodeParts, pool: EnginePool, judges: Judges, limit: TimeLimit, *, greedy: bool = False
+        self,
+        parts: EpisodeParts,
+        pool: EnginePool,
+        judges: Judges,
+        limit: TimeLimit,
+        *,
+        evaluates: bool = False,
     ) -> None:
-        """``greedy``: sample the likeliest tokens, as evaluations do; else as training does."""
+        """``evaluates``: sample as evaluations do; else as training does."""
         self._parts = parts
         self._limit = limit
         reward, sampling = WorkflowReward(judges, limit), parts.rollout.sampling
         engines = seeded_engines(pool, sampling.seed, "tried")
         sampled = parts.context(UnrecordedGenerator(engines, greedy=False), reward, sampling)
-        self._context = parts.evaluation_context() if greedy else sampled
+        self._context = parts.evaluation_context() if evaluates else sampled
 
     async def run(self, prompt: Prompt) -> TriedEpisode:
         """Return one episode. Raises NoEngine and JudgeStartFailed."""

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine.client import EngineError
 from slipstream.rollout.engine.engine_pool import NoEngine
 from slipstream.rollout.engine.growing import GrowingCompletion
@@ -32,7 +33,7 @@ from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.gateway.sessions.sessions import Sessions
 from slipstream.rollout.tokens.record import decode_chunks
 from slipstream.rollout.tokens.trajectory import Finish, Trajectory
-from slipstream.rollout.tokens.turn_entries import Entry, Turn
+from slipstream.rollout.tokens.turn_entries import Entry, Turn, TurnType
 from slipstream.rollout.workflow.endpoint import NothingToTrain, Reply
 
 SESSION = "episode"
@@ -105,19 +106,30 @@ class Attempt:
         engines: EpisodeEngines,
         limits: AttemptLimits,
         *,
-        temperature: float,
+        sampling: SamplingConfig,
+        is_trained: bool,
         override: bool,
         decode: Decode,
         mint: Callable[[], str],
     ) -> None:
-        """``name``: of its key. ``override``: sample as the recipe says, whatever the client asks for."""
+        """``name``: of its key. ``sampling``: the recipe's. ``is_trained``: the trainer must reproduce it.
+        ``override``: sample as the recipe says, whatever the client asks for, as evaluations always do.
+        """
         self.user = User(name, SESSION)
         self.limits = limits
         self._engines = engines
         self._decode = decode
         self._sessions = Sessions(
-            _UNLIMITED, temperature=temperature, override=override, decode=decode, mint=mint
+            _UNLIMITED,
+            temperature=sampling.temperature,
+            override=override or not is_trained,
+            decode=decode,
+            mint=mint,
         )
+        self._distribution: dict[str, object] = {}
+        """Parameters that evaluations may have, and training may not."""
+        if not is_trained:
+            self._distribution = {"top_p": sampling.top_p, "top_k": sampling.top_k, **sampling.args}
         self._recorded: dict[int, Turn] = {}
         self._running: set[asyncio.Task[object]] = set()
         """Tasks that wait for the engines."""
@@ -143,7 +155,8 @@ class Attempt:
         self.limits.reached = None
         self.limits.turns += arrival.choices
         length = self.limits.longest(begun.sampling.get("max_new_tokens"))
-        begun.sampling = {**begun.sampling, "max_new_tokens": length}
+        distribution = self._distribution if begun.turn_type is TurnType.MAIN else {}
+        begun.sampling = {**begun.sampling, **distribution, "max_new_tokens": length}
         return begun
 
     def end(self, running: RunningRequest, answer: Answer) -> Sequence[Entry]:

@@ -93,7 +93,6 @@ async def serve(
         yield CollectorEndpoint(
             attempts,
             server.url,
-            sampling.temperature,
             dialect.sampling == "recipe",
             decode,
             key_variables(config),
@@ -113,7 +112,6 @@ class CollectorEndpoint:
         self,
         attempts: Attempts,
         url: str,
-        temperature: float,
         override: bool,
         decode: Decode,
         key_variables: Set[str],
@@ -123,7 +121,6 @@ class CollectorEndpoint:
         """
         self.attempts = attempts
         self.url = url
-        self._temperature = temperature
         self._override = override
         self._decode = decode
         self._key_variables = key_variables
@@ -138,8 +135,9 @@ class CollectorEndpoint:
                 name,
                 engines,
                 limits,
-                temperature=self._temperature,
-                override=self._override or not is_trained,
+                sampling=sampling,
+                is_trained=is_trained,
+                override=self._override,
                 decode=self._decode,
                 mint=_mint,
             )
