@@ -9,7 +9,8 @@ TrainBatch        the trajectories of one step
 Scores
     |             rewards, penalties and scores become advantages and returns     targets
 Targets
-    |             one optimizer update of the policy per mini-batch               policy_update
+    |             one optimizer update of the policy per mini-batch, by the
+    |             decoupled loss                       policy_update, objective.losses
     |             one optimizer update of the critic per mini-batch               critic
     |             updates that are not finite: left out on all ranks, and named   skipping
     |             the average reference takes in the new policy                   scoring
