@@ -6,7 +6,7 @@ from typing import TypedDict, cast
 
 from slipstream.backend.cluster.collector_actor import CollectorActor
 from slipstream.backend.cluster.configured_ray import ray
-from slipstream.backend.cluster.handles import CollectorHandle, EngineServerActor, RankActor
+from slipstream.backend.cluster.handles import CollectorActorHandle, EngineActorHandle, TrainerActorHandle
 from slipstream.backend.cluster.placement import Node, Placement
 from slipstream.backend.cluster.trainer_actor import TrainerActor
 from slipstream.bridge.engine.orders import TAKE
@@ -53,7 +53,7 @@ def check_nodes(nodes: Sequence[Node]) -> None:
 
 def create_ranks(
     config: RunConfig, placement: Placement, logs: Path, *, rank_class: str = POLICY_RANK
-) -> list[RankActor]:
+) -> list[TrainerActorHandle]:
     """Return one actor handle for each trainer rank. ``rank_class``: import path of what the actors hold."""
     gpus = int(placement.device == "cuda")
     remote = ray.remote(TrainerActor)
@@ -61,7 +61,7 @@ def create_ranks(
         remote.options(**on_node(node, gpus)).remote(config, rank, placement.device, str(logs), rank_class)
         for rank, node in enumerate(placement.trainer)
     ]
-    return cast(list[RankActor], actors)
+    return cast(list[TrainerActorHandle], actors)
 
 
 class CollectorActors:
@@ -76,16 +76,16 @@ class CollectorActors:
         """Number of collectors."""
         return len(self._nodes)
 
-    def create(self, number: int) -> CollectorHandle:
+    def create(self, number: int) -> CollectorActorHandle:
         """Return the handle of a new actor for collector ``number``."""
         options = on_node(self._nodes[number], gpus=0, cpus=0)
-        return cast(CollectorHandle, ray.remote(CollectorActor).options(**options).remote())
+        return cast(CollectorActorHandle, ray.remote(CollectorActor).options(**options).remote())
 
     def check_node(self, number: int) -> None:
         """Raise NodeLost if collector ``number`` has no node any more."""
         check_nodes([self._nodes[number]])
 
-    async def collect(self, actor: CollectorHandle, spec: CollectorSpec) -> None:
+    async def collect(self, actor: CollectorActorHandle, spec: CollectorSpec) -> None:
         """Run a collector in an actor until its connection ends. Raises Ray's errors."""
         await actor.collect.remote(spec, self._config)
 
@@ -106,7 +106,10 @@ class EngineSettings(TypedDict):
 
 
 def engine_settings(config: RunConfig, device: str, adapters: AdapterServing | None) -> EngineSettings:
-    """Return the settings of the policy's engines. ``device``, ``adapters``: as of ``ServerSpec``."""
+    """Return the settings of the policy's engines, of which ``server_args`` makes arguments of SGLang.
+
+    ``device``, ``adapters``: as of ``ServerSpec``.
+    """
     engine, on_gpus = config.rollout.engine, device == "cuda"
     environment = gpu_environment.environment(engine, config.actor.parallel, "engines")
     return {
@@ -163,7 +166,7 @@ class EngineActors:
         on: Node,
         trainer_gpus: Sequence[Sequence[str]],
         left: Sequence[tuple[int, int]] = (),
-    ) -> EngineServerActor:
+    ) -> EngineActorHandle:
         """Return the handle of a new actor for node ``node`` of engine ``number``, which is ``on``.
 
         ``trainer_gpus``: ids of each trainer rank's GPUs. A colocated engine has those and asks Ray for none.
@@ -200,7 +203,7 @@ class EngineActors:
                 rests=bool(shared_gpus) and engine.takes_turns,
             )
         )
-        return cast(EngineServerActor, actor)
+        return cast(EngineActorHandle, actor)
 
 
 class JudgeEngineActors:
@@ -216,7 +219,7 @@ class JudgeEngineActors:
     def name(number: int) -> str:
         return f"judge-engine-{number}"
 
-    def create(self, number: int, on: Node) -> EngineServerActor:
+    def create(self, number: int, on: Node) -> EngineActorHandle:
         """Return the handle of a new actor for engine ``number``, which is ``on`` a node."""
         config, engines, placement = self._config, self._engines, self._placement
         on_gpus = placement.device == "cuda"
@@ -243,7 +246,7 @@ class JudgeEngineActors:
                 environment=environment if on_gpus else {},
             )
         )
-        return cast(EngineServerActor, actor)
+        return cast(EngineActorHandle, actor)
 
 
 def static_fraction(share: float, left: Sequence[tuple[int, int]]) -> float:
