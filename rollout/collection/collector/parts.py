@@ -34,12 +34,12 @@ from slipstream.rollout.compat.hooks import (
     hook_parts,
 )
 from slipstream.rollout.control.filters import GroupFilter
+from slipstream.rollout.engine.asked_engines import ServingAddresses
 from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.descriptors import make_room
 from slipstream.rollout.engine.engine_pool import EnginePool, GeneratingClient
 from slipstream.rollout.engine.request_trace import RequestTrace
-from slipstream.rollout.engine.serving import ServingAddresses
 from slipstream.rollout.gateway.endpoint.needed import load_endpoint, needs_endpoint
 from slipstream.rollout.reward.judge.judge_pool import JudgePool
 from slipstream.rollout.reward.judge.named_model import named_model
