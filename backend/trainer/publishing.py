@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, assert_never, cast
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,15 @@ from slipstream.bridge.transport.disk import DiskTransport
 from slipstream.bridge.transport.sender import ShardSender
 from slipstream.bridge.transport.shards import ShardTransport
 from slipstream.bridge.transport.tensor import TensorTransport
-from slipstream.configs.schema import EngineConfig, ModelConfig, ShardsTransportConfig, WeightsConfig
+from slipstream.configs.schema import (
+    DeltaTransportConfig,
+    DiskTransportConfig,
+    EngineConfig,
+    ModelConfig,
+    ShardsTransportConfig,
+    TensorTransportConfig,
+    WeightsConfig,
+)
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 
 if TYPE_CHECKING:
@@ -97,16 +105,20 @@ def way_out(
             timeouts=_timeouts(config),
         )
         return BucketsOut(publisher, adapter.buckets)
-    if transport.type == "shards":
+    if isinstance(transport, ShardsTransportConfig):
         return ShardsOut(config, engine, model.dtype, transport, source)
     fp8 = engine_fp8(engine.quantization, source.plan.spec)
-    if transport.type == "delta":
-        engines_start_from = engine_model_of(model, engine.quantization, run, source.plan.spec).path
-        sent: Transport = DeltaTransport(source.plan, engines_start_from, model.dtype, fp8)
-    elif transport.type == "disk":
-        sent = _disk_transport(transport.path or run / VERSIONS, source.plan, model.dtype, fp8, written)
-    else:
-        sent = TensorTransport(source.device)
+    sent: Transport
+    match transport:
+        case TensorTransportConfig():
+            sent = TensorTransport(source.device)
+        case DiskTransportConfig(path=path):
+            sent = _disk_transport(path or run / VERSIONS, source.plan, model.dtype, fp8, written)
+        case DeltaTransportConfig():
+            engines_start_from = engine_model_of(model, engine.quantization, run, source.plan.spec).path
+            sent = DeltaTransport(source.plan, engines_start_from, model.dtype, fp8)
+        case _:
+            assert_never(transport)
     publisher = _publisher(config, engine, sent)
     return BucketsOut(
         publisher,
