@@ -31,7 +31,6 @@ Which engines serve:
 
     roster           on the driver
     routing            ... whose messages tell collectors and gateways
-    engine_load        ... and how many requests may run
     asked_engines    those that a judge process may ask
     descriptors      file descriptors of a process that asks engines
     shortage           ... and what a lack of them, of ports or of memory says
