@@ -1,7 +1,7 @@
 """From the trainer's ranks to the engines, over the transport that the recipe names.
 
-Every rank calls ``WayOut.publish`` at the same time. Rank 0, the head, talks to the engines; the others
-contribute their shards.
+Every rank calls ``RankPublisher.publish`` at the same time. Rank 0, the head, talks to the engines; the
+others contribute their shards.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class RankWeights:
     device: torch.device
 
 
-class WayOut(Protocol):
+class RankPublisher(Protocol):
     """One rank's part of publishing. Lives as long as the trainer."""
 
     def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport | None:
@@ -84,16 +84,17 @@ class WayOut(Protocol):
         ...
 
 
-def way_out(
+def rank_publisher(
     config: WeightsConfig,
     engine: EngineConfig,
     model: ModelConfig,
     run: Path,
     source: RankWeights,
     written: Callable[[Path], object] | None,
-) -> WayOut:
-    """Return this rank's way out. ``run``: the run folder. Collective: all ranks call it at the same time.
+) -> RankPublisher:
+    """Return the publisher of this rank. Collective: all ranks call it at the same time.
 
+    ``run``: the run folder.
     ``written``: as in ``DiskTransport``; other transports write no files.
     """
     transport = config.transport
@@ -104,9 +105,9 @@ def way_out(
             interrupt="abort",
             timeouts=_timeouts(config),
         )
-        return BucketsOut(publisher, adapter.buckets)
+        return BucketPublisher(publisher, adapter.buckets)
     if isinstance(transport, ShardsTransportConfig):
-        return ShardsOut(config, engine, model.dtype, transport, source)
+        return ShardPublisher(config, engine, model.dtype, transport, source)
     fp8 = engine_fp8(engine.quantization, source.plan.spec)
     sent: Transport
     match transport:
@@ -120,13 +121,13 @@ def way_out(
         case _:
             assert_never(transport)
     publisher = _publisher(config, engine, sent)
-    return BucketsOut(
+    return BucketPublisher(
         publisher,
         lambda: engine_buckets(export(source.plan, source.parameters, dist.get_rank()), fp8),
     )
 
 
-class BucketsOut:
+class BucketPublisher:
     """Whole tensors, gathered on the head."""
 
     def __init__(self, publisher: Publisher, export: Callable[[], Iterator[FlatBucket | None]]) -> None:
@@ -146,7 +147,7 @@ class BucketsOut:
         """Do nothing: no engine is connected."""
 
 
-class ShardsOut:
+class ShardPublisher:
     """The shards of every rank, straight into the engines' parameters."""
 
     def __init__(
