@@ -59,9 +59,9 @@ def trace(
 ) -> None:
     """Write the timeline of a run's last start for Perfetto (https://ui.perfetto.dev)."""
     with reported():
-        from slipstream.backend.commands import perfetto_trace as tracing
+        from slipstream.backend.commands import report as reporting
 
-        typer.echo(tracing.write_trace(run, out))
+        typer.echo(reporting.write_trace(run, out))
 
 
 def watch(

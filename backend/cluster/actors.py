@@ -1,12 +1,13 @@
 """Makes the Ray actors of a run: one for each trainer rank, and one for each node of an engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, cast
 
 from slipstream.backend.cluster.collector_actor import CollectorActor
 from slipstream.backend.cluster.configured_ray import ray
-from slipstream.backend.cluster.handles import CollectorHandle, EngineServerActor, RankActor
+from slipstream.backend.cluster.handles import CollectorActorHandle, EngineActorHandle, TrainerActorHandle
 from slipstream.backend.cluster.placement import Node, Placement
 from slipstream.backend.cluster.trainer_actor import TrainerActor
 from slipstream.bridge.engine.orders import TAKE
@@ -15,7 +16,12 @@ from slipstream.configs.schema.judge import OwnEngines
 from slipstream.rollout.collection.collector.spec import CollectorSpec
 from slipstream.rollout.engine.actor import EngineActor
 from slipstream.rollout.engine.adapters import AdapterServing
-from slipstream.rollout.engine.server_process import LIVE_SERVER_ARGS, ROUTES_SERVER_ARGS, ReplicaSpec
+from slipstream.rollout.engine.server_process import (
+    LIVE_SERVER_ARGS,
+    ROUTES_SERVER_ARGS,
+    ReplicaSpec,
+    ServerSpec,
+)
 from slipstream.rollout.system import gpu_environment
 from slipstream.rollout.system.network import LOOPBACK
 from slipstream.rollout.system.restarts import NodeLost
@@ -53,7 +59,7 @@ def check_nodes(nodes: Sequence[Node]) -> None:
 
 def create_ranks(
     config: RunConfig, placement: Placement, logs: Path, *, rank_class: str = POLICY_RANK
-) -> list[RankActor]:
+) -> list[TrainerActorHandle]:
     """Return one actor handle for each trainer rank. ``rank_class``: import path of what the actors hold."""
     gpus = int(placement.device == "cuda")
     remote = ray.remote(TrainerActor)
@@ -61,7 +67,7 @@ def create_ranks(
         remote.options(**on_node(node, gpus)).remote(config, rank, placement.device, str(logs), rank_class)
         for rank, node in enumerate(placement.trainer)
     ]
-    return cast(list[RankActor], actors)
+    return cast(list[TrainerActorHandle], actors)
 
 
 class CollectorActors:
@@ -76,59 +82,54 @@ class CollectorActors:
         """Number of collectors."""
         return len(self._nodes)
 
-    def create(self, number: int) -> CollectorHandle:
+    def create(self, number: int) -> CollectorActorHandle:
         """Return the handle of a new actor for collector ``number``."""
         options = on_node(self._nodes[number], gpus=0, cpus=0)
-        return cast(CollectorHandle, ray.remote(CollectorActor).options(**options).remote())
+        return cast(CollectorActorHandle, ray.remote(CollectorActor).options(**options).remote())
 
     def check_node(self, number: int) -> None:
         """Raise NodeLost if collector ``number`` has no node any more."""
         check_nodes([self._nodes[number]])
 
-    async def collect(self, actor: CollectorHandle, spec: CollectorSpec) -> None:
+    async def collect(self, actor: CollectorActorHandle, spec: CollectorSpec) -> None:
         """Run a collector in an actor until its connection ends. Raises Ray's errors."""
         await actor.collect.remote(spec, self._config)
 
 
-class EngineSettings(TypedDict):
-    """What all engines of a run have in common, wherever they run."""
+def engine_spec(config: RunConfig, model: Path, device: str, adapters: AdapterServing | None) -> ServerSpec:
+    """Return what the servers of the policy's engines have in common, of which ``server_args`` makes
+    SGLang's arguments. Their actors choose ports and versions.
 
-    dtype: str
-    device: str
-    tensor_parallel: int
-    data_parallel: int
-    expert_parallel: int
-    pipeline_parallel: int
-    args: dict[str, object]
-    environment: Mapping[str, str]
-    replica: ReplicaSpec | None
-    adapters: AdapterServing | None
-
-
-def engine_settings(config: RunConfig, device: str, adapters: AdapterServing | None) -> EngineSettings:
-    """Return the settings of the policy's engines. ``device``, ``adapters``: as of ``ServerSpec``."""
+    ``model``: the HF checkpoint from which they start. ``device``, ``adapters``: as of ``ServerSpec``.
+    """
     engine, on_gpus = config.rollout.engine, device == "cuda"
     environment = gpu_environment.environment(engine, config.actor.parallel, "engines")
-    return {
-        "dtype": config.model.dtype,
-        "device": device,
-        "tensor_parallel": engine.tensor_parallel,
-        "data_parallel": engine.data_parallel,
-        "expert_parallel": engine.expert_parallel,
-        "pipeline_parallel": engine.pipeline_parallel,
-        "args": ({} if adapters is not None else weight_loader(config))
+    return ServerSpec(
+        model.resolve(),
+        config.model.dtype,
+        device,
+        engine.tensor_parallel,
+        _host(config),
+        port=0,
+        version=0,
+        seed=config.run.seed,
+        data_parallel=engine.data_parallel,
+        expert_parallel=engine.expert_parallel,
+        pipeline_parallel=engine.pipeline_parallel,
+        nodes=engine.nodes,
+        args=({} if adapters is not None else weight_loader(config))
         | ({} if config.gateway is None else dict(LIVE_SERVER_ARGS))
         | (dict(ROUTES_SERVER_ARGS) if config.actor.routing_replay == "rollout" else {})
         | engine.args,
-        "environment": environment if on_gpus else {},
-        "replica": None if adapters is not None else replica_of(config),
-        "adapters": adapters,
-    }
+        environment=environment if on_gpus else {},
+        replica=None if adapters is not None else replica_of(config),
+        adapters=adapters,
+    )
 
 
-def _host(config: RunConfig) -> str | None:
-    """Return the address on which engines listen; None: that of their node in the Ray cluster."""
-    return LOOPBACK if config.cluster.type == "local" else None
+def _host(config: RunConfig) -> str:
+    """Return the address on which engines listen; empty: that of their node in the Ray cluster."""
+    return LOOPBACK if config.cluster.type == "local" else ""
 
 
 class EngineActors:
@@ -163,7 +164,7 @@ class EngineActors:
         on: Node,
         trainer_gpus: Sequence[Sequence[str]],
         left: Sequence[tuple[int, int]] = (),
-    ) -> EngineServerActor:
+    ) -> EngineActorHandle:
         """Return the handle of a new actor for node ``node`` of engine ``number``, which is ``on``.
 
         ``trainer_gpus``: ids of each trainer rank's GPUs. A colocated engine has those and asks Ray for none.
@@ -173,34 +174,31 @@ class EngineActors:
         engine = config.rollout.engine
         sharing = placement.shared[number][node] if placement.shared else ()
         shared_gpus = [gpu for rank in sharing for gpu in trainer_gpus[rank]]
-        settings = engine_settings(config, placement.device, self._adapters)
+        spec = engine_spec(config, self._model, placement.device, self._adapters)
         if engine.gpu_share is not None:
             free = [left[rank] for rank in sharing if left]
-            settings["args"] = {
-                "mem_fraction_static": static_fraction(engine.gpu_share, free),
-                **settings["args"],
-            }
+            fraction = static_fraction(engine.gpu_share, free)
+            spec = replace(spec, args={"mem_fraction_static": fraction, **spec.args})
         gpus = engine.ranks_per_node if placement.device == "cuda" and not shared_gpus else 0
         actor = (
             ray.remote(EngineActor)
             .options(**on_node(on, gpus), max_concurrency=CALLS_AT_ONCE)
             .remote(
-                **settings,
+                replace(
+                    spec,
+                    node=node,
+                    seed=spec.seed + number,
+                    shared_gpus=tuple(shared_gpus),
+                    rests=bool(shared_gpus) and engine.takes_turns,
+                ),
                 name=self.name(number),
                 run=config.run.name,
                 umask=config.run.umask,
-                model_path=str(self._model.resolve()),
-                nodes=engine.nodes,
-                node=node,
-                seed=config.run.seed + number,
-                log_folder=str(self._logs),
-                host=_host(config),
+                logs=self._logs,
                 start_timeout_s=engine.start_timeout_s,
-                shared_gpus=shared_gpus,
-                rests=bool(shared_gpus) and engine.takes_turns,
             )
         )
-        return cast(EngineServerActor, actor)
+        return cast(EngineActorHandle, actor)
 
 
 class JudgeEngineActors:
@@ -216,7 +214,7 @@ class JudgeEngineActors:
     def name(number: int) -> str:
         return f"judge-engine-{number}"
 
-    def create(self, number: int, on: Node) -> EngineServerActor:
+    def create(self, number: int, on: Node) -> EngineActorHandle:
         """Return the handle of a new actor for engine ``number``, which is ``on`` a node."""
         config, engines, placement = self._config, self._engines, self._placement
         on_gpus = placement.device == "cuda"
@@ -228,22 +226,26 @@ class JudgeEngineActors:
                 max_concurrency=CALLS_AT_ONCE,
             )
             .remote(
+                ServerSpec(
+                    engines.path.resolve(),
+                    engines.dtype,
+                    placement.device,
+                    engines.tensor_parallel,
+                    _host(config),
+                    port=0,
+                    version=0,
+                    seed=config.run.seed + number,
+                    args=engines.args,
+                    environment=environment if on_gpus else {},
+                ),
                 name=self.name(number),
                 run=config.run.name,
                 umask=config.run.umask,
-                model_path=str(engines.path.resolve()),
-                dtype=engines.dtype,
-                device=placement.device,
-                tensor_parallel=engines.tensor_parallel,
-                seed=config.run.seed + number,
-                args=engines.args,
-                log_folder=str(self._logs),
-                host=_host(config),
+                logs=self._logs,
                 start_timeout_s=engines.start_timeout_s,
-                environment=environment if on_gpus else {},
             )
         )
-        return cast(EngineServerActor, actor)
+        return cast(EngineActorHandle, actor)
 
 
 def static_fraction(share: float, left: Sequence[tuple[int, int]]) -> float:

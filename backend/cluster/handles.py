@@ -21,7 +21,7 @@ class RemoteMethod(Protocol[T_co]):
     def remote(self, *arguments: object) -> Awaitable[T_co]: ...
 
 
-class RankActor(Protocol):
+class TrainerActorHandle(Protocol):
     """The handle of a ``TrainerActor``."""
 
     @property
@@ -34,14 +34,14 @@ class RankActor(Protocol):
     def call(self) -> RemoteMethod[object]: ...
 
 
-class CollectorHandle(Protocol):
+class CollectorActorHandle(Protocol):
     """The handle of a ``CollectorActor``."""
 
     @property
     def collect(self) -> RemoteMethod[None]: ...
 
 
-class EngineServerActor(Protocol):
+class EngineActorHandle(Protocol):
     """The handle of an ``EngineActor``."""
 
     @property
@@ -56,7 +56,7 @@ class EngineServerActor(Protocol):
     def stop(self) -> RemoteMethod[None]: ...
 
 
-def kill(actor: RankActor | EngineServerActor | CollectorHandle) -> None:
+def kill(actor: TrainerActorHandle | EngineActorHandle | CollectorActorHandle) -> None:
     """End the actor's process at once."""
     ray.kill(actor)  # pyright: ignore[reportArgumentType]  # Ray types handles by their class
 

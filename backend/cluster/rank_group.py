@@ -10,7 +10,7 @@ from typing import TypeVar
 from slipstream.backend.batch.train_batch import StalenessViolation
 from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.cluster.configured_ray import ray
-from slipstream.backend.cluster.handles import RankActor, kill, traceback_of
+from slipstream.backend.cluster.handles import TrainerActorHandle, kill, traceback_of
 from slipstream.backend.cluster.stacks import ShownProcess, show_stacks
 from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.cluster.waits import Timeout, within
@@ -43,7 +43,7 @@ class RankGroup:
     """
 
     def __init__(
-        self, make_actors: Callable[[], Sequence[RankActor]], *, timeout_s: float, logs: Path
+        self, make_actors: Callable[[], Sequence[TrainerActorHandle]], *, timeout_s: float, logs: Path
     ) -> None:
         """``make_actors``: makes an actor for each rank. ``timeout_s``: longest time for one call. ``logs``:
         where the ranks' output is, for errors.
@@ -51,7 +51,7 @@ class RankGroup:
         self._make_actors = make_actors
         self._timeout_s = timeout_s
         self._logs = logs
-        self._actors: Sequence[RankActor] = make_actors()
+        self._actors: Sequence[TrainerActorHandle] = make_actors()
         self._processes: list[ProcessIdentity] = []
         self._shown: dict[int, ShownProcess] = {}
         """Where each rank writes its stacks."""

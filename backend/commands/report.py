@@ -1,5 +1,6 @@
-"""``slipstream report RUN...``: what run folders hold, as one page of HTML."""
+"""``slipstream report RUN...`` and ``slipstream trace RUN``: a run folder as a page, or as a timeline."""
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ from slipstream.backend.monitor.report.page import (
     render,
     run_data,
 )
+from slipstream.backend.monitor.report.perfetto import trace_events
+from slipstream.backend.monitor.report.timeline import read_events
+from slipstream.backend.monitor.trace_log import TRACES
 from slipstream.rollout.ledger.recovery import LEDGER
 from slipstream.rollout.ledger.storage.database import LedgerBusy, LedgerError
 
@@ -78,3 +82,21 @@ def _audited(run: Path) -> AuditResult:
     except LedgerError as error:
         return AuditResult("wrong", (str(error),))
     return AuditResult("wrong" if result.discrepancies else "clean", result.discrepancies)
+
+
+def write_trace(run: Path, out: Path) -> str:
+    """Write the timeline of a run's last start in Chrome's trace format, and return what was written.
+
+    Raises WrongInput and Failed.
+    """
+    if not list(run.glob(TRACES)):
+        raise WrongInput(f"{run}: no file {TRACES} in it; expected the folder of a run of `slipstream train`")
+    try:
+        events = trace_events(read_events(run))
+        if not events:
+            raise WrongInput(f"{run}: no training step is finished yet, so there is no timeline")
+        text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Failed(f"cannot write {out}: {error.strerror or error}") from error
+    return f"{out}: {len(events)} events; open it at https://ui.perfetto.dev"

@@ -55,9 +55,9 @@ from slipstream.rollout.collection.driver.server import CollectorServer
 from slipstream.rollout.compat.hooks import hook_drawing
 from slipstream.rollout.control.concurrency import ConcurrencyController
 from slipstream.rollout.engine.adapters import POLICY
+from slipstream.rollout.engine.asked_engines import encoded
 from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.roster import FOLLOW_TIMEOUT_S, EngineRoster
-from slipstream.rollout.engine.serving import encoded
 from slipstream.rollout.engine.supervisor import EngineCounts, Supervisor, unwell
 from slipstream.rollout.ledger.recovery import Recovered
 from slipstream.rollout.live.baseline import ScoreBaseline

@@ -14,15 +14,22 @@ From an HF checkpoint to a model:
     layer_spec           ... of Transformer Engine's layers or of plain PyTorch's
     layers               ... whose specs for each layer are these
     local_layers         ... with modules that the local spec lacks
+    delta_net            ... linear attention with a gated delta rule
+    sparse_attention     ... attention to the tokens that an indexer chooses
+    rotation             ... rotary embeddings of packs
+    router               ... and the router of experts
+    fusions              ... in fused kernels, where there are any
     lora                 ... and adapters
+    supported          models that these layers cannot compute in some layouts
     marks              attributes of parameters that Megatron reads
     export_plan        the order in which the weights leave the trainer
+    adapter_export       ... and the factors of an adapter
 
 What a model computes:
 
     packed_model       runs a model over micro-batches; language models and models of values
+    device_batch         ... from a copy of each on the device
     head                 ... which end in log-probs or in a value
-    context              ... that context-parallel ranks exchange
     trained            a model with an optimizer: one update
     finite             checks that updates, and weights that leave, are finite on all ranks
     frozen             a model without: reference, teacher, average
@@ -33,7 +40,6 @@ State:
     checkpoint_writer    ... written by a thread while training goes on
     weights              ... of the model's weights
     optimizer_state      ... of Adam's state
-    rectangles           ... cut into pieces that any layout can read
     random_state         ... of random generators
     conversion         HF checkpoints to Megatron's format and back
     resting            GPU memory that is given up while engines use the GPU

@@ -4,17 +4,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from slipstream.backend.batch.context_parallel import ContextShare, share_of
 from slipstream.backend.batch.micro_batch import MicroBatch
-from slipstream.backend.megatron import context, head
+from slipstream.backend.megatron import head
 from slipstream.backend.megatron.delta_net import PackedDeltaNet
 from slipstream.backend.megatron.device_batch import DeviceBatch, copied, moved_together, on_device
 from slipstream.backend.megatron.groups import groups
@@ -36,6 +37,37 @@ R = TypeVar("R")
 LossHead = Callable[[Tensor], tuple[Tensor, Tensor, R]]
 """From the last stage's output [1, T, ...] to (sum of token losses, number of tokens, any result): what
 Megatron asks for with a loss per token."""
+
+
+class _GatherContext(Protocol):
+    held: slice
+    """This rank's part of the gathered values."""
+
+
+class _Gather(torch.autograd.Function):
+    """Gives each context-parallel rank the values of all, in the order of the ranks, so that a loss can be
+    about whole trajectories.
+
+    Every rank of the group computes the same loss. Gradients flow back only to the rank's own values; the
+    gradients of the weights are summed over the group as over replicas.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: _GatherContext, local_m: Tensor, counts: Sequence[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        rank = group.rank()
+        padded = local_m.new_zeros(max(1, *counts))  # an idle micro-batch has no values
+        padded[: len(local_m)] = local_m
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group)
+        ctx.held = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: _GatherContext, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad_M,) = grads
+        return grad_M[ctx.held], None, None
 
 
 class PackedModel:
@@ -158,7 +190,8 @@ class PackedModel:
         batch = self.on_device(micro)
         if len(batch.counts) == 1:
             return local_m
-        return context.gathered(local_m, batch.counts, batch.order_M, groups.get_context_parallel_group())
+        group = groups.get_context_parallel_group()
+        return _Gather.apply(local_m, batch.counts, group)[batch.order_M]
 
     def _share(self, micro: MicroBatch) -> ContextShare:
         size = groups.get_context_parallel_world_size()

@@ -1,4 +1,10 @@
-"""Every tag that a run may log, with its unit and meaning: the text that `slipstream metrics` prints."""
+"""Every tag that a run may log, with its unit and meaning: the text that `slipstream metrics` prints.
+
+To add a metric, give it a `Tag` here, and return its value under this tag where it is measured: on a rank in
+`TrainerRank._train` or `StepStatistics`, on the driver in `Recorder.step`, or as a source of `SideMetrics`.
+`MetricsLog.log` refuses tags without an entry; it writes all others to `metrics.jsonl` and to TensorBoard,
+which takes the description from here.
+"""
 
 from dataclasses import dataclass
 from typing import Literal

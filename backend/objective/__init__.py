@@ -2,12 +2,10 @@
 
     logprob        log-probs and entropies from hidden states, over a vocabulary that ranks share
     softmax          ... and the softmax that is accumulated block by block
+    head_kernels     ... in a pair of Triton kernels
     advantage      advantages: of trajectories from rewards; of tokens from values, turns or a teacher
     losses         the loss of each token, as the recipe says: the way in for the trainer
-    policy_loss      ... what all losses share: ratios, sums over trajectories
-    clipped          ... PPO, dual clip, decayed clip, GSPO
-    weighted         ... CISPO, AIPO, SAPO, REINFORCE
-    masked           ... M2PO, DPPO
+    policy_loss      ... every loss that ships, and what losses share: ratios, sums over trajectories
     correction       ... importance weights and masks for tokens that another policy sampled
     kl             divergence from a reference model
     distillation   divergence from a teacher's likeliest tokens

@@ -7,7 +7,7 @@ from typing import Protocol, assert_never
 import torch
 from torch import Tensor
 
-from slipstream.backend.objective import clipped, correction, masked, weighted
+from slipstream.backend.objective import correction, policy_loss
 from slipstream.backend.objective.policy_loss import PolicyLoss
 from slipstream.configs.schema import ActorConfig, Objective
 from slipstream.configs.schema.objective import (
@@ -112,29 +112,29 @@ def _objective_loss(objective: Objective, x: Tokens, old_M: Tensor) -> PolicyLos
     inputs = x.logp_M, old_M, x.advantage_M
     match objective:
         case PPOObjective(clip_low=low, clip_high=high):
-            return clipped.ppo(*inputs, clip_low=low, clip_high=high)
+            return policy_loss.ppo(*inputs, clip_low=low, clip_high=high)
         case DualClipObjective(clip_low=low, clip_high=high, bound=bound):
-            return clipped.dual_clip(*inputs, clip_low=low, clip_high=high, bound=bound)
+            return policy_loss.dual_clip(*inputs, clip_low=low, clip_high=high, bound=bound)
         case DecayedClipObjective(clip_low=low, clip_high=high, decay=decay, floor=floor):
-            return clipped.decayed_clip(
+            return policy_loss.decayed_clip(
                 *inputs, x.lag_M, clip_low=low, clip_high=high, decay=decay, floor=floor
             )
         case GSPOObjective(clip_low=low, clip_high=high):
-            return clipped.gspo(*inputs, x.owner_M, x.owners, clip_low=low, clip_high=high)
+            return policy_loss.gspo(*inputs, x.owner_M, x.owners, clip_low=low, clip_high=high)
         case CISPOObjective(clip_high=high):
-            return weighted.truncated(*inputs, cap=1 + high)
+            return policy_loss.truncated(*inputs, cap=1 + high)
         case AIPOObjective(cap=cap):
-            return weighted.truncated(*inputs, cap=cap)
+            return policy_loss.truncated(*inputs, cap=cap)
         case TOPRObjective():
-            return weighted.tapered(*inputs, x.owner_M, x.owners)
+            return policy_loss.tapered(*inputs, x.owner_M, x.owners)
         case SAPOObjective(tau_positive=positive, tau_negative=negative):
-            return weighted.sapo(*inputs, tau_positive=positive, tau_negative=negative)
+            return policy_loss.sapo(*inputs, tau_positive=positive, tau_negative=negative)
         case ReinforceObjective():
-            return weighted.reinforce(*inputs)
+            return policy_loss.reinforce(*inputs)
         case M2POObjective(threshold=threshold):
-            return masked.m2po(*inputs, threshold=threshold)
+            return policy_loss.m2po(*inputs, threshold=threshold)
         case DPPOObjective(mask_low=low, mask_high=high, kl=kl):
-            return masked.dppo(*inputs, mask_low=low, mask_high=high, kl=kl)
+            return policy_loss.dppo(*inputs, mask_low=low, mask_high=high, kl=kl)
         case PluginObjective():
             raise ValueError(f"{objective.path} was not given: the rank makes it")
         case _:

@@ -29,7 +29,8 @@ from slipstream.rollout.ledger.episode_log.rows import (
     is_chosen,
 )
 from slipstream.rollout.ledger.episode_log.thread import LogThread, to_stderr
-from slipstream.rollout.ledger.episode_log.token_text import Decoder, load_decoder, text_when_needed
+from slipstream.rollout.ledger.episode_log.token_text import load_decoder, text_when_needed
+from slipstream.rollout.tokens.tokenizer import Decode
 
 MOST_STEPS = 2
 """Steps whose rows may wait for the thread."""
@@ -58,7 +59,7 @@ class EpisodeLog:
         self,
         settings: EpisodeLogConfig,
         files: EpisodeFiles,
-        decoder: Callable[[], Decoder],
+        decoder: Callable[[], Decode],
         note: Callable[[str], None] = to_stderr,
     ) -> None:
         """``decoder`` is called in the thread, once."""

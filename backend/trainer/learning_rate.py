@@ -1,4 +1,8 @@
-"""The learning rate of a training step. Pure: a resumed run continues where it stopped."""
+"""The learning rate of a training step. Pure: there is no scheduler with a state to save.
+
+A checkpoint has the number of its step (``CheckpointedRank.step``), so a resumed run continues where the
+checkpoint stopped, by the settings of the recipe that it resumes with.
+"""
 
 import math
 

@@ -1,7 +1,7 @@
 """From the trainer's ranks to the engines, over the transport that the recipe names.
 
-Every rank calls ``WayOut.publish`` at the same time. Rank 0, the head, talks to the engines; the others
-contribute their shards.
+Every rank calls ``RankPublisher.publish`` at the same time. Rank 0, the head, talks to the engines; the
+others contribute their shards.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, assert_never, cast
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,15 @@ from slipstream.bridge.transport.disk import DiskTransport
 from slipstream.bridge.transport.sender import ShardSender
 from slipstream.bridge.transport.shards import ShardTransport
 from slipstream.bridge.transport.tensor import TensorTransport
-from slipstream.configs.schema import EngineConfig, ModelConfig, ShardsTransportConfig, WeightsConfig
+from slipstream.configs.schema import (
+    DeltaTransportConfig,
+    DiskTransportConfig,
+    EngineConfig,
+    ModelConfig,
+    ShardsTransportConfig,
+    TensorTransportConfig,
+    WeightsConfig,
+)
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 
 if TYPE_CHECKING:
@@ -64,7 +72,7 @@ class RankWeights:
     device: torch.device
 
 
-class WayOut(Protocol):
+class RankPublisher(Protocol):
     """One rank's part of publishing. Lives as long as the trainer."""
 
     def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport | None:
@@ -76,16 +84,17 @@ class WayOut(Protocol):
         ...
 
 
-def way_out(
+def rank_publisher(
     config: WeightsConfig,
     engine: EngineConfig,
     model: ModelConfig,
     run: Path,
     source: RankWeights,
     written: Callable[[Path], object] | None,
-) -> WayOut:
-    """Return this rank's way out. ``run``: the run folder. Collective: all ranks call it at the same time.
+) -> RankPublisher:
+    """Return the publisher of this rank. Collective: all ranks call it at the same time.
 
+    ``run``: the run folder.
     ``written``: as in ``DiskTransport``; other transports write no files.
     """
     transport = config.transport
@@ -96,25 +105,29 @@ def way_out(
             interrupt="abort",
             timeouts=_timeouts(config),
         )
-        return BucketsOut(publisher, adapter.buckets)
-    if transport.type == "shards":
-        return ShardsOut(config, engine, model.dtype, transport, source)
+        return BucketPublisher(publisher, adapter.buckets)
+    if isinstance(transport, ShardsTransportConfig):
+        return ShardPublisher(config, engine, model.dtype, transport, source)
     fp8 = engine_fp8(engine.quantization, source.plan.spec)
-    if transport.type == "delta":
-        engines_start_from = engine_model_of(model, engine.quantization, run, source.plan.spec).path
-        sent: Transport = DeltaTransport(source.plan, engines_start_from, model.dtype, fp8)
-    elif transport.type == "disk":
-        sent = _disk_transport(transport.path or run / VERSIONS, source.plan, model.dtype, fp8, written)
-    else:
-        sent = TensorTransport(source.device)
+    sent: Transport
+    match transport:
+        case TensorTransportConfig():
+            sent = TensorTransport(source.device)
+        case DiskTransportConfig(path=path):
+            sent = _disk_transport(path or run / VERSIONS, source.plan, model.dtype, fp8, written)
+        case DeltaTransportConfig():
+            engines_start_from = engine_model_of(model, engine.quantization, run, source.plan.spec).path
+            sent = DeltaTransport(source.plan, engines_start_from, model.dtype, fp8)
+        case _:
+            assert_never(transport)
     publisher = _publisher(config, engine, sent)
-    return BucketsOut(
+    return BucketPublisher(
         publisher,
         lambda: engine_buckets(export(source.plan, source.parameters, dist.get_rank()), fp8),
     )
 
 
-class BucketsOut:
+class BucketPublisher:
     """Whole tensors, gathered on the head."""
 
     def __init__(self, publisher: Publisher, export: Callable[[], Iterator[FlatBucket | None]]) -> None:
@@ -134,7 +147,7 @@ class BucketsOut:
         """Do nothing: no engine is connected."""
 
 
-class ShardsOut:
+class ShardPublisher:
     """The shards of every rank, straight into the engines' parameters."""
 
     def __init__(

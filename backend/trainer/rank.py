@@ -1,4 +1,4 @@
-"""One rank of the trainer: a training step, and the ways out for the weights.
+"""One rank of the trainer: a training step, and the publication of its weights.
 
 TrainBatch        the trajectories of one step
     |             changed by the recipe's transforms                              plugins
@@ -9,7 +9,8 @@ TrainBatch        the trajectories of one step
 Scores
     |             rewards, penalties and scores become advantages and returns     targets
 Targets
-    |             one optimizer update of the policy per mini-batch               policy_update
+    |             one optimizer update of the policy per mini-batch, by the
+    |             decoupled loss                       policy_update, objective.losses
     |             one optimizer update of the critic per mini-batch               critic
     |             updates that are not finite: left out on all ranks, and named   skipping
     |             the average reference takes in the new policy                   scoring
@@ -40,7 +41,7 @@ from slipstream.backend.trainer.minibatches import first_recomputed, is_recomput
 from slipstream.backend.trainer.plugins import RankPlugins
 from slipstream.backend.trainer.policy_update import update_policy
 from slipstream.backend.trainer.prepared import PreparedMicroBatch, Scores, Targets, prepared
-from slipstream.backend.trainer.publishing import RankWeights, WayOut, way_out
+from slipstream.backend.trainer.publishing import RankPublisher, RankWeights, rank_publisher
 from slipstream.backend.trainer.rehearsal import largest_microbatches, rehearse_policy
 from slipstream.backend.trainer.skipping import SkippedUpdates
 from slipstream.backend.trainer.targets import find_targets
@@ -128,8 +129,8 @@ class TrainerRank(CheckpointedRank):
         )
         self._resting = Resting(self._device)
         self._plan = export_plan(actor, config.model.dtype, config.weights.transport, self._spec)
-        self._way_out: WayOut | None = None
-        self._way_out_settings = config.weights
+        self._publisher: RankPublisher | None = None
+        self._publisher_settings = config.weights
         self._episodes = None
         if groups.holds_results():
             self._episodes = open_episode_log(
@@ -309,7 +310,7 @@ class TrainerRank(CheckpointedRank):
         """Move the rank's state back to the device."""
         self._resting.wake()
 
-    # ---- the weights' way out
+    # ---- publication of the weights
 
     def publish(
         self, version: int, engines: Sequence[EngineAddress], transport: TransportConfig | None = None
@@ -325,14 +326,14 @@ class TrainerRank(CheckpointedRank):
         settings = self._config.weights
         if transport is not None and transport != settings.transport:
             settings = settings.model_copy(update={"transport": transport})
-        if self._way_out is not None and self._way_out_settings != settings:
-            self._way_out.close()
-            self._way_out = None
-        if self._way_out is None:
+        if self._publisher is not None and self._publisher_settings != settings:
+            self._publisher.close()
+            self._publisher = None
+        if self._publisher is None:
             weights = RankWeights(self._plan, self._parameters, served, self._address, self._device)
             config = self._config
-            self._way_out_settings = settings
-            self._way_out = way_out(
+            self._publisher_settings = settings
+            self._publisher = rank_publisher(
                 settings,
                 config.rollout.engine,
                 config.model,
@@ -342,7 +343,7 @@ class TrainerRank(CheckpointedRank):
             )
         if dist.get_rank() == SENDER:
             self._hooks.publication_begins(engines)
-        return self._way_out.publish(version, engines)
+        return self._publisher.publish(version, engines)
 
     def export_hf(self, folder: Path) -> None:
         """Write the present weights as an HF checkpoint directory. Raises NotFinite as ``publish`` does.

@@ -16,7 +16,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from slipstream.bridge.shards.regions import Region, Shape, contiguous
+from slipstream.bridge.model.mapping import Shape
+from slipstream.bridge.shards.regions import Region, contiguous
 
 
 class Untraceable(RuntimeError):

@@ -1,14 +1,14 @@
 """One rank of an engine as a reader of the trainer's memory: whole HF tensors, which its own loader takes."""
 
 import os
-from collections.abc import Iterable
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from slipstream.bridge.engine.loader_trace import Loader
 from slipstream.bridge.engine.orders import DevicePlace, Load
 from slipstream.bridge.group.handles import DeviceHandle, HostHandle
 from slipstream.bridge.group.memory import CannotOpen, MappedMemory, read_device
@@ -16,12 +16,6 @@ from slipstream.bridge.hf.index import ITEMSIZE
 
 KEPT = 2
 """Mappings of the trainer's host memory that stay open: it sends one bucket while it fills another."""
-
-
-class _Loader(Protocol):
-    """A model of SGLang."""
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> object: ...
 
 
 def located(device: torch.device, trial: DeviceHandle | None = None) -> DevicePlace:
@@ -59,7 +53,7 @@ class MemoryReader:
         flat = self._flat(order, size, device)
         try:
             with torch.no_grad():
-                cast(_Loader, model).load_weights(_tensors(order, flat))
+                cast(Loader, model).load_weights(_tensors(order, flat))
         finally:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # copies are queued, and the memory is used again

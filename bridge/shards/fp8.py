@@ -18,10 +18,9 @@ from slipstream.bridge.hf.quantization import (
     QuantizedTensor,
     join_parts,
 )
-from slipstream.bridge.model.layout import Layout, Shard
 from slipstream.bridge.model.mapping import Columns, Mapping, Rows, Shape, is_attention
 from slipstream.bridge.model.spec import ModelSpec
-from slipstream.bridge.shards.plan import ExportPlan, pieces_of
+from slipstream.bridge.shards.plan import ExportPlan
 
 FP8_DTYPE, SCALE_DTYPE = "float8_e4m3fn", "float32"
 """Torch's names of the dtypes of fp8 weights and of their scales."""
@@ -165,25 +164,6 @@ def _has_row_borders(mapping: Mapping, name: str, ranks: int) -> bool:
     """
     is_split = isinstance(mapping.split, Rows) and ranks > 1
     return is_split or len(mapping.hf) > 1 or name.endswith(".q_a_proj.weight")
-
-
-def straddling(spec: ModelSpec, layout: Layout, fp8: EngineFp8) -> list[str]:
-    """Return the HF tensors with blocks that lie on two of the trainer's ranks, with the first such border.
-
-    A rank quantizes whole blocks of its shard. A block of which it holds a part has a scale that it cannot
-    know, so such a model is exported before it is quantized.
-    """
-    borders: dict[str, str] = {}
-    for mapping in _quantized(spec, fp8):
-        size = layout.etp if mapping.per_expert else layout.tensor
-        for rank in range(size):
-            for piece in pieces_of(mapping.split, Shard(rank, size)):
-                end = mapping.split.hf_shapes[piece.hf][piece.dim]
-                cuts = [edge for edge in (piece.start, piece.stop) if edge % BLOCK and edge != end]
-                if cuts:
-                    kind = "row" if piece.dim == 0 else "column"
-                    borders.setdefault(_module(mapping.hf[piece.hf]), f"{kind} {cuts[0]}")
-    return [f"{module} at {border}" for module, border in borders.items()]
 
 
 def _module(name: str) -> str:

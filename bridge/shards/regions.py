@@ -15,7 +15,8 @@ from itertools import accumulate
 from math import gcd, lcm, prod
 from typing import NamedTuple
 
-Shape = tuple[int, ...]
+from slipstream.bridge.model.mapping import Shape
+
 Strides = tuple[int, ...]
 
 

@@ -13,5 +13,5 @@ give the engines' ranks orders (``ordering``); ``ways`` says which memory a rank
 in the engine's server).
 
 An adapter (``actor.lora.serve: adapter``) has a transport of its own, ``adapter``: its factors are small, and
-engines load them while they generate.
+engines load them while they generate. ``renamed`` sends nothing: a run without a trainer counts its versions.
 """

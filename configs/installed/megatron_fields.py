@@ -8,7 +8,6 @@ from slipstream.configs.installed.fields import allowed, instead_of, only, owned
 
 _OLD, _NEW = "0.16.1", "0.19.2"
 _TESTED = "tests/integration/test_megatron_fields.py"
-_FUSIONS = "tests/unit/test_megatron_fusions.py"
 
 _ADAM = "Slipstream trains with Adam; its settings are in actor.optimizer"
 _FROM_MODEL = "the value follows from config.json in model.path and cannot change for a trained checkpoint"

@@ -18,8 +18,8 @@ token and its handing out. That takes milliseconds, an update several round trip
 
 With `stream` the server sends a chunk with the first token, a chunk after every `stream_interval` further
 tokens, and a last chunk with the reason of the end. With `incremental_streaming_output`, which
-``process.server_args`` sets, a chunk holds only new tokens. Without it a chunk repeats all tokens before,
-which is read as well.
+``rollout.engine.server_process.server_args`` sets, a chunk holds only new tokens. Without it a chunk repeats
+all tokens before, which is read as well.
 
 Everything that a chunk says is checked before anything of it is kept: ids inside the vocabulary, finite
 log-probs that are not positive, as many tokens as the server counts, versions for all of them.

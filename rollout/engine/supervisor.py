@@ -119,7 +119,8 @@ class EngineHandle(Protocol):
 
 
 class WeightsSource(Protocol):
-    """Who knows the current policy version and has its weights."""
+    """Who knows the current policy version and has its weights. In a run that trains it is
+    ``ServedWeights`` of ``backend.driver.weights``, which has the trainer publish to the engine."""
 
     async def bring_up_to_date(self, engine: EngineAddress, admit: Callable[[], None]) -> str | None:
         """Bring ``engine`` to the current version and call ``admit``. Return None, or why it failed."""

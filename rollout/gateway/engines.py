@@ -28,6 +28,7 @@ from slipstream.rollout.gateway.source import (
     TokenDelta,
     TokenRequest,
 )
+from slipstream.rollout.tokens.tokenizer import Decode
 from slipstream.rollout.tokens.trajectory import Finish
 
 RETRY_FULL_S = 1.0
@@ -39,8 +40,6 @@ RETRY_ENGINES_S = 5.0
 PIECE = 16
 """Tokens of a delta of a completion that is handed on at its end. SGLang's parsers of tool calls expect a
 stream: they report at most one event for each delta."""
-
-Decode = Callable[[Sequence[int]], str]
 
 
 class LivePool(Protocol):

@@ -25,7 +25,7 @@ from slipstream.rollout.engine.descriptors import RESERVED, make_room, raise_lim
 from slipstream.rollout.engine.engine_pool import EnginePool
 from slipstream.rollout.engine.server_process import let_import_sglang
 from slipstream.rollout.gateway.administration import Administration
-from slipstream.rollout.gateway.engines import Decode, EngineTokens
+from slipstream.rollout.gateway.engines import EngineTokens
 from slipstream.rollout.gateway.forked import run_forked
 from slipstream.rollout.gateway.forward import Forwarding, Owners, PeersOnly
 from slipstream.rollout.gateway.journal import TurnJournal
@@ -52,6 +52,7 @@ from slipstream.rollout.system.garbage import (
 )
 from slipstream.rollout.system.key import Application, Key
 from slipstream.rollout.system.steady_clock import steady_s
+from slipstream.rollout.tokens.tokenizer import Decode
 from slipstream.rollout.tokens.turn_entries import Entry
 
 log = logging.getLogger(__name__)

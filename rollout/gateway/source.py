@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from slipstream.rollout.engine.growing import Alternatives
 from slipstream.rollout.tokens.trajectory import Finish
 
 LIVE_PRIORITY = 100
@@ -63,10 +64,6 @@ class Finished:
     """STOP or LENGTH."""
     matched: int | str | None = None
     """The token id or the stop string that ended it; None: neither."""
-
-
-Alternatives = tuple[tuple[float, int], ...]
-"""(log-prob, token id) of the likeliest tokens at one position, the likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)

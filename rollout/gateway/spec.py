@@ -12,10 +12,10 @@ import yaml
 
 from slipstream.configs.schema import GatewayConfig, RunConfig
 from slipstream.rollout.gateway.conversations import KeyRing
-from slipstream.rollout.gateway.engines import Decode
 from slipstream.rollout.gateway.journal import TurnJournal
 from slipstream.rollout.gateway.source import TokenSource
 from slipstream.rollout.system.key import Application
+from slipstream.rollout.tokens.tokenizer import Decode
 from slipstream.rollout.tokens.turn_entries import Entry
 
 RECIPE = "recipe.yaml"

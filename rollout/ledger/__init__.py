@@ -9,4 +9,8 @@ writing      the ledger of a running run: events go in, and one thread commits t
 recovery     opens the ledger, a new one or that of a run that goes on
 audit        recounts everything with code of its own
 episode_log  every episode as text
+
+The driver alone writes, in one thread (`writing/store.py`): each transaction puts its payload on disk, and
+commits the rows that point to it. A kill -9 in between leaves payload that no row knows. `recovery` deletes
+it, and what it held is generated again, or sent again by a gateway that has no acknowledgement.
 """

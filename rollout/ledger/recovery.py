@@ -1,4 +1,8 @@
-"""Opens the ledger of a run: a new one, or the ledger of a run that goes on after its process has ended."""
+"""Opens the ledger of a run: a new one, or the ledger of a run that goes on after its process has ended.
+
+A group is trained if its row says so, with a step on the line of versions that leads to the restored one: to
+that of the checkpoint. ``Restart.undo_trainings`` makes groups of any other step ready again.
+"""
 
 import sqlite3
 import uuid

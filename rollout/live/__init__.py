@@ -5,6 +5,7 @@
                             ▼                                │
                          judging ──score──► ledger ──► control core: ready ──► batch
 
+receiver     the connections with gateways, at ``driver_address``, for ``gateway_messages``
 live_turns   all turns of open sessions: entries in, trajectories out, and restarts
 verdicts     the turns that wait for verdicts, and what becomes of them
 table        what both share: turns, sessions, the control core

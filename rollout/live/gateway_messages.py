@@ -48,7 +48,7 @@ class EntryHeader(msgspec.Struct, array_like=True, gc=False):
     """One entry of a journal."""
 
     kind: Natural
-    """Place in ``turns.KINDS``."""
+    """Place in ``turn_entries.KINDS``."""
     data: bytes
     """The encoded entry."""
     size: U32

@@ -7,13 +7,16 @@ of tokenizer.json, whatever class tokenizer_config.json names.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol, TypeVar, cast
 
 from slipstream.rollout.system.garbage import kept_for_good
-from slipstream.rollout.system.torch_compiler import compiler_put_off
 from slipstream.rollout.tokens.trajectory import Finish, Messages
 
 TokenizerT = TypeVar("TokenizerT")
@@ -44,6 +47,15 @@ _CALL_END = "<|call|>"
 END_OF_REASONING = "</think>"
 """Ends the reasoning of an answer, in the formats of most models."""
 
+_COMPILER = "torch._dynamo._trace_wrapped_higher_order_op"
+_COMPILED_CLASS = "TransformGetItemToIndex"
+"""A class of torch's compiler and its module. transformers imports them with its tokenizers for the attention
+masks of compiled models, which takes two seconds of a core. Driver, collectors, gateways and judges load a
+tokenizer, and compile nothing."""
+
+Decode = Callable[[Sequence[int]], str]
+"""Returns the text of token ids, special tokens included."""
+
 
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that workflows use."""
@@ -72,7 +84,7 @@ def load_tokenizer(folder: Path, template_args: Mapping[str, object] | None = No
 
     ``template_args``: variables of the chat template, wherever no other values of them are given.
     """
-    with kept_for_good(), compiler_put_off():
+    with kept_for_good(), _compiler_put_off():
         from transformers import AutoTokenizer
 
     if not any((folder / name).exists() for name in _FILES):
@@ -207,3 +219,27 @@ def _ends_turn(tokenizer: Tokenizer, token: int, matched: int | str | None) -> b
     if not isinstance(matched, str):
         return True
     return matched == text and text in str(getattr(tokenizer, "chat_template", ""))
+
+
+class _Later(ModuleType):
+    """Stands for the module until somebody makes an object of the class."""
+
+    class TransformGetItemToIndex:
+        def __new__(cls) -> object:
+            return getattr(import_module(_COMPILER), _COMPILED_CLASS)()
+
+
+@contextmanager
+def _compiler_put_off() -> Generator[None]:
+    """Let modules that are imported inside the block have the class without torch's compiler.
+
+    The compiler is imported when a module first uses the class. After the block, nothing replaces it.
+    """
+    if _COMPILER in sys.modules:
+        yield
+        return
+    sys.modules[_COMPILER] = _Later(_COMPILER)
+    try:
+        yield
+    finally:
+        del sys.modules[_COMPILER]

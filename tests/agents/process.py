@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import httpx
 
-from slipstream.rollout.gateway.endpoint.load import load
+from slipstream.rollout.gateway.endpoint.needed import load_endpoint
 from tests.environment import environment
 
 VERSION = 4
@@ -369,7 +369,7 @@ def _plain(trajectory: Any) -> dict[str, Any]:
 
 
 async def _main(folder: Path, dialect: dict[str, Any]) -> None:
-    serve = load()
+    serve = load_endpoint()
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request

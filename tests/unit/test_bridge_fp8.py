@@ -22,7 +22,7 @@ from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.publish.bucket_stream import BucketStream
 from slipstream.bridge.publish.publication import Publication, Timeouts
-from slipstream.bridge.shards.fp8 import engine_fp8, fp8_problems, is_stored_for_engines, sent_by, straddling
+from slipstream.bridge.shards.fp8 import engine_fp8, fp8_problems, is_stored_for_engines, sent_by
 from slipstream.bridge.shards.load_hf import load_hf
 from slipstream.bridge.shards.plan import ExportPlan, make_plan
 from slipstream.bridge.shards.quantize import engine_buckets
@@ -322,16 +322,6 @@ def test_families_that_sglang_does_not_load_or_that_were_not_compared_are_refuse
         UnsupportedModel, match=r"not supported for .* 'qwen3': .*not verified. It is for qwen2"
     ):
         engine_fp8("fp8", real("Qwen3-8B"))
-
-
-def test_blocks_on_two_ranks_of_the_trainer_are_named():
-    assert straddling(real("DeepSeek-V3"), Layout(tensor=4, data=4, expert=16, expert_tensor=1), FORMAT) == []
-    layout = Layout(tensor=4, data=8, expert=4, expert_tensor=8)
-    assert straddling(real("Qwen3-235B-A22B"), layout, FORMAT) == [
-        "mlp.experts.gate_proj at row 192",
-        "mlp.experts.up_proj at row 192",
-        "mlp.experts.down_proj at column 192",
-    ]
 
 
 def test_only_projections_of_decoder_layers_are_quantized():

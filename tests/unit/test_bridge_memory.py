@@ -121,9 +121,11 @@ def answer(pipe: Connection) -> object:
     return pipe.recv()
 
 
-def named_memory(pid: int) -> list[str]:
+def named_memory(pid: int, handle: HostHandle) -> list[str]:
     """Shared memory of a process that has a name, by which it outlives the process."""
-    return [name for name in os.listdir("/dev/shm") if name.startswith((f"torch_{pid}_", "slipstream-"))]
+    return [
+        name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{pid}_") or handle.token in name
+    ]
 
 
 def offer(pipe: Connection) -> None:
@@ -154,7 +156,7 @@ def test_who_has_opened_memory_can_read_it_after_its_owner_was_killed_and_nothin
         assert torch.equal(opened.tensor, torch.arange(8192).to(torch.uint8))
         with pytest.raises(CannotOpen, match="No such file"):
             MappedMemory(handle, pinned=False)
-    assert not named_memory(pid)
+    assert not named_memory(pid, handle)
 
 
 def test_a_number_that_belongs_to_other_memory_by_now_is_refused():

@@ -1,9 +1,10 @@
-"""Who may import whom: between the packages, between the rooms of each, and from outside.
+"""Who may import whom: between the packages, between the rooms of each, and from outside. What a room lists.
 
 Every import counts, also one inside a function or under ``TYPE_CHECKING``. ``tests/house.py`` has the rooms.
 """
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -211,6 +212,23 @@ def test_sglang_is_imported_only_where_its_server_is_launched_or_its_endpoints_a
         "slipstream.rollout.engine.whole_calls",
         "slipstream.rollout.workflow.environment.tools",
     }
+
+
+ROOMS = sorted(
+    path.parent.relative_to(ROOT).as_posix()
+    for name, path in modules().items()
+    if path.name == "__init__.py" and not name.startswith(ALIAS)
+)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_list_of_the_files_of_a_room_is_complete(room):
+    """A file that is added, moved or renamed belongs into the list, if the room has one in its docstring."""
+    files = {path.stem for path in (ROOT / room).glob("*.py")} - {"__init__"}
+    text = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text())) or ""
+    listed = set(re.findall(r"^ *([a-z0-9_]+) {2,}\S", text, re.M)) & files
+    if len(listed) > len(files) / 2:
+        assert files <= set(re.findall(r"\w+", text))
 
 
 def test_no_two_classes_share_a_name():

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from slipstream.backend.commands.outcome import WrongInput
-from slipstream.backend.commands.perfetto_trace import write_trace
-from slipstream.backend.commands.report import report
+from slipstream.backend.commands.report import report, write_trace
 from slipstream.backend.monitor.course import read_course
 from slipstream.backend.monitor.report.episodes import choose_episodes
 from slipstream.backend.monitor.report.page import PARTS, differences

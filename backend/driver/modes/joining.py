@@ -14,6 +14,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from slipstream.backend.cluster.actors import engine_settings
+from slipstream.backend.cluster.actors import engine_spec
 from slipstream.backend.driver.processes.engines import INITIAL_VERSION, EngineLimits, adapters_of
 from slipstream.backend.driver.processes.joined_engines import (
     ASKED,
@@ -205,17 +206,15 @@ def _actor(config: RunConfig, run: Path, host: str) -> EngineActor:
     device = config.cluster.device
     on_gpus = device == "gpu" or (device == "auto" and has_gpus())
     name = f"joined-{socket.gethostname()}-{os.getpid()}"
+    start_from = engine_model_of(model, engine.quantization, run, spec).path
+    server = engine_spec(config, start_from, "cuda" if on_gpus else "cpu", adapters)
     return EngineActor(
-        **engine_settings(config, "cuda" if on_gpus else "cpu", adapters),
+        replace(server, host=host, seed=server.seed + os.getpid(), facts=facts_of(config, limits)),
         name=name,
         run=config.run.name,
         umask=config.run.umask,
-        model_path=str(engine_model_of(model, engine.quantization, run, spec).path.resolve()),
-        seed=config.run.seed + os.getpid(),
-        log_folder=str(run / LOGS),
-        host=host,
+        logs=run / LOGS,
         start_timeout_s=engine.start_timeout_s,
-        facts=facts_of(config, limits),
     )
 
 

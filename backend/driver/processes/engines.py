@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from slipstream.backend.cluster.actors import EngineActors
 from slipstream.backend.cluster.configured_ray import ray
-from slipstream.backend.cluster.handles import EngineServerActor, kill
+from slipstream.backend.cluster.handles import EngineActorHandle, kill
 from slipstream.backend.cluster.placement import Node, Placement
 from slipstream.backend.cluster.waits import within
 from slipstream.backend.driver.processes.devices import Devices
@@ -106,7 +106,7 @@ class RayEngine:
     def __init__(
         self,
         name: str,
-        create: Callable[[int, Node], EngineServerActor],
+        create: Callable[[int, Node], EngineActorHandle],
         limits: EngineLimits,
         devices: Devices,
         places: EnginePlaces,
@@ -133,7 +133,7 @@ class RayEngine:
         self._meets = meets
         self._moves = moves
         self._beyond = beyond
-        self._actors: list[EngineServerActor] = []
+        self._actors: list[EngineActorHandle] = []
 
     async def placed(self) -> str:
         if not self._places.has(self.name):
@@ -241,7 +241,7 @@ class RayEngine:
         self._actors = []
 
 
-async def _exit_of(actor: EngineServerActor) -> int:
+async def _exit_of(actor: EngineActorHandle) -> int:
     try:
         return await actor.wait_exit.remote()
     except ray.exceptions.RayActorError:

@@ -29,9 +29,9 @@ from slipstream.rollout.collection.collector.spec import CollectorSpec
 from slipstream.rollout.collection.collector.untrained_log import UntrainedLog, open_untrained_log
 from slipstream.rollout.collection.collector.watchdog import end_process, watched
 from slipstream.rollout.collection.messages import DOWN, Down, Status
+from slipstream.rollout.engine.asked_engines import ServingAddresses
 from slipstream.rollout.engine.engine_pool import EnginePool
 from slipstream.rollout.engine.request_trace import RequestTrace
-from slipstream.rollout.engine.serving import ServingAddresses
 from slipstream.rollout.system.garbage import OF_COLLECTED_EPISODE, expect_objects, look_seldom_for_garbage
 from slipstream.rollout.system.link import LinkEnded, OutgoingLink, connected, until_one_ends
 from slipstream.rollout.system.time_limit import TimeLimit

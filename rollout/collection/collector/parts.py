@@ -34,13 +34,13 @@ from slipstream.rollout.compat.hooks import (
     hook_parts,
 )
 from slipstream.rollout.control.filters import GroupFilter
+from slipstream.rollout.engine.asked_engines import ServingAddresses
 from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.descriptors import make_room
 from slipstream.rollout.engine.engine_pool import EnginePool, GeneratingClient
 from slipstream.rollout.engine.request_trace import RequestTrace
-from slipstream.rollout.engine.serving import ServingAddresses
-from slipstream.rollout.gateway.endpoint.needed import needs_endpoint
+from slipstream.rollout.gateway.endpoint.needed import load_endpoint, needs_endpoint
 from slipstream.rollout.reward.judge.judge_pool import JudgePool
 from slipstream.rollout.reward.judge.named_model import named_model
 from slipstream.rollout.reward.reasoning import reads_reasoning
@@ -89,9 +89,7 @@ async def surroundings_of(
     reward = rollout.reward or UNREWARDED  # hooks and some workflows reward by themselves
     serve_endpoint = None
     if needs_endpoint(rollout):
-        from slipstream.rollout.gateway.endpoint.load import load
-
-        serve_endpoint = load()  # before the tokenizer imports transformers
+        serve_endpoint = load_endpoint()  # before the tokenizer imports transformers
     most_requests = make_room(rollout.max_concurrent, each=DESCRIPTORS if serve_endpoint else 1)
     tokenizer = load_tokenizer(config.model.path, config.model.template_args)
     asks = asks_policy(config.judge)

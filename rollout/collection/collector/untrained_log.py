@@ -25,7 +25,7 @@ from slipstream.rollout.ledger.episode_log.rows import (
     is_chosen,
 )
 from slipstream.rollout.ledger.episode_log.thread import LogThread, to_stderr
-from slipstream.rollout.ledger.episode_log.token_text import Decoder, load_decoder, text_when_needed
+from slipstream.rollout.ledger.episode_log.token_text import load_decoder, text_when_needed
 from slipstream.rollout.system.frames import as_note
 from slipstream.rollout.tokens.record import (
     CorruptRecord,
@@ -34,6 +34,7 @@ from slipstream.rollout.tokens.record import (
     decode_piece,
     decode_trajectory,
 )
+from slipstream.rollout.tokens.tokenizer import Decode
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Prompt, Trajectory
 
 MOST_EPISODES = 512
@@ -55,7 +56,7 @@ class UntrainedLog:
         self,
         settings: EpisodeLogConfig,
         files: EpisodeFiles,
-        decoder: Callable[[], Decoder],
+        decoder: Callable[[], Decode],
         note: Callable[[str], None] = to_stderr,
     ) -> None:
         """``decoder`` is called in the thread, once."""

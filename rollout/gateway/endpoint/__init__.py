@@ -4,8 +4,7 @@ agent ──HTTP, key of an attempt──► gateway's application ──► att
                                                                │
                                                                └──turns──► trajectories
 
-needed              whether a recipe needs an endpoint
-load                imports the other modules, and SGLang
+needed              whether a recipe needs an endpoint; imports the other modules, and SGLang
 collector_endpoint  the application on a port of this process. Imports SGLang
 attempts            all attempts that run, as the gateway's application knows its users, sessions and journal
 attempt             one attempt at an episode: its sessions, its turns, its limits

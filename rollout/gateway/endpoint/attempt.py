@@ -32,6 +32,7 @@ from slipstream.rollout.gateway.sessions.placing import SessionLimits
 from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.gateway.sessions.sessions import Sessions
 from slipstream.rollout.tokens.record import decode_chunks
+from slipstream.rollout.tokens.tokenizer import Decode
 from slipstream.rollout.tokens.trajectory import Finish, Trajectory
 from slipstream.rollout.tokens.turn_entries import Entry, Turn, TurnType
 from slipstream.rollout.workflow.endpoint import NothingToTrain, Reply
@@ -41,9 +42,6 @@ SESSION = "episode"
 
 _UNLIMITED = SessionLimits(sessions=1 << 60, size=1 << 60, idle_timeout_s=float("inf"))
 """Nothing of an episode is evicted: its limits bound it."""
-
-Decode = Callable[[Sequence[int]], str]
-"""Returns the text of token ids."""
 
 
 class EpisodeEngines(Protocol):

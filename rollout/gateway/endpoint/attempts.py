@@ -26,9 +26,10 @@ from slipstream.rollout.gateway.conversations import (
     User,
 )
 from slipstream.rollout.gateway.endpoint.attempt import Attempt
-from slipstream.rollout.gateway.engines import Decode, EngineTokens
+from slipstream.rollout.gateway.engines import EngineTokens
 from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.gateway.source import Interrupted, TokenDelta, TokenRequest
+from slipstream.rollout.tokens.tokenizer import Decode
 from slipstream.rollout.tokens.turn_entries import Entry, Turn
 
 KEY_PREFIX = "sk-episode-"

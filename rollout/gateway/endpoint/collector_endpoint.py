@@ -3,7 +3,7 @@
     async with serve(config, context=..., version=..., decode=...) as served:
         endpoint = served.of(recording, config.rollout.sampling)      # of one attempt at an episode
 
-Importing this module imports SGLang, for which ``engine.process.let_import_sglang`` prepares the process.
+Importing this module imports SGLang, for which ``needed.load_endpoint`` prepares the process.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ from typing import cast
 from slipstream.configs.schema import EndpointConfig, LimitsConfig, RunConfig, SamplingConfig
 from slipstream.rollout.gateway.endpoint.attempt import Attempt, AttemptLimits, EpisodeEngines
 from slipstream.rollout.gateway.endpoint.attempts import UNLIMITED, Attempts
-from slipstream.rollout.gateway.engines import Decode
 from slipstream.rollout.gateway.keys import KEY_VARIABLE
 from slipstream.rollout.gateway.port import PortServer
 from slipstream.rollout.gateway.serving.assemble import assemble, served_model
+from slipstream.rollout.tokens.tokenizer import Decode
 from slipstream.rollout.tokens.trajectory import Trajectory
 from slipstream.rollout.workflow.endpoint import EndedEpisode, NothingToTrain, PolicyEndpoint, Reply, ResultT
 

@@ -1,7 +1,15 @@
-"""Decides from a recipe whether its collectors serve an endpoint."""
+"""Decides from a recipe whether its collectors serve an endpoint, and imports the endpoint with SGLang."""
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING
 
 from slipstream.configs.schema import RolloutConfig
+from slipstream.rollout.engine.server_process import importing_sglang
 from slipstream.rollout.system import plugins
+
+if TYPE_CHECKING:
+    from slipstream.rollout.gateway.endpoint.collector_endpoint import CollectorEndpoint
 
 
 def needs_endpoint(rollout: RolloutConfig) -> bool:
@@ -32,3 +40,14 @@ def endpoint_problems(rollout: RolloutConfig) -> list[str]:
         f"rollout.endpoint: neither {rollout.workflow.path} nor a hook needs an endpoint: leave the "
         "section out, or give the workflow an attribute `needs_endpoint = True`"
     ]
+
+
+def load_endpoint() -> "Callable[..., AbstractAsyncContextManager[CollectorEndpoint]]":
+    """Return ``collector_endpoint.serve``. Takes some seconds.
+
+    Call it before transformers is imported, which looks once whether there is a torchvision: on a CPU SGLang
+    needs a stand-in for it.
+    """
+    with importing_sglang():
+        from slipstream.rollout.gateway.endpoint.collector_endpoint import serve
+    return serve

@@ -4,7 +4,7 @@
     uvicorn: serving.app on gateway.host:port, serving.admin on 127.0.0.1:admin_port
     await serving.close()       # at the end, while the journal still takes entries
 
-The process needs the environment variables of ``engine.process.environment_without_gpu``.
+The process needs the environment variables of ``rollout.engine.server_process.environment_without_gpu``.
 """
 
 import time

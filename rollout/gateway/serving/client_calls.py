@@ -7,9 +7,9 @@ from slipstream.rollout.gateway.serving.client_tools import (
     CUSTOM,
     NAMESPACED,
     OtherForm,
-    Value,
     object_in,
 )
+from slipstream.rollout.gateway.serving.fields import Value
 
 
 def chat_call(call: Value, forms: Mapping[str, OtherForm]) -> Value:

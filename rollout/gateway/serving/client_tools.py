@@ -10,13 +10,11 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
+from slipstream.rollout.gateway.serving.fields import Value
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.words import Protocols
-
-Value = dict[str, Any]
-"""A JSON object."""
 
 HEADER = "x-slipstream-dropped-tools"
 """Header of a reply with the types of the tools that were left out."""

@@ -6,8 +6,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.rollout.engine.growing import Alternatives
 from slipstream.rollout.gateway.serving.running import AnswerPart, RunningAnswer
-from slipstream.rollout.gateway.source import Alternatives, Finished
+from slipstream.rollout.gateway.source import Finished
 from slipstream.rollout.tokens.tokenizer import Tokenizer
 from slipstream.rollout.tokens.trajectory import Finish
 

@@ -7,9 +7,12 @@ send, have no effect: they are left out and counted.
 """
 
 from collections.abc import Collection, Mapping
-from typing import cast
+from typing import Any, cast
 
 from slipstream.rollout.gateway.serving.limits import Refusal
+
+Value = dict[str, Any]
+"""A JSON object."""
 
 SESSION = frozenset({"session_id", "turn_type", "session_done"})
 """Fields of the gateway itself, on every endpoint."""

@@ -9,12 +9,10 @@ first image would end its conversation for good.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
+from slipstream.rollout.gateway.serving.fields import Value
 from slipstream.rollout.gateway.serving.limits import Refusal
-
-Value = dict[str, Any]
-"""A JSON object."""
 
 READ = frozenset(
     {"input_text", "output_text", "reasoning", "search_result", "text", "thinking", "tool_reference"}

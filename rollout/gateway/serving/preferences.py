@@ -6,12 +6,10 @@ nothing and is counted; it is never a reason to refuse an answer.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
+from slipstream.rollout.gateway.serving.fields import Value
 from slipstream.rollout.gateway.serving.words import Protocols
-
-Value = dict[str, Any]
-"""A JSON object."""
 
 TIERS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
 """Efforts that SGLang's endpoints read."""

@@ -14,6 +14,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from slipstream.rollout.engine.growing import Alternatives
 from slipstream.rollout.gateway.conversations import (
     Answer,
     Arrival,
@@ -28,7 +29,6 @@ from slipstream.rollout.gateway.conversations import (
 from slipstream.rollout.gateway.serving.text import GrowingText
 from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.gateway.source import (
-    Alternatives,
     Finished,
     Interrupted,
     TokenDelta,

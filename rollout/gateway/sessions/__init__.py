@@ -7,7 +7,9 @@
     pairing     next states
     running     a request whose answers have not all ended
     recording   the entry of a turn
+    rewarding   which turns a client's reward goes to
     restoring   sessions from the entries of a journal
+    counters    numbers for metrics
     sessions    all of it together: ``Sessions`` is the ``Conversations`` of the gateway
 
 Digests of messages and chains of token ids are in ``rollout/tokens/conversation``.

@@ -43,8 +43,9 @@ from slipstream.rollout.gateway.sessions.rewarding import give
 from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.gateway.sessions.sampling import SamplingVerdict, judge_sampling
 from slipstream.rollout.gateway.sessions.stored import ChainTurn, EndedTurn, SessionState, append_answer
-from slipstream.rollout.tokens.conversation.chains import Decode, ids_of, length_of
+from slipstream.rollout.tokens.conversation.chains import ids_of, length_of
 from slipstream.rollout.tokens.conversation.sameness import Mark, marks_of
+from slipstream.rollout.tokens.tokenizer import Decode
 from slipstream.rollout.tokens.turn_entries import (
     Entry,
     Forgotten,

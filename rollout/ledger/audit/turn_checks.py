@@ -1,6 +1,6 @@
 """Audits the turns of live users: each ends once, is trained once, and never beyond the bound.
 
-Lags of trainings are recomputed with those of groups, in ``audit_training``.
+Lags of trainings are recomputed with those of groups, in ``training_checks``.
 """
 
 from collections.abc import Iterable, Iterator

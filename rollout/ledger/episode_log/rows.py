@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.rollout.ledger.episode_log.token_text import TokenText
+from slipstream.rollout.tokens.teacher import Floats
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Prompt, Trajectory
 
 TRAINED = "trained"
@@ -17,8 +18,6 @@ SAVED = "saved"
 """The end of an episode whose batch was saved in place of being trained."""
 EVALUATED = "evaluated"
 """The end of an episode of a held-out prompt. Every other end is a ``control.ends.Loss``."""
-
-Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from slipstream.rollout.tokens.tokenizer import load_tokenizer
+from slipstream.rollout.tokens.tokenizer import Decode, load_tokenizer
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 """Stands where bytes are no whole character."""
@@ -13,11 +13,7 @@ LONGEST_CHARACTER = 4
 """Bytes of the longest character in UTF-8, each of which may be a token."""
 
 
-Decoder = Callable[[Sequence[int]], str]
-"""Makes text of token ids, special tokens included."""
-
-
-def load_decoder(model: Path) -> Decoder:
+def load_decoder(model: Path) -> Decode:
     """Return the decoder of a model folder. Raises OSError and ValueError.
 
     A folder with tokenizer.json needs no transformers, whose import takes seconds.
@@ -32,7 +28,7 @@ def load_decoder(model: Path) -> Decoder:
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-def text_when_needed(load: Callable[[], Decoder]) -> "Callable[[], TokenText]":
+def text_when_needed(load: Callable[[], Decode]) -> "Callable[[], TokenText]":
     """Return a function whose first call loads the decoder, and whose every call returns its text."""
     return cache(lambda: TokenText(load()))
 
@@ -40,7 +36,7 @@ def text_when_needed(load: Callable[[], Decoder]) -> "Callable[[], TokenText]":
 class TokenText:
     """Decodes pieces of one vocabulary. Each token id is decoded once."""
 
-    def __init__(self, decode: Decoder) -> None:
+    def __init__(self, decode: Decode) -> None:
         self.decode = decode
         self._piece = cache(self._decoded)
         self._parts: set[int] = set()

@@ -1,4 +1,4 @@
-"""The process in which a recipe's own source of prompts lives. Started by ``drawing_of``.
+"""The process in which a recipe's own source of prompts lives. Started by ``drawn_prompts``.
 
 first request   OwnSource ──► {"ready": true}
 the others      SourceRequest ──► {"value": groups, each as a row of the file of drawn prompts}

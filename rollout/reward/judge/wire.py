@@ -117,7 +117,7 @@ class EpisodeQuestion(msgspec.Struct, array_like=True, tag="q", gc=False):
     prompt: Prompt
     episode: FinishedEpisode
     engines: bytes = b""
-    """The engines that serve now (``engine.serving.encoded``), if the judge asks any."""
+    """The engines that serve now (``rollout.engine.asked_engines.encoded``), if the judge asks any."""
 
     def arguments(self) -> tuple[Prompt, str, Trajectory]:
         """Return the arguments of ``Reward.score``."""
@@ -250,7 +250,7 @@ def framed(message: JudgeSetup | Request | Reply) -> bytes:
 
 
 Engines = Callable[[], bytes]
-"""Returns the engines that serve now: ``engine.serving.encoded``."""
+"""Returns the engines that serve now: ``rollout.engine.asked_engines.encoded``."""
 
 
 def framed_question(

@@ -117,7 +117,7 @@ def _answer(connection: socket.socket, judge: LoadedJudge, bounds: Bounds, setup
 
 def _ask(call: Callable[..., object], question: Question) -> object:
     if question.engines:
-        from slipstream.rollout.engine.serving import ENGINES
+        from slipstream.rollout.engine.asked_engines import ENGINES
 
         ENGINES.follow(question.engines)
     return call(*question.arguments())

@@ -4,5 +4,7 @@
                                               └──────► hint ──► prompt with the hint ──► teacher ──► log-probs
 
 Everything here runs in judge processes. ``judge_model.py`` is what the recipe's section ``judge`` names;
-``turns.py`` judges turns of live users by it, ``answers.py`` whole episodes.
+``turns.py`` judges turns of live users by it, ``answers.py`` whole episodes. ``endpoint.py`` reaches the
+model, ``prompts.py`` and ``parsing.py`` are what ``functions.py`` may replace by code of the user's, and
+``hints.py`` puts a hint into a prompt.
 """

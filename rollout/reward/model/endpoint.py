@@ -9,10 +9,10 @@ from typing import Any, Protocol, cast
 import aiohttp
 
 from slipstream.configs.schema.judge import ModelJudge, UrlEndpoint
+from slipstream.rollout.engine.asked_engines import ModelEngines
 from slipstream.rollout.engine.client import Aborted, EngineError, EngineLost, InvalidRequest
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.sampling import LiveSampling
-from slipstream.rollout.engine.serving import ModelEngines
 from slipstream.rollout.tokens.tokenizer import Tokenizer
 from slipstream.rollout.tokens.trajectory import Finish, Messages
 

@@ -1,7 +1,7 @@
 """The language model of the recipe's section ``judge``: it is asked questions, and its votes are counted."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,14 +10,13 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from slipstream.configs.schema.judge import Judge, ModelJudge
-from slipstream.rollout.engine.serving import ENGINES
+from slipstream.rollout.engine.asked_engines import ENGINES
 from slipstream.rollout.reward.live import NO_VOTES, VoteCounts
 from slipstream.rollout.reward.model.endpoint import ChatEngines, ChatServer, CutOff, Missing, ModelEndpoint
+from slipstream.rollout.reward.model.functions import Parser
 from slipstream.rollout.reward.model.votes import Tied, Vote, elected
 from slipstream.rollout.tokens.tokenizer import Tokenizer, load_tokenizer
 from slipstream.rollout.tokens.trajectory import Messages
-
-Parse = Callable[[str], Vote | None]
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class JudgeModel:
         judge: ModelJudge = TypeAdapter[Any](Judge).validate_python(settings)
         return cls(judge, Path(policy), template_args=template_args)
 
-    async def ask(self, messages: Messages, parse: Parse) -> Election:
+    async def ask(self, messages: Messages, parse: Parser) -> Election:
         """Ask one question as often as the recipe says, and return the votes.
 
         A vote whose request fails is missing. One in which ``parse`` finds nothing, which is cut off, or for
@@ -120,7 +119,7 @@ class JudgeModel:
             self._tokenizer = load_tokenizer(self._policy, self._template_args)
         return self._tokenizer
 
-    async def _vote(self, messages: Messages, parse: Parse) -> Vote | Missing | None:
+    async def _vote(self, messages: Messages, parse: Parser) -> Vote | Missing | None:
         """Return a vote, or why it is missing; None: it is unparsable."""
         try:
             return parse(await self._endpoint.complete(messages))

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.configs.schema.judge import HintConfig, JudgeTeacher, OverlapHint, UrlTeacher
+from slipstream.rollout.engine.asked_engines import ENGINES
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.engine.completion import TokenScores
-from slipstream.rollout.engine.serving import ENGINES
 from slipstream.rollout.reward.live import JudgedTurn
 from slipstream.rollout.reward.model.endpoint import key_of
 from slipstream.rollout.reward.model.hints import NoPlace, with_hint

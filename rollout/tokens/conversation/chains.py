@@ -23,10 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from slipstream.rollout.tokens.conversation.sameness import text_of
+from slipstream.rollout.tokens.tokenizer import Decode
 from slipstream.rollout.tokens.trajectory import Finish
-
-Decode = Callable[[Sequence[int]], str]
-"""Returns the text of ids, special tokens included."""
 
 Encode = Callable[[str], Sequence[int]]
 """Returns the ids of a part of a rendered text."""

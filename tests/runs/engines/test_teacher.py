@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from slipstream.configs.schema import ModelJudge
+from slipstream.rollout.engine.asked_engines import ModelEngines
 from slipstream.rollout.engine.client import EngineClient, InvalidRequest
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.sampling import LiveSampling
-from slipstream.rollout.engine.serving import ModelEngines
 from slipstream.rollout.reward.live import JudgedTurn
 from slipstream.rollout.reward.model.endpoint import ChatEngines, CutOff
 from slipstream.rollout.reward.model.hints import with_hint

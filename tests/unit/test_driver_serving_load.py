@@ -2,10 +2,10 @@
 
 import asyncio
 
+from slipstream.backend.driver.loops import serving
+from slipstream.backend.driver.loops.serving import follow_load, sample
 from slipstream.rollout.control.concurrency import ConcurrencyController, EngineLoad
-from slipstream.rollout.engine import engine_load
 from slipstream.rollout.engine.client import EngineError, EngineLost
-from slipstream.rollout.engine.engine_load import follow_load, sample
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.routing import PoolStatus
 
@@ -69,7 +69,7 @@ async def followed(roster: EngineRoster, controller: ConcurrencyController, unti
 
 
 def test_engines_that_fail_or_are_late_are_left_out(monkeypatch):
-    monkeypatch.setattr(engine_load, "SAMPLE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(serving, "SAMPLE_TIMEOUT_S", 0.05)
     engines = [
         FakeEngine("a", running(1)),
         FakeEngine("b", EngineLost("gone")),

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from slipstream.rollout.engine.asked_engines import ModelEngines, ProcessEngines, ServingAddresses, encoded
 from slipstream.rollout.engine.client import EngineAddress, EngineLost
 from slipstream.rollout.engine.routing import Routing, ServingEngine
-from slipstream.rollout.engine.serving import ModelEngines, ProcessEngines, ServingAddresses, encoded
 from slipstream.rollout.system.key import Key
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.rollout.engine.engine_pool import Limit
+from slipstream.rollout.system.adjustable_limit import Limit
 
 
 async def settle() -> None:
