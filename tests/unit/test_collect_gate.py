@@ -637,7 +637,9 @@ def test_while_no_turn_becomes_ready_batches_wait_for_a_tenth_of_the_time():
         await asyncio.sleep(530)
         assert await waited() == 0
         await asyncio.sleep(20)
-        assert [await waited() for _ in range(2)] == [60, 0], "quick steps let each turn expire before it is ready"
+        assert [await waited() for _ in range(2)] == [60, 0], (
+            "in quick steps each turn expires before it is ready"
+        )
         turns.become_ready(-1)
         assert [await waited() for _ in range(2)] == [60, 0], "a user has spoken: another one may"
         turns.become_ready(-2, -3)
