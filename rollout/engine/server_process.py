@@ -26,7 +26,7 @@ from slipstream.rollout.engine.leftovers import announced, kill_group, members, 
 from slipstream.rollout.system.garbage import kept_for_good
 from slipstream.rollout.system.key import Key, new_key
 from slipstream.rollout.system.network import process_group_variables
-from slipstream.rollout.system.stacks import FOLDER, VARIABLE, showing, write_stacks
+from slipstream.rollout.system.stacks import FOLDER, showing, write_stacks
 from slipstream.rollout.system.temporary import OwnedFolder
 
 
@@ -258,7 +258,7 @@ class ServerProcess:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(spec) | {VARIABLE: str(self.stacks)},
+                env=_environment(spec),
                 start_new_session=True,
             )
         self._send_key()
@@ -308,12 +308,9 @@ class ServerProcess:
 
     def write_stacks(self) -> list[str]:
         """Let the server's processes write their stacks. Return who has not, and why."""
-        silent: list[str] = []
-        for pid in showing(members(self._process.pid)):
-            name = _title(pid)
-            if (why := write_stacks(pid, self.stacks, name)) is not None:
-                silent.append(f"{name} (process {pid}) {why}")
-        return silent
+        names = {pid: _title(pid) for pid in showing(members(self._process.pid))}
+        silent = write_stacks({pid: (name, self.stacks) for pid, name in names.items()})
+        return [f"{names[pid]} (process {pid}) {why}" for pid, why in silent.items()]
 
     def stop(self) -> None:
         """Kill the whole process group; there is nothing to drain. Does nothing the second time.
