@@ -197,7 +197,7 @@ def test_evaluations_are_sampled_by_the_same_share_as_groups(tmp_path):
     assert [row["group"] for row in logged(tmp_path)] == [n for n in range(100) if is_chosen(n, 0.3)]
 
 
-def test_a_log_that_cannot_be_written_is_given_up_and_said_once(tmp_path):
+def test_a_log_that_cannot_be_written_is_said_and_goes_on_when_it_can(tmp_path):
     (tmp_path / "episodes").write_text("a file")
     notes: list[str] = []
     log = opened(tmp_path, notes=notes)
@@ -205,4 +205,8 @@ def test_a_log_that_cannot_be_written_is_given_up_and_said_once(tmp_path):
     log.evaluates_from(0)
     ask(log, 0, 0, 1, "x")
     asyncio.run(asyncio.to_thread(log.flush))
-    assert len(notes) == 1 and "no episode log from here on" in notes[0]
+    assert len(notes) == 2 and "2 lost groups and evaluations could not be written" in notes[1]
+    (tmp_path / "episodes").unlink()
+    ask(log, 0, 0, 2, "x")
+    log.flush()
+    assert len(logged(tmp_path)) == 1

@@ -5,6 +5,8 @@ import sys
 import threading
 from collections.abc import Callable
 
+from slipstream.rollout.system.disk import describe
+
 FLUSH_TIMEOUT_S = 60.0
 """Longest wait for the thread at the end of a run."""
 
@@ -17,7 +19,7 @@ def to_stderr(text: str) -> None:
 
 
 class LogThread:
-    """Does queued jobs in their order. After a job that raises, no further job is done."""
+    """Does queued jobs in their order. A job that raises is told of, and costs what it was to write."""
 
     def __init__(
         self,
@@ -37,6 +39,8 @@ class LogThread:
         self._lock = threading.Lock()
         self.left_out = 0
         """Number of jobs that were left out, because too many jobs or bytes waited for the thread."""
+        self._failed = 0
+        """Number of jobs that raised."""
         self._thread = threading.Thread(target=self._run, name="episode log", daemon=True)
         self._thread.start()
 
@@ -68,20 +72,23 @@ class LogThread:
         written.wait(FLUSH_TIMEOUT_S)
 
     def _run(self) -> None:
-        writes = True
         while True:
             item = self._queue.get()
             if isinstance(item, threading.Event):
                 item.set()
                 continue
             job, size = item
-            if writes:
-                try:
-                    job()
-                except Exception as error:  # the run goes on without the log
-                    writes = False
-                    self._note(f"no episode log from here on: {type(error).__name__}: {error}")
+            try:
+                job()
+            except Exception as error:  # the run goes on without what the job was to write
+                self._tell(error)
             self._hold(-size)
+
+    def _tell(self, error: Exception) -> None:
+        self._failed += 1
+        if self._failed.bit_count() == 1:
+            why = describe(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            self._note(f"episode log: {self._failed} {self._what} could not be written, the last time: {why}")
 
     def _hold(self, more: int) -> None:
         with self._lock:
