@@ -20,7 +20,7 @@ from slipstream.rollout.collection.messages import (
 )
 from slipstream.rollout.ledger.episode_log.files import EpisodeFiles, episode_files, read_rows
 from slipstream.rollout.ledger.episode_log.rows import is_chosen
-from slipstream.rollout.ledger.episode_log.thread import LogThread
+from slipstream.rollout.system.log_thread import LogThread
 from slipstream.rollout.tokens.record import PieceHeader, encode, encode_chunk, encode_trajectory
 from slipstream.rollout.tokens.trajectory import Finish, Prompt, Trajectory, joined
 from tests.unit.test_trainer_episode_log import decode, trajectory
@@ -175,7 +175,7 @@ def test_another_life_of_a_collector_writes_behind_the_unfinished_line_of_the_fi
 
 def test_what_waits_for_the_thread_is_bounded_in_bytes(tmp_path):
     held, notes = threading.Event(), []
-    thread = LogThread(100, "groups", notes.append, most_bytes=1000)
+    thread = LogThread("episode log", 100, "groups", notes.append, most_bytes=1000)
     done: list[int] = []
     thread.offer(lambda: held.wait(10))  # type: ignore[arg-type, return-value]
     for number in range(4):

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 from slipstream.configs.schema import EpisodeLogConfig
-from slipstream.rollout.ledger.episode_log.thread import to_stderr
 from slipstream.rollout.system.lines import LineFile, drop_unfinished_line, read_lines
+from slipstream.rollout.system.log_thread import to_stderr
 
 EPISODES = "episodes"
 """Folder of the episode log in the run folder."""

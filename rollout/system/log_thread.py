@@ -1,16 +1,16 @@
-"""The thread that writes the episode log of a process: nothing else waits for text, JSON and files."""
+"""Threads that write the logs of a process, so that nothing else waits for text, JSON and the disk."""
 
 import queue
 import sys
 import threading
 from collections.abc import Callable
 
-from slipstream.rollout.system.disk import describe
+from slipstream.rollout.system.disk import describe, waits_for_disk
 
 FLUSH_TIMEOUT_S = 60.0
 """Longest wait for the thread at the end of a run."""
 
-Job = Callable[[], None]
+Job = Callable[[], object]
 
 
 def to_stderr(text: str) -> None:
@@ -23,16 +23,17 @@ class LogThread:
 
     def __init__(
         self,
+        log: str,
         most: int,
         what: str,
         note: Callable[[str], None] = to_stderr,
         *,
         most_bytes: int | None = None,
     ) -> None:
-        """``most``: number of jobs that may wait. ``what``: name of what jobs write, in the plural.
-        ``most_bytes``: bytes that waiting jobs may hold; None: any number.
+        """``log``: its name in notes. ``most``: number of jobs that may wait. ``what``: name of what jobs
+        write, in the plural. ``most_bytes``: bytes that waiting jobs may hold; None: any number.
         """
-        self._what, self._note = what, note
+        self._log, self._what, self._note = log, what, note
         self._queue: queue.Queue[tuple[Job, int] | threading.Event] = queue.Queue(most)
         self._most_bytes = most_bytes
         self._bytes = 0
@@ -41,7 +42,7 @@ class LogThread:
         """Number of jobs that were left out, because too many jobs or bytes waited for the thread."""
         self._failed = 0
         """Number of jobs that raised."""
-        self._thread = threading.Thread(target=self._run, name="episode log", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=log, daemon=True)
         self._thread.start()
 
     def offer(self, job: Job, size: int = 0) -> None:
@@ -56,20 +57,20 @@ class LogThread:
                 return
         self.left_out += 1
         if self.left_out.bit_count() == 1:
-            self._note(f"episode log: {self.left_out} {self._what} left out, because writing takes longer")
+            self._note(f"{self._log}: {self.left_out} {self._what} left out, because writing takes longer")
 
     def put(self, job: Job) -> None:
         """Queue a job. Waits while too many wait already."""
         self._queue.put((job, 0))
 
-    def flush(self) -> None:
-        """Wait until everything is written, a minute at most."""
+    def flush(self) -> bool:
+        """Wait until everything is written, a minute at most. Return False if the minute was too short."""
         written = threading.Event()
         try:
             self._queue.put(written, timeout=FLUSH_TIMEOUT_S)
         except queue.Full:
-            return
-        written.wait(FLUSH_TIMEOUT_S)
+            return False
+        return written.wait(FLUSH_TIMEOUT_S)
 
     def _run(self) -> None:
         while True:
@@ -79,7 +80,8 @@ class LogThread:
                 continue
             job, size = item
             try:
-                job()
+                with waits_for_disk(self._log):
+                    job()
             except Exception as error:  # the run goes on without what the job was to write
                 self._tell(error)
             self._hold(-size)
@@ -88,7 +90,7 @@ class LogThread:
         self._failed += 1
         if self._failed.bit_count() == 1:
             why = describe(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            self._note(f"episode log: {self._failed} {self._what} could not be written, the last time: {why}")
+            self._note(f"{self._log}: {self._failed} {self._what} could not be written, the last time: {why}")
 
     def _hold(self, more: int) -> None:
         with self._lock:
