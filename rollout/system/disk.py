@@ -9,7 +9,7 @@ A write to a file system that stalls neither returns nor fails. Only another thr
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 STALL_S = 10.0
@@ -42,7 +42,7 @@ _waiting: dict[object, tuple[str, float, str]] = {}
 
 
 @contextmanager
-def waits_for_disk(what: str) -> Iterator[None]:
+def waits_for_disk(what: str) -> Generator[None]:
     """Let ``telling_of_stalls`` know that the block writes ``what``. Callable in any thread."""
     this = object()
     _waiting[this] = what, time.monotonic(), time.strftime("%T")
@@ -53,7 +53,7 @@ def waits_for_disk(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def telling_of_stalls(note: Callable[[str], None], meanwhile: str) -> Iterator[None]:
+def telling_of_stalls(note: Callable[[str], None], meanwhile: str) -> Generator[None]:
     """Say inside the block who of this process waits for the disk since when, and when it answers again.
 
     ``note`` is called in a thread of its own. ``meanwhile``: says what goes on and what does not.
