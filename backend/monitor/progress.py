@@ -22,7 +22,7 @@ from rich.text import Text
 from slipstream.backend.monitor import units
 from slipstream.backend.monitor.units import clock_face, count, seconds
 from slipstream.rollout.system.lines import LineFile
-from slipstream.rollout.system.log_thread import LogThread
+from slipstream.rollout.system.log_thread import LogThread, to_stderr
 
 FIRST_SILENCE_S = 30.0
 """Silence after which a log gets a sign of life. Each further sign comes after twice as long a silence."""
@@ -94,7 +94,7 @@ def _append(file: LineFile, line: str) -> None:
 
 def _on_screen(text: str) -> None:
     """Tell of a log that cannot be written without that log."""
-    print(f"note: {text}", file=sys.stderr, flush=True)
+    to_stderr(f"note: {text}")
 
 
 def append_to_log(folder: Path, text: str, since: float = 0.0) -> None:

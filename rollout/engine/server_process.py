@@ -25,6 +25,7 @@ from slipstream.rollout.engine.launch import READY
 from slipstream.rollout.engine.leftovers import announced, kill_group, members, shared_memory_of
 from slipstream.rollout.system.garbage import kept_for_good
 from slipstream.rollout.system.key import Key, new_key
+from slipstream.rollout.system.log_thread import PipedLog
 from slipstream.rollout.system.network import process_group_variables
 from slipstream.rollout.system.stacks import FOLDER, showing, write_stacks
 from slipstream.rollout.system.temporary import OwnedFolder
@@ -194,6 +195,9 @@ COMPILATION_S = 1800.0
 """Seconds that an engine may take beyond its time-out while it compiles kernels, as the first engine on a
 machine does. DeepGEMM's take minutes."""
 
+LOG_S = 2.0
+"""Longest wait for the disk to take the end of a server's log."""
+
 BETWEEN_COMPILERS_S = 60.0
 """Longest time between two compilers, in which a server loads one kernel and prepares the next one."""
 
@@ -228,10 +232,11 @@ class ServerProcess:
         self._address = (spec.host, spec.port)
         self._answers_requests = spec.node == 0
         self._watches_processes = spec.node > 0 or spec.data_parallel > 1
+        log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_path = log_path
+        self._log = PipedLog(log_path)
         self.stacks = log_path.parent / FOLDER / f"{log_path.stem}.txt"
         """File of the stacks of the server's processes."""
-        log_path.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = OwnedFolder(TEMPORARY, spec.label)
         self._folders = [self._temporary]
         replica = None
@@ -251,16 +256,18 @@ class ServerProcess:
             "temporary": str(self._temporary.path),
             "facts": dict(spec.facts),
         }
-        with log_path.open("ab") as log:
+        try:
             self._process = subprocess.Popen(
                 [*launcher, json.dumps(arguments)],
                 bufsize=0,
                 stdin=subprocess.PIPE,
-                stdout=log,
+                stdout=self._log.descriptor,
                 stderr=subprocess.STDOUT,
                 env=_environment(spec),
                 start_new_session=True,
             )
+        finally:
+            self._log.begins()
         self._send_key()
 
         # Not in the event loop's executor, whose threads are joined when the loop ends.
@@ -319,6 +326,7 @@ class ServerProcess:
         """
         kill_group(self._process.pid, self._shared_memory | announced(self._temporary.path))
         self._process.wait()
+        self._log.flush(LOG_S, ended=True)
         for folder in self._folders:
             folder.remove()
         if self._process.stdin is not None:
@@ -384,6 +392,7 @@ class ServerProcess:
         return False
 
     def _tail(self, lines: int = 25) -> str:
+        self._log.flush(LOG_S, ended=self._exit.done())
         with self._log_path.open(errors="replace") as log:
             tail = "".join(deque(log, lines))
         return f"; the end of {self._log_path}:\n{tail}"

@@ -1,21 +1,33 @@
-"""Threads that write the logs of a process, so that nothing else waits for text, JSON and the disk."""
+"""Threads that write logs, so that nothing else waits for text, JSON and the disk."""
 
+import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 
 from slipstream.rollout.system.disk import describe, waits_for_disk
+from slipstream.rollout.system.lines import LineFile
 
 FLUSH_TIMEOUT_S = 60.0
 """Longest wait for the thread at the end of a run."""
+
+PIPE_BYTES = 1 << 16
+"""Bytes that are read from a pipe at once, and the length from which a line is cut."""
+
+MOST_CHUNKS, MOST_PRINTED = 100_000, 64 << 20
+"""Largest number and bytes of what was read from a pipe and waits for the disk."""
 
 Job = Callable[[], object]
 
 
 def to_stderr(text: str) -> None:
-    """Write a note into the log of the process."""
-    print(text, file=sys.stderr, flush=True)
+    """Write a note into the log of the process, whose disk may be the one that the note is about."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 class LogThread:
@@ -34,7 +46,7 @@ class LogThread:
         write, in the plural. ``most_bytes``: bytes that waiting jobs may hold; None: any number.
         """
         self._log, self._what, self._note = log, what, note
-        self._queue: queue.Queue[tuple[Job, int] | threading.Event] = queue.Queue(most)
+        self._queue: queue.Queue[tuple[Job, int] | threading.Event | None] = queue.Queue(most)
         self._most_bytes = most_bytes
         self._bytes = 0
         self._lock = threading.Lock()
@@ -63,18 +75,25 @@ class LogThread:
         """Queue a job. Waits while too many wait already."""
         self._queue.put((job, 0))
 
-    def flush(self) -> bool:
-        """Wait until everything is written, a minute at most. Return False if the minute was too short."""
+    def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> bool:
+        """Wait until everything is written. Return False if that takes longer than ``timeout_s``."""
         written = threading.Event()
         try:
-            self._queue.put(written, timeout=FLUSH_TIMEOUT_S)
+            self._queue.put(written, timeout=timeout_s)
         except queue.Full:
             return False
-        return written.wait(FLUSH_TIMEOUT_S)
+        return written.wait(timeout_s)
+
+    def end(self) -> None:
+        """End the thread after the jobs that wait."""
+        self._queue.put(None)
+
+    def ended(self, timeout_s: float) -> None:
+        """Wait for the end of the thread."""
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while True:
-            item = self._queue.get()
+        while (item := self._queue.get()) is not None:
             if isinstance(item, threading.Event):
                 item.set()
                 continue
@@ -95,3 +114,50 @@ class LogThread:
     def _hold(self, more: int) -> None:
         with self._lock:
             self._bytes += more
+
+
+class PipedLog:
+    """A file of what other processes print. It comes through a pipe: no disk holds them up, or ends them.
+
+    log = PipedLog(path)
+    subprocess.Popen(..., stdout=log.descriptor, stderr=log.descriptor)
+    log.begins()
+    """
+
+    def __init__(self, path: Path, note: Callable[[str], None] = to_stderr) -> None:
+        """``note``: as of ``LineFile``. Raises OSError."""
+        self._file = LineFile(path, note)
+        self._thread = LogThread(path.name, MOST_CHUNKS, "chunks", note, most_bytes=MOST_PRINTED)
+        self._pipe, self.descriptor = os.pipe()
+        self._reader = threading.Thread(target=self._read, name=f"{path.name}, read", daemon=True)
+
+    def begins(self) -> None:
+        """Read until the last process that has the descriptor has ended."""
+        os.close(self.descriptor)
+        self._reader.start()
+
+    def flush(self, timeout_s: float, *, ended: bool = False) -> None:
+        """Wait until what was read is written. ``ended``: the processes have, so that nothing more comes."""
+        if ended:
+            self._reader.join(timeout_s)
+        if self._reader.is_alive():
+            self._thread.flush(timeout_s)
+        else:
+            self._thread.ended(timeout_s)
+
+    def _read(self) -> None:
+        line = b""
+        with open(self._pipe, "rb", buffering=0) as pipe:
+            while data := pipe.read(PIPE_BYTES):
+                *lines, line = (line + data).split(b"\n")
+                if len(line) >= PIPE_BYTES:
+                    lines, line = [*lines, line], b""
+                self._thread.offer(partial(self._write, lines), len(data))
+        self._thread.offer(partial(self._write, [line] if line else []))
+        self._thread.put(self._file.close)
+        self._thread.end()
+
+    def _write(self, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            self._file.add(line)
+        self._file.flush()

@@ -8,6 +8,8 @@ import os
 import queue
 import re
 import resource
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +29,7 @@ from slipstream.rollout.ledger.writing.writer import Ledger
 from slipstream.rollout.system import disk, lines
 from slipstream.rollout.system.disk import describe, telling_of_stalls, waits_for_disk
 from slipstream.rollout.system.lines import LineFile
+from slipstream.rollout.system.log_thread import PipedLog
 from tests.unit.test_ledger import in_ledger, nothing
 
 REMEDIES = {
@@ -94,6 +97,25 @@ def test_nothing_that_logs_waits_for_a_disk_that_stalls_and_nothing_is_lost(tmp_
     assert '"reward/mean": 1.0' in (tmp_path / "metrics.jsonl").read_text()
     assert '"tokens":1' in (tmp_path / "trace.jsonl").read_text()
     assert "it goes on" in (tmp_path / "driver.log").read_text()
+
+
+@pytest.mark.parametrize("fault", ["stalls", "is full"])
+def test_a_process_whose_log_finds_no_disk_is_neither_held_up_nor_ended(tmp_path: Path, monkeypatch, fault):
+    notes: list[str] = []
+    log = PipedLog(tmp_path / "engine.log", notes.append)
+    with stalling(monkeypatch, "write") if fault == "stalls" else largest_file(0):
+        program = "print(*['x' * 99] * 10_000, 'the end', sep='\\n', end='')"
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=log.descriptor)
+        log.begins()
+        assert process.wait(60) == 0, "a pipe alone would hold it up at 64 KiB"
+        if fault == "is full":
+            log.flush(60, ended=False)
+    log.flush(60, ended=True)
+    log.flush(60, ended=True)
+    if fault == "stalls":
+        assert (tmp_path / "engine.log").read_text() == ("x" * 99 + "\n") * 10_000 + "the end\n"
+    else:
+        assert notes and "ulimit -f" in notes[0]
 
 
 def test_a_ledger_that_stalls_keeps_those_waiting_who_ask_for_the_disk_and_nobody_else(tmp_path, monkeypatch):
