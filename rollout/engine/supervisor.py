@@ -282,6 +282,8 @@ class Supervisor:
                 await self._changes.first(lambda: None if any(each.has_node for each in leaving) else True)
         except TimeoutError:
             for engine in leaving:
+                if engine.has_node and engine.client is not None:
+                    self._roster.remove(engine.client)
                 late = f"{reason}; it had not ended what it did after {GIVE_WAY_S:g} s, and was killed"
                 self._leave(engine, late, unfit=False)
 

@@ -287,6 +287,7 @@ def test_an_engine_that_does_not_give_way_in_time_is_killed_and_returns_to_anoth
             engine, begun, released = world.handles[1], asyncio.Event(), asyncio.Event()
 
             async def held_up(address, admit):
+                admit()
                 begun.set()
                 try:
                     await asyncio.Event().wait()
@@ -302,6 +303,7 @@ def test_an_engine_that_does_not_give_way_in_time_is_killed_and_returns_to_anoth
             async with asyncio.timeout(10):
                 await world.supervisor.give_way(["engine-1"], "it gives way to the trainer")
             assert engine.node is None, "the trainer may have it"
+            assert len(world.urls) == 1, "no request goes to it"
             left = "engine-1 has left its node: it gives way to the trainer"
             late = "it had not ended what it did after 0.05 s, and was killed"
             assert f"{left}; {late}; 1 engine left" in world.notes
