@@ -36,6 +36,9 @@ GAP, MIN_BAR, MAX_BAR = 2, 4, 30
 
 DRIVER_LOG = "driver.log"
 
+TICK_S = 0.02
+"""Largest time by which what is written into a file is older than by the clock: a tick of the kernel."""
+
 MOST_LINES = 10_000
 """Lines that may wait for the thread of ``driver.log``."""
 
@@ -100,7 +103,7 @@ def _on_screen(text: str) -> None:
 def append_to_log(folder: Path, text: str, since: float = 0.0) -> None:
     """Add what a start has come to to its log, if it has written one since ``since``, in Unix seconds."""
     path = folder / DRIVER_LOG
-    if path.exists() and path.stat().st_mtime >= since:
+    if path.exists() and path.stat().st_mtime >= since - TICK_S:
         with suppress(OSError), path.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
 

@@ -122,7 +122,7 @@ def test_another_process_with_the_number_of_a_dead_one_is_not_taken_for_it(tmp_p
 def test_a_silent_driver_of_another_machine_is_watched_for_its_lease_and_taken_over(tmp_path, machine):
     take(tmp_path)
     said = []
-    watching = asyncio.run(wait_until_free(tmp_path, note=said.append, machine=machine, lease_s=3600.0))
+    watching = asyncio.run(wait_until_free(tmp_path, say=said.append, machine=machine, lease_s=3600.0))
     assert watching.term == 1
     assert said == [
         f"watching for 0 s whether the driver of {tmp_path} lives (process {os.getpid()} on here)"
@@ -230,7 +230,7 @@ def test_a_damaged_file_is_watched_and_then_replaced(tmp_path, content):
     take(tmp_path)
     (tmp_path / "driver.json").write_bytes(content)
     said = []
-    assert take(tmp_path, note=said.append).term == 2
+    assert take(tmp_path, say=said.append).term == 2
     assert "(unknown)" in said[0]
 
 
