@@ -50,11 +50,8 @@ from slipstream.configs.installed import untested_fields
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.ledger.writing.writer import Ledger
 from slipstream.rollout.reward import is_accuracy
-from slipstream.rollout.system.disk import describe, telling_of_stalls
+from slipstream.rollout.system.disk import describe
 from slipstream.rollout.system.garbage import OF_RECORDED_EPISODE, look_seldom_for_garbage
-
-STALLED = "Training waits for it; engines, gateways and running episodes go on"
-"""What goes on while the file system of a run stalls."""
 
 
 async def run(
@@ -116,7 +113,6 @@ async def _run(
         )
         stop.goes_on(folder)
         stack.enter_context(state.lease.held(stop.fail))
-        stack.enter_context(telling_of_stalls(progress.note, STALLED))
         stack.callback(state.ledger.close)
         record_commits(named, config)
         progress.keep_in(folder)

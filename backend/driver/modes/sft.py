@@ -73,7 +73,7 @@ from slipstream.rollout.prompts import (
     row_word,
 )
 from slipstream.rollout.system import plugins
-from slipstream.rollout.system.disk import describe, telling_of_stalls
+from slipstream.rollout.system.disk import describe
 from slipstream.rollout.system.lines import read_lines
 
 T = TypeVar("T")
@@ -142,7 +142,6 @@ async def _run(
     with permissions(config), ExitStack() as stack:
         lease, checkpoint = await open_folder(config, progress, resume, accept_changes, overwrite)
         stack.enter_context(lease.held(stop.fail))
-        stack.enter_context(telling_of_stalls(progress.note, "Training goes on up to its next checkpoint"))
         folder, position = config.run.folder, RunPosition(0, 0, 0, GroupCounts())
         stack.enter_context(_end_written(folder, position))
         record_commits(named, config)

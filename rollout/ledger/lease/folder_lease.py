@@ -43,7 +43,7 @@ from slipstream.rollout.ledger.lease.driver_file import (
 )
 from slipstream.rollout.ledger.storage.database import LedgerBusy, LedgerError
 from slipstream.rollout.ledger.storage.locks import LockCall, flock
-from slipstream.rollout.system.disk import describe, waits_for_disk
+from slipstream.rollout.system.disk import describe, telling_of_stalls, waits_for_disk
 from slipstream.rollout.system.durable import write_durably
 from slipstream.rollout.system.log_thread import to_stderr
 
@@ -57,6 +57,8 @@ keeps renewals younger, so that ``check`` rarely touches the disk."""
 HANG_S = 600.0
 """Longest wait of a write for a renewal that the file system does not answer. Nothing is written meanwhile,
 and the renewal finds out whether another driver has come."""
+STALLED = "What is to be written waits for it; engines and running episodes go on"
+"""What becomes of a run whose file system stalls."""
 VALID = 2 / 3
 """Age of a renewal, as a share of ``lease_s``, from which a new term is needed."""
 
@@ -122,8 +124,8 @@ async def take_lease(
 ) -> "FolderLease":
     """Make this process the driver of the run in ``folder``, as soon as no other one is.
 
-    ``note`` hears later, from any thread, when the folder's lock is lost. Raises LedgerBusy when there is
-    another driver, and OSError when the folder cannot be used.
+    ``note`` hears later, from any thread, of a lock that is lost and of a file system that stalls. Raises
+    LedgerBusy when there is another driver, and OSError when the folder cannot be used.
     """
     machine = machine or Machine.this()
     term = look(folder).term
@@ -256,12 +258,15 @@ class FolderLease:
 
     @contextmanager
     def held(self, on_loss: Callable[[Fenced], None]) -> Generator[None]:
-        """Release the lease after the block. ``on_loss`` is called when it is lost, from any thread."""
+        """Release the lease after the block, and tell inside it of a file system that stalls. ``on_loss`` is
+        called when the lease is lost, from any thread.
+        """
         self._on_loss = on_loss
         if self._loss is not None:
             on_loss(self._loss)
         try:
-            yield
+            with telling_of_stalls(self._note, STALLED):
+                yield
         finally:
             self.release()
 
