@@ -64,13 +64,13 @@ def telling_of_stalls(note: Callable[[str], None], meanwhile: str) -> Generator[
         began = None
         while not ended.wait(LOOK_S):
             now = time.monotonic()
-            late = sorted((since, what, at) for what, since, at in list(_waiting.values()))
-            late = [each for each in late if now - each[0] >= STALL_S]
-            if late and began is None:
-                began = late[0][0]
-                who = ", ".join(f"{what} waits since {at}" for _, what, at in late)
+            waiting = sorted((since, what, at) for what, since, at in list(_waiting.values()))
+            is_late = bool(waiting) and now - waiting[0][0] >= STALL_S
+            if is_late and began is None:
+                began = waiting[0][0]
+                who = ", ".join(f"{what} waits since {at}" for _, what, at in waiting)
                 note(f"the disk does not answer: {who}. {meanwhile}")
-            elif not late and began is not None:
+            elif not is_late and began is not None:
                 note(f"the disk answers again, after {now - began:.0f} s")
                 began = None
 
