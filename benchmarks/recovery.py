@@ -35,6 +35,7 @@ SAMPLES_PER_GROUP = 8
 TIMEOUT_S = 420.0
 """For each wait: to a first step, a noticed loss, a restart, an end."""
 LINK_DOWN_S = 20.0
+STALL_S = 60.0
 FILE_SYSTEM_BYTES = 256 << 20
 SETTINGS = (
     "run.steps=10000",
@@ -181,6 +182,17 @@ def file_system_full(job: Job) -> None:
     job.submit("--resume")
 
 
+def file_system_stalls(job: Job) -> None:
+    """Keep the file system of the run from taking anything for a minute."""
+    begin, runs = len(job.output()), str(job.run.parent)
+    subprocess.run(["fsfreeze", "--freeze", runs], check=True)
+    try:
+        threading.Event().wait(STALL_S)
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", runs], check=True)
+    job.wait_for("the disk answers again", begin)
+
+
 def two_at_once(job: Job) -> None:
     trainer_rank(job)
     engine_node(job)
@@ -202,6 +214,7 @@ KINDS = (
     Kind("Slurm's warning: time limit or preemption", warning, (RESTARTED,)),
     Kind("node drained and returned", drained),
     Kind("file system full", file_system_full, (RESUMED,)),
+    Kind("file system stalls 60 s", file_system_stalls),
     Kind("two at once: trainer rank, engine node", two_at_once, (REVIVED, PLACED)),
 )
 
@@ -222,7 +235,8 @@ def recover(kind: Kind, folder: Path) -> Row:
     """Let a job train, strike, wait until it trains again, stop it, and audit the run."""
     # A real Slurm gives a silent node minutes; with too little, it ends the job on a node whose link is down.
     lost_after_s = 60 if kind.strike is link_down else 10
-    disk = small_file_system(folder / "runs") if kind.strike is file_system_full else nullcontext()
+    own_disk = kind.strike in (file_system_full, file_system_stalls)
+    disk = small_file_system(folder / "runs") if own_disk else nullcontext()
     with disk, SlurmCluster(nodes=4, lost_after_s=lost_after_s) as cluster:
         job = Job(cluster, folder, *kind.settings)
         job.submit()
@@ -251,8 +265,11 @@ def recover(kind: Kind, folder: Path) -> Row:
 def small_file_system(folder: Path) -> Iterator[None]:
     """Mount one of its own at ``folder``, which every node sees that is started within the block."""
     folder.mkdir()
-    size = f"size={FILE_SYSTEM_BYTES}"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "small", folder], check=True)
+    image = folder.with_suffix(".img")
+    with image.open("wb") as file:
+        file.truncate(FILE_SYSTEM_BYTES)
+    subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    subprocess.run(["mount", "-o", "loop", image, folder], check=True)  # tmpfs cannot be frozen
     try:
         yield
     finally:

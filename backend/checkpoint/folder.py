@@ -23,6 +23,7 @@ from slipstream.backend.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from slipstream.rollout.system.disk import waits_for_disk
 from slipstream.rollout.system.durable import sync_folder
 
 CHECKPOINTS = "checkpoints"
@@ -60,7 +61,7 @@ class CheckpointFolder:
         Deletes what an earlier process began to write or to delete and did not finish.
         """
         final, partial = self._final(version), self._partial(version)
-        with explained(f"cannot make {partial}"):
+        with explained(f"cannot make {partial}"), waits_for_disk(CHECKPOINTS):
             if final.exists():
                 raise CheckpointError(f"{final} exists: a version number must not be used twice")
             self.path.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Shows where the processes of a run stand when one of them hangs.
 
-a call takes too long ──► a task on each node ──► its ranks write all stacks (rollout/system/stacks.py)
+a call takes too long ──► a task on each node ──► its ranks show all stacks (rollout/system/stacks.py)
                       └─► the tasks of the driver, and what each awaits
 """
 
@@ -31,9 +31,10 @@ class ShownProcess(NamedTuple):
 
 def shown_process(logs: Path, name: str) -> ShownProcess:
     """Let the calling process, which runs in a worker of Ray, write its stacks whenever it is told to."""
-    path = logs / FOLDER / f"{name}.txt"
-    shows_stacks(path)
-    return ShownProcess(ray.get_runtime_context().get_node_id(), os.getpid(), str(path))
+    shows_stacks()
+    return ShownProcess(
+        ray.get_runtime_context().get_node_id(), os.getpid(), str(logs / FOLDER / f"{name}.txt")
+    )
 
 
 async def show_stacks(processes: Mapping[int, ShownProcess], logs: Path) -> dict[int, str]:
@@ -66,8 +67,8 @@ async def _asked(node: str, processes: dict[int, ShownProcess]) -> dict[int, str
 
 def signal_processes(processes: Mapping[int, ShownProcess]) -> dict[int, str]:
     """Let processes of this machine write their stacks. Return, by key, why one has written none."""
-    asked = {key: write_stacks(pid, Path(path), Path(path).stem) for key, (_, pid, path) in processes.items()}
-    return {key: why for key, why in asked.items() if why is not None}
+    silent = write_stacks({pid: (Path(path).stem, Path(path)) for _, pid, path in processes.values()})
+    return {key: silent[pid] for key, (_, pid, _) in processes.items() if pid in silent}
 
 
 def _write_tasks(path: Path) -> None:

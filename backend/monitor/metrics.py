@@ -26,10 +26,14 @@ from typing import Protocol, SupportsFloat, SupportsIndex, TypeVar, cast
 from slipstream.backend.monitor.tags import TAGS
 from slipstream.backend.monitor.tensorboard import EventWriter, HistogramBucket, integer_buckets
 from slipstream.rollout.system.lines import LineFile
+from slipstream.rollout.system.log_thread import LogThread
 
 warn = logging.getLogger(__name__).warning
 
 METRICS_FILE = "metrics.jsonl"
+
+MOST_RECORDS = 1000
+"""Records that may wait for the thread."""
 
 ValueT = TypeVar("ValueT")
 
@@ -79,8 +83,8 @@ in the order of names, capital letters first. Programs find each number once."""
 class MetricsLog:
     """Appends the records of a run to ``metrics.jsonl`` and to an event file, both directly in `folder`.
 
-    A record is in both files when `log` returns, unless the disk is full or fails: then its line waits in
-    memory, and the event files lack it. Use the log from one thread only. `clock` gives Unix seconds.
+    A thread writes them: whoever logs waits for no disk. While the disk is full or fails the lines wait in
+    memory, and the event files lack them. Use the log from one thread only. `clock` gives Unix seconds.
     """
 
     def __init__(
@@ -97,7 +101,9 @@ class MetricsLog:
         self._clock = clock
         self._sinks = sinks
         self._lines = LineFile(folder / METRICS_FILE, note)
+        self._thread = LogThread(METRICS_FILE, MOST_RECORDS, "records", note)
         self._now = 0.0
+        """When the record was made that the thread writes."""
         self._events: EventWriter | None = self._event_file()
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
@@ -125,21 +131,30 @@ class MetricsLog:
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{name} takes a {kind}, not {reprlib.repr(value)}: {error}") from error
 
-        self._now = self._clock()
+        now = self._clock()
         finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
         parts = {**finite, **histograms, **texts}
-        record = {"step": step, "time": round(self._now, 3)} | parts
-        self._lines.add(json.dumps(record, allow_nan=False).encode())
-        if self._lines.flush():
-            self._show(step, scalars, histograms, texts)
+        line = json.dumps({"step": step, "time": round(now, 3)} | parts, allow_nan=False).encode()
+        shown = MetricsRecord(step, now, scalars, histograms)
+        self._thread.offer(lambda: self._write(line, shown, texts))
         for sink in self._sinks:
-            sink.put(MetricsRecord(step, self._now, scalars, histograms))
+            sink.put(shown)
+
+    def flush(self) -> bool:
+        """Wait until every record is written, or waits for a disk that fails. As of ``LogThread``."""
+        return self._thread.flush()
+
+    def _write(self, line: bytes, record: MetricsRecord, texts: Mapping[str, str]) -> None:
+        self._lines.add(line)
+        if self._lines.flush():
+            self._now = record.time
+            self._show(record.step, record.scalars, record.histograms, texts)
 
     def _show(
         self,
         step: int,
         scalars: Mapping[str, float],
-        histograms: Mapping[str, list[HistogramBucket]],
+        histograms: Mapping[str, Sequence[HistogramBucket]],
         texts: Mapping[str, str],
     ) -> None:
         """Write a record for TensorBoard. After an error the next one begins a file: the rest of a file after
@@ -171,9 +186,10 @@ class MetricsLog:
             self._events = None
 
     def close(self) -> None:
-        """Close both files, and the sinks."""
-        self._lines.close()
-        self._close_events()
+        """Close both files, and the sinks. A disk that stalls is waited for as by ``flush``."""
+        if self.flush():
+            self._lines.close()
+            self._close_events()
         for sink in self._sinks:
             sink.close()
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -20,6 +21,8 @@ from rich.text import Text
 
 from slipstream.backend.monitor import units
 from slipstream.backend.monitor.units import clock_face, count, seconds
+from slipstream.rollout.system.lines import LineFile
+from slipstream.rollout.system.log_thread import LogThread, to_stderr
 
 FIRST_SILENCE_S = 30.0
 """Silence after which a log gets a sign of life. Each further sign comes after twice as long a silence."""
@@ -32,6 +35,12 @@ GAP, MIN_BAR, MAX_BAR = 2, 4, 30
 
 
 DRIVER_LOG = "driver.log"
+
+TICK_S = 0.02
+"""Largest time by which what is written into a file is older than by the clock: a tick of the kernel."""
+
+MOST_LINES = 10_000
+"""Lines that may wait for the thread of ``driver.log``."""
 
 HEADING_ROWS, CELL = 25, 11
 """Rows of the table between two headings, and the width of its cells."""
@@ -51,38 +60,50 @@ def _columns(cells: Iterable[str]) -> str:
 
 
 class DriverLog:
-    """``driver.log`` of a run folder: the lines of every start. Lines that come before the folder wait."""
+    """``driver.log`` of a run folder: the lines of every start. Lines that come before the folder wait.
+
+    A thread writes them, so that a disk that is full, fails or stalls holds up no line on the screen.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[str] = []
-        self._file: TextIO | None = None
+        self._file: LineFile | None = None
+        self._thread = LogThread(DRIVER_LOG, MOST_LINES, "lines", _on_screen)
 
     def open(self, folder: Path) -> None:
         """Write into ``folder`` from now on. Raises OSError."""
-        self._file = (folder / DRIVER_LOG).open("a", encoding="utf-8", buffering=1)
+        self._file = LineFile(folder / DRIVER_LOG, _on_screen)
         self.write(time.strftime("---- started %Y-%m-%d %H:%M:%S"))
         waiting, self._waiting = self._waiting, []
         for line in waiting:
             self.write(line)
 
     def write(self, line: str) -> None:
-        """Add a line. A full disk costs the log, not the run."""
+        """Add a line."""
         if self._file is None:
             self._waiting.append(line)
             return
-        with suppress(OSError):
-            self._file.write(line + "\n")
+        self._thread.offer(partial(_append, self._file, line))
 
     def close(self) -> None:
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
+        if self._thread.flush() and self._file is not None:
+            self._file.close()
+
+
+def _append(file: LineFile, line: str) -> None:
+    file.add(line.encode(errors="replace"))
+    file.flush()
+
+
+def _on_screen(text: str) -> None:
+    """Tell of a log that cannot be written without that log."""
+    to_stderr(f"note: {text}")
 
 
 def append_to_log(folder: Path, text: str, since: float = 0.0) -> None:
     """Add what a start has come to to its log, if it has written one since ``since``, in Unix seconds."""
     path = folder / DRIVER_LOG
-    if path.exists() and path.stat().st_mtime >= since:
+    if path.exists() and path.stat().st_mtime >= since - TICK_S:
         with suppress(OSError), path.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
 

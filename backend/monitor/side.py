@@ -19,13 +19,14 @@ Source = Callable[[], Mapping[str, Value]]
 
 
 class SideMetrics:
-    """Asks its sources, each until it raises. ``close`` ends the thread."""
+    """Asks its sources now and then. ``close`` ends the thread."""
 
     def __init__(
         self, sources: Sequence[Source], note: Callable[[str], None], *, every_s: float = EVERY_S
     ) -> None:
-        """``note``: hears once of each source that fails; the run goes on without its metrics."""
+        """``note``: hears once when a source begins to fail; the run goes on without its metrics."""
         self._sources, self._note, self._every_s = list(sources), note, every_s
+        self._failing: set[Source] = set()
         self._values: dict[str, Value] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -50,14 +51,15 @@ class SideMetrics:
 
     def ask(self) -> None:
         """Ask every source once."""
-        for source in list(self._sources):
+        for source in self._sources:
             try:
                 values = source()
             except Exception as error:
-                self._sources.remove(source)
-                if not self._ended.is_set():
+                if not self._ended.is_set() and source not in self._failing:
                     kind = type(error).__name__
-                    self._note(f"some metrics are missing from here on ({kind}: {error})")
+                    self._note(f"some metrics are missing until they can be had ({kind}: {error})")
+                self._failing.add(source)
                 continue
+            self._failing.discard(source)
             with self._lock:
                 self._values = {**self._values, **values}

@@ -28,8 +28,8 @@ from slipstream.rollout.ledger.episode_log.rows import (
     episode_row,
     is_chosen,
 )
-from slipstream.rollout.ledger.episode_log.thread import LogThread, to_stderr
 from slipstream.rollout.ledger.episode_log.token_text import load_decoder, text_when_needed
+from slipstream.rollout.system.log_thread import LogThread, to_stderr
 from slipstream.rollout.tokens.tokenizer import Decode
 
 MOST_STEPS = 2
@@ -64,7 +64,7 @@ class EpisodeLog:
     ) -> None:
         """``decoder`` is called in the thread, once."""
         self._settings, self._files = settings, files
-        self._thread = LogThread(MOST_STEPS, "steps", note)
+        self._thread = LogThread("episode log", MOST_STEPS, "steps", note)
         self._text = text_when_needed(decoder)
 
     def step_ends(

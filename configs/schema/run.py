@@ -96,7 +96,7 @@ class RunSection(Section):
         default=30,
         ge=1,
         description="Seconds without a sign of life after which another machine may take over the run "
-        "folder. A driver that cannot write to the folder for this long stops.",
+        "folder. A driver whose writes to the folder fail for this long stops.",
     )
 
     @property

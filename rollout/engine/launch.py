@@ -41,7 +41,7 @@ from slipstream.rollout.engine.leftovers import announced, kill_group
 from slipstream.rollout.system import plugins
 from slipstream.rollout.system.garbage import kept_for_good
 from slipstream.rollout.system.key import Key, KeyRequired
-from slipstream.rollout.system.stacks import VARIABLE, shows_stacks
+from slipstream.rollout.system.stacks import shows_stacks
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -196,13 +196,8 @@ def check_arguments(arguments: Mapping[str, object]) -> None:
     made.check_server_args()
 
 
-def show_stacks() -> None:
-    """Let this process append its stacks to the server's file of them whenever it is told to."""
-    shows_stacks(Path(os.environ[VARIABLE]))
-
-
 def main() -> None:
-    show_stacks()
+    shows_stacks()
     settings = json.loads(sys.argv[1])
     replica, temporary = settings["replica"], Path(settings["temporary"])
     leftovers = [Path(replica["folder"])] if replica else []
@@ -242,4 +237,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":  # in a process that SGLang spawns; one that it forks has the handler already
-    show_stacks()
+    shows_stacks()

@@ -25,8 +25,9 @@ from slipstream.rollout.engine.launch import READY
 from slipstream.rollout.engine.leftovers import announced, kill_group, members, shared_memory_of
 from slipstream.rollout.system.garbage import kept_for_good
 from slipstream.rollout.system.key import Key, new_key
+from slipstream.rollout.system.log_thread import PipedLog
 from slipstream.rollout.system.network import process_group_variables
-from slipstream.rollout.system.stacks import FOLDER, VARIABLE, showing, write_stacks
+from slipstream.rollout.system.stacks import FOLDER, showing, write_stacks
 from slipstream.rollout.system.temporary import OwnedFolder
 
 
@@ -197,6 +198,9 @@ COMPILATION_S = 1800.0
 """Seconds that an engine may take beyond its time-out while it compiles kernels, as the first engine on a
 machine does. DeepGEMM's take minutes."""
 
+LOG_S = 2.0
+"""Longest wait for the disk to take the end of a server's log."""
+
 BETWEEN_COMPILERS_S = 60.0
 """Longest time between two compilers, in which a server loads one kernel and prepares the next one."""
 
@@ -231,10 +235,11 @@ class ServerProcess:
         self._address = (spec.host, spec.port)
         self._answers_requests = spec.node == 0
         self._watches_processes = spec.node > 0 or spec.data_parallel > 1
+        log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_path = log_path
+        self._log = PipedLog(log_path)
         self.stacks = log_path.parent / FOLDER / f"{log_path.stem}.txt"
         """File of the stacks of the server's processes."""
-        log_path.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = OwnedFolder(TEMPORARY, spec.label)
         self._folders = [self._temporary]
         replica = None
@@ -254,16 +259,18 @@ class ServerProcess:
             "temporary": str(self._temporary.path),
             "facts": dict(spec.facts),
         }
-        with log_path.open("ab") as log:
+        try:
             self._process = subprocess.Popen(
                 [*launcher, json.dumps(arguments)],
                 bufsize=0,
                 stdin=subprocess.PIPE,
-                stdout=log,
+                stdout=self._log.descriptor,
                 stderr=subprocess.STDOUT,
-                env=_environment(spec) | {VARIABLE: str(self.stacks)},
+                env=_environment(spec),
                 start_new_session=True,
             )
+        finally:
+            self._log.begins()
         self._send_key()
 
         # Not in the event loop's executor, whose threads are joined when the loop ends.
@@ -311,12 +318,9 @@ class ServerProcess:
 
     def write_stacks(self) -> list[str]:
         """Let the server's processes write their stacks. Return who has not, and why."""
-        silent: list[str] = []
-        for pid in showing(members(self._process.pid)):
-            name = _title(pid)
-            if (why := write_stacks(pid, self.stacks, name)) is not None:
-                silent.append(f"{name} (process {pid}) {why}")
-        return silent
+        names = {pid: _title(pid) for pid in showing(members(self._process.pid))}
+        silent = write_stacks({pid: (name, self.stacks) for pid, name in names.items()})
+        return [f"{names[pid]} (process {pid}) {why}" for pid, why in silent.items()]
 
     def stop(self) -> None:
         """Kill the whole process group; there is nothing to drain. Does nothing the second time.
@@ -325,6 +329,7 @@ class ServerProcess:
         """
         kill_group(self._process.pid, self._shared_memory | announced(self._temporary.path))
         self._process.wait()
+        self._log.flush(LOG_S, ended=True)
         for folder in self._folders:
             folder.remove()
         if self._process.stdin is not None:
@@ -390,6 +395,7 @@ class ServerProcess:
         return False
 
     def _tail(self, lines: int = 25) -> str:
+        self._log.flush(LOG_S, ended=self._exit.done())
         with self._log_path.open(errors="replace") as log:
             tail = "".join(deque(log, lines))
         return f"; the end of {self._log_path}:\n{tail}"

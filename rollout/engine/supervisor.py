@@ -31,6 +31,9 @@ LONGEST_PAUSE_S = 5.0
 LONGEST_PAUSE_OF_SCHEDULERS_S = 60.0
 """Longest time between two questions that a server hands on to its schedulers."""
 
+GIVE_WAY_S = 60.0
+"""Longest wait for engines that give way to end what they do. Their processes are ended after it."""
+
 STOOD_STILL = 1.5
 """If an answer is missed by this many times its time-out, this process itself did not run to read it."""
 
@@ -267,12 +270,23 @@ class Supervisor:
         return max(self._number - max(self._counts.fewest, 1), 0)
 
     async def give_way(self, names: Sequence[str], reason: str) -> None:
-        """Take engines off their nodes, which others need. They wait for other nodes."""
+        """Take engines off their nodes, which others need. They wait for other nodes.
+
+        Returns after ``GIVE_WAY_S`` at the latest. Engines that have not left by then are ended as they are.
+        """
         leaving = [self._engines[name] for name in names]
         for engine in leaving:
             engine.reason = reason
             engine.gives_way.set()
-        await self._changes.first(lambda: None if any(each.has_node for each in leaving) else True)
+        try:
+            async with asyncio.timeout(GIVE_WAY_S):
+                await self._changes.first(lambda: None if any(each.has_node for each in leaving) else True)
+        except TimeoutError:
+            for engine in leaving:
+                if engine.has_node and engine.client is not None:
+                    self._roster.remove(engine.client)
+                late = f"{reason}; it had not ended what it did after {GIVE_WAY_S:g} s, and was killed"
+                self._leave(engine, late, unfit=False)
 
     def where(self) -> dict[str, str]:
         """Return the address of each engine; empty: it starts, or waits for a node."""
@@ -383,7 +397,12 @@ class Supervisor:
         self._changes.notify()
 
     def _leave(self, engine: _Engine, reason: str, *, unfit: bool) -> None:
-        """Take an engine off its node. It waits for another one, and the others go on."""
+        """Take an engine off its node. It waits for another one, and the others go on.
+
+        Does nothing if it has left already, as one that was killed because it did not give way in time.
+        """
+        if not engine.has_node:
+            return
         engine.handle.give_up_place(unfit=unfit)
         engine.has_node = False
         self._earlier_restarts += engine.restarts.count

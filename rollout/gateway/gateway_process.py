@@ -44,6 +44,7 @@ from slipstream.rollout.gateway.peers import (
 from slipstream.rollout.gateway.port import PortServer
 from slipstream.rollout.gateway.spec import Build, GatewaySpec, GatewaySurroundings, Served
 from slipstream.rollout.live.driver_address import DriverAddress
+from slipstream.rollout.system.disk import telling_of_stalls
 from slipstream.rollout.system.garbage import (
     keep_few_heaps,
     kept_for_good,
@@ -107,6 +108,7 @@ async def serve(
         path, name = journal_of(spec.run, spec.number), name_of(spec.number)
         journal = await asyncio.to_thread(TurnJournal.open, path, name)
         stack.push_async_callback(_close_journal, journal)
+        stack.enter_context(telling_of_stalls(log.warning, "Answers end when it does"))
         room = make_room(gateway.limits.concurrent, setting="gateway.limits.concurrent", each=DESCRIPTORS)
         pool = EnginePool(
             wait_timeout_s=config.rollout.engine.start_timeout_s,

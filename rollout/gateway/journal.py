@@ -28,6 +28,7 @@ from slipstream.rollout.gateway.journal_file import (
     explained,
 )
 from slipstream.rollout.system.changes import Changes
+from slipstream.rollout.system.disk import waits_for_disk
 from slipstream.rollout.tokens.turn_entries import KINDS, Entry, Turn
 
 TIDY_S = 1.0
@@ -292,7 +293,8 @@ class TurnJournal:
         entries = [job for job in jobs if isinstance(job, KINDS)]
         if entries:
             first = self._file.stamp.last + 1
-            self._file.append(first, entries, self._acknowledged)
+            with waits_for_disk(self.path.name):
+                self._file.append(first, entries, self._acknowledged)
             self._call(self._committed, self._file.stamp.last)
         for job in jobs:
             if isinstance(job, _Read):

@@ -15,6 +15,7 @@ import hashlib
 import hmac
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,7 +45,11 @@ ENVIRONMENT_NAME = "environment"
 """Name of the key that a process is given in its environment."""
 
 CHECK_EVERY_S = 1.0
-"""Shortest time between two looks at the file: how long a revoked key may still be used."""
+"""Shortest time between two looks at the file: how long a revoked key may still be used, unless the disk
+stalls."""
+
+LOOK_S = 0.25
+"""Longest wait of a request for a look at the file. While the disk stalls, the keys known so far count."""
 
 
 class KeysError(ValueError):
@@ -104,6 +109,7 @@ class ApiKeys:
         self._stamp = _stamp(path)
         self._keys = _by_id(read_keys(path))
         self._checked_s = clock()
+        self._looking: threading.Thread | None = None
 
     def user(self, key: str) -> User | None:
         """Return whose key it is, in constant time; None: nobody's. An empty text is a missing key."""
@@ -117,11 +123,17 @@ class ApiKeys:
         return User(ENVIRONMENT_NAME) if is_environment else None
 
     def _follow(self) -> None:
-        """Read the file again if it has changed. No key counts while it cannot be read."""
+        """Have the file read again if it has changed, in a thread: the disk may stall."""
         now_s = self._clock()
-        if now_s - self._checked_s < CHECK_EVERY_S:
+        if now_s - self._checked_s < CHECK_EVERY_S or (self._looking and self._looking.is_alive()):
             return
         self._checked_s = now_s
+        self._looking = threading.Thread(target=self._look, name="keys", daemon=True)
+        self._looking.start()
+        self._looking.join(LOOK_S)
+
+    def _look(self) -> None:
+        """Read the file again if it has changed. No key counts while it cannot be read."""
         stamp = _stamp(self._path)
         if stamp == self._stamp:
             return

@@ -26,7 +26,8 @@ class LineFile:
         self._path, self._note = path, note
         self._descriptor: int | None = self._opened()
         self._waiting = bytearray()
-        self._left_out = 0
+        self.left_out = 0
+        """Number of lines that found no room since the disk fails. The owner may add to it."""
         self._fails = False
 
     def add(self, line: bytes) -> None:
@@ -34,7 +35,7 @@ class LineFile:
         if len(self._waiting) + len(line) < MOST_WAITING:
             self._waiting += line + b"\n"
         else:
-            self._left_out += 1
+            self.left_out += 1
 
     def flush(self) -> bool:
         """Write the lines that wait. Return False if the disk does not take them. Raises nothing."""
@@ -52,8 +53,8 @@ class LineFile:
             self._fails = True
             return False
         if self._fails:
-            self._note(f"{self._path.name} is written again; {self._left_out} lines are missing in it")
-        self._fails, self._left_out = False, 0
+            self._note(f"{self._path.name} is written again; {self.left_out} lines are missing in it")
+        self._fails, self.left_out = False, 0
         return True
 
     def close(self) -> None:

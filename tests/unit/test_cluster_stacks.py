@@ -5,18 +5,23 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from slipstream.backend.cluster import rank_group, stacks
 from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.cluster.stacks import ShownProcess, signal_processes
 from slipstream.backend.cluster.trainer_failed import TrainerFailed
+from slipstream.rollout.system import stacks as system_stacks
 
 HANGS = """
-import faulthandler, signal, sys, threading
-faulthandler.register(signal.SIGUSR1, open(sys.argv[1], "a"), all_threads=True)
+import signal, sys, threading
+from slipstream.rollout.system.stacks import shows_stacks
+shows_stacks()
+if "deaf" in sys.argv:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 def in_a_collective():
     lock = threading.Lock()
     lock.acquire()
@@ -27,8 +32,8 @@ in_a_collective()
 
 
 @contextmanager
-def hanging(path: Path) -> Iterator[ShownProcess]:
-    process = subprocess.Popen([sys.executable, "-c", HANGS, str(path)], stdout=subprocess.PIPE, text=True)
+def hanging(path: Path, *how: str) -> Iterator[ShownProcess]:
+    process = subprocess.Popen([sys.executable, "-c", HANGS, *how], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "hangs\n"
@@ -42,11 +47,36 @@ def test_a_process_that_hangs_in_c_writes_its_stacks_and_a_stopped_one_is_named(
     with hanging(tmp_path / "0.txt") as running, hanging(tmp_path / "1.txt") as stopped:
         os.kill(stopped.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
-        gone = running._replace(path=str(tmp_path / "2.txt"))
+        with hanging(tmp_path / "2.txt") as gone:
+            pass
         missing = signal_processes({0: running, 1: stopped, 2: gone})
         assert missing == {1: "is stopped by a signal", 2: "has ended"}
         assert "in in_a_collective" in (tmp_path / "0.txt").read_text()
-        assert not (tmp_path / "1.txt").read_text()
+        assert not (tmp_path / "1.txt").exists()
+
+
+def test_processes_that_do_not_react_share_one_time_limit_and_keep_no_other_one_from_showing(
+    tmp_path: Path, monkeypatch
+):
+    slept: list[float] = []
+    sleep = time.sleep
+    monkeypatch.setattr(system_stacks.time, "monotonic", lambda: sum(slept))
+    monkeypatch.setattr(system_stacks, "WRITE_S", 0.5)
+    monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(seconds), sleep(10 * seconds)))
+    with ExitStack() as started:
+        deaf = [started.enter_context(hanging(tmp_path / f"{n}.txt", "deaf")) for n in range(3)]
+        running = started.enter_context(hanging(tmp_path / "3.txt"))
+        missing = signal_processes(dict(enumerate([*deaf, running])))
+    assert missing == dict.fromkeys(range(3), "does not react to a signal")
+    assert sum(slept) < 0.5 + 2 * system_stacks.POLL_S, "one limit for all of them"
+    assert "in in_a_collective" in (tmp_path / "3.txt").read_text()
+
+
+def test_stacks_that_no_disk_takes_end_nothing(tmp_path: Path):
+    with hanging(tmp_path / "0.txt") as running:
+        (tmp_path / "0.txt").mkdir()
+        missing = signal_processes({0: running})
+        assert missing[0].startswith("has stacks that cannot be written: Is a directory")
 
 
 def test_a_call_that_takes_too_long_says_which_rank_keeps_whom_since_when(tmp_path: Path, monkeypatch):

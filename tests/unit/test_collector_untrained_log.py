@@ -20,7 +20,7 @@ from slipstream.rollout.collection.messages import (
 )
 from slipstream.rollout.ledger.episode_log.files import EpisodeFiles, episode_files, read_rows
 from slipstream.rollout.ledger.episode_log.rows import is_chosen
-from slipstream.rollout.ledger.episode_log.thread import LogThread
+from slipstream.rollout.system.log_thread import LogThread
 from slipstream.rollout.tokens.record import PieceHeader, encode, encode_chunk, encode_trajectory
 from slipstream.rollout.tokens.trajectory import Finish, Prompt, Trajectory, joined
 from tests.unit.test_trainer_episode_log import decode, trajectory
@@ -175,7 +175,7 @@ def test_another_life_of_a_collector_writes_behind_the_unfinished_line_of_the_fi
 
 def test_what_waits_for_the_thread_is_bounded_in_bytes(tmp_path):
     held, notes = threading.Event(), []
-    thread = LogThread(100, "groups", notes.append, most_bytes=1000)
+    thread = LogThread("episode log", 100, "groups", notes.append, most_bytes=1000)
     done: list[int] = []
     thread.offer(lambda: held.wait(10))  # type: ignore[arg-type, return-value]
     for number in range(4):
@@ -197,7 +197,7 @@ def test_evaluations_are_sampled_by_the_same_share_as_groups(tmp_path):
     assert [row["group"] for row in logged(tmp_path)] == [n for n in range(100) if is_chosen(n, 0.3)]
 
 
-def test_a_log_that_cannot_be_written_is_given_up_and_said_once(tmp_path):
+def test_a_log_that_cannot_be_written_is_said_and_goes_on_when_it_can(tmp_path):
     (tmp_path / "episodes").write_text("a file")
     notes: list[str] = []
     log = opened(tmp_path, notes=notes)
@@ -205,4 +205,8 @@ def test_a_log_that_cannot_be_written_is_given_up_and_said_once(tmp_path):
     log.evaluates_from(0)
     ask(log, 0, 0, 1, "x")
     asyncio.run(asyncio.to_thread(log.flush))
-    assert len(notes) == 1 and "no episode log from here on" in notes[0]
+    assert len(notes) == 2 and "2 lost groups and evaluations could not be written" in notes[1]
+    (tmp_path / "episodes").unlink()
+    ask(log, 0, 0, 2, "x")
+    log.flush()
+    assert len(logged(tmp_path)) == 1

@@ -54,8 +54,8 @@ STAND_IN = textwrap.dedent(
         time.sleep(300)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if mode == "shows":
-        from slipstream.rollout.engine.launch import show_stacks
-        show_stacks()
+        from slipstream.rollout.system.stacks import shows_stacks
+        shows_stacks()
         forks = os.fork() == 0
         while forks:
             signal.pause()

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from slipstream.configs.schema import SamplingConfig
-from slipstream.rollout.engine import roster
+from slipstream.rollout.engine import roster, supervisor
 from slipstream.rollout.engine.client import EngineAddress, EngineLost
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.roster import EngineRoster
@@ -276,6 +276,41 @@ def test_an_engine_that_gives_way_leaves_whatever_it_does_and_returns_to_another
             engine.may_move.set()
             await until(lambda: len(world.urls) == 2)
             assert engine.node == "another node"
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_does_not_give_way_in_time_is_killed_and_returns_to_another_node(monkeypatch):
+    async def main():
+        async with supervised(n=2, restarts=0, fewest=1) as world:
+            await world.serving.wait()
+            engine, begun, released = world.handles[1], asyncio.Event(), asyncio.Event()
+
+            async def held_up(address, admit):
+                admit()
+                begun.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await released.wait()  # as a connection that does not close
+
+            sync, world.bring_up_to_date = world.bring_up_to_date, held_up
+            world.supervisor._engines["engine-1"].restarts._limit = RestartLimit("r", 9, 60.0, "served")
+            world.supervisor.condemn("engine-1", "no answer")
+            await asyncio.wait_for(begun.wait(), 10)
+            world.bring_up_to_date = sync
+            monkeypatch.setattr(supervisor, "GIVE_WAY_S", 0.05)
+            async with asyncio.timeout(10):
+                await world.supervisor.give_way(["engine-1"], "it gives way to the trainer")
+            assert engine.node is None, "the trainer may have it"
+            assert len(world.urls) == 1, "no request goes to it"
+            left = "engine-1 has left its node: it gives way to the trainer"
+            late = "it had not ended what it did after 0.05 s, and was killed"
+            assert f"{left}; {late}; 1 engine left" in world.notes
+            engine.may_move.set()
+            released.set()
+            await until(lambda: engine.node == "another node" and len(world.urls) == 2)
+            assert sum(note.startswith(left) for note in world.notes) == 1
 
     asyncio.run(main())
 

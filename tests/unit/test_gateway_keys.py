@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ class Clock:
 
 
 @pytest.fixture
-def path(tmp_path):
+def path(tmp_path, monkeypatch):
+    monkeypatch.setattr(keys_module, "LOOK_S", 60.0)
     return tmp_path / "run" / "keys.json"
 
 
@@ -85,6 +87,26 @@ def test_the_file_is_not_read_for_every_request(path, monkeypatch):
     ring = ApiKeys(path, clock=lambda: 0.0)
     monkeypatch.setattr(keys_module, "read_keys", lambda path: pytest.fail("read"))
     assert ring.user(ann).name == "ann"
+
+
+def test_a_disk_that_stalls_lets_in_those_whose_keys_are_known(path, monkeypatch):
+    ann = add_key(path, "ann")
+    ring = ApiKeys(path, clock=Clock())
+    answers, stamp, looks = threading.Event(), keys_module._stamp, []
+
+    def late(path: Path):
+        looks.append(path)
+        answers.wait(60)
+        return stamp(path)
+
+    monkeypatch.setattr(keys_module, "_stamp", late)
+    monkeypatch.setattr(keys_module, "LOOK_S", 0.01)
+    revoke_key(path, "ann")
+    assert [ring.user(ann).name for _ in range(3)] == ["ann"] * 3
+    assert len(looks) == 1, "one look waits, and no further one is begun"
+    answers.set()
+    ring._looking.join(60)
+    assert ring.user(ann) is None
 
 
 def test_a_name_is_never_given_again(path):

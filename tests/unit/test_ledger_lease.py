@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -359,11 +359,44 @@ def test_a_driver_that_cannot_renew_goes_on_for_a_while_and_then_stops(tmp_path,
         lease.check()
 
 
-def test_a_driver_whose_file_system_hangs_stops(tmp_path):
+def test_a_driver_whose_file_system_hangs_for_too_long_stops(tmp_path, monkeypatch):
+    monkeypatch.setattr(leases, "HANG_S", 0.1)
     clock = Clock()
     lease = take(tmp_path, clock=clock)
     clock.now += SHORT_S
     with lease._lock, pytest.raises(Fenced, match="the file system has not answered"):  # a renewal hangs
+        lease.check()
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_write_waits_for_a_renewal_that_hangs_for_longer_than_the_lease(tmp_path, is_taken):
+    clock, others = Clock(), []
+    lease = take(tmp_path, clock=clock)
+    write, hangs, answers = lease.write, threading.Event(), threading.Event()
+
+    def late_write() -> None:
+        hangs.set()
+        assert answers.wait(60)
+        write()
+
+    lease.write = late_write
+    clock.now += SHORT_S
+    with ThreadPoolExecutor(2) as threads:
+        renewing = threads.submit(lease.check)
+        assert hangs.wait(60)
+        clock.now += 500 * SHORT_S  # and a write of the ledger comes meanwhile
+        waiting = threads.submit(lease.check)
+        if is_taken:
+            others.append(take(tmp_path, THERE, clock=clock))
+        assert not wait([waiting], timeout=10 * SHORT_S).done, "it neither writes nor ends the run"
+        answers.set()
+        found = [each.exception(60) for each in (renewing, waiting)]
+    if is_taken:
+        assert all(isinstance(error, Fenced) and "has taken the run over" in str(error) for error in found)
+        others[0].check()
+    else:
+        assert found == [None, None]
+        assert lease.term == 3, "a term for what another driver may have missed"
         lease.check()
 
 
@@ -388,6 +421,58 @@ def test_a_lease_that_is_fresh_costs_no_look_at_the_disk(tmp_path, monkeypatch):
 
 
 # ---- locks
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ESTALE, errno.EWOULDBLOCK])
+def test_a_lock_that_is_lost_is_said_once_and_the_lease_goes_on_keeping_others_away(tmp_path, number):
+    fails, said, clock = [], [], Clock()
+
+    def lock(descriptor: int) -> None:
+        if fails:
+            raise OSError(number, os.strerror(number))
+
+    lease = take(tmp_path, clock=clock, lock=lock, note=said.append)
+    fails.append(True)
+    for _ in range(3):
+        clock.now += 0.5 * SHORT_S
+        lease.check()
+    why = "another process has it now" if number == errno.EWOULDBLOCK else os.strerror(number)
+    assert len(said) == 1 and why in said[0] and "driver.json alone keeps other drivers away" in said[0]
+    with pytest.raises(LedgerBusy, match="another process is running this run"):
+        take(tmp_path)  # on the same machine the process itself is known
+    counts = iter(range(1, 100))
+
+    def renewed(folder: Path):
+        edit(folder, counter=next(counts) + 1000)
+        return look(folder)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(leases, "look", renewed)
+        with pytest.raises(LedgerBusy, match="another process is running this run"):
+            take(tmp_path, THERE)
+    fails.clear()
+    clock.now += 0.5 * SHORT_S
+    lease.check()
+    assert said[1:] == [f"the lock of {tmp_path} is held again"]
+
+
+def test_a_lock_that_was_lost_is_taken_again(tmp_path):
+    import fcntl
+
+    clock, said = Clock(), []
+    lease = take(tmp_path, clock=clock, lock=flock, note=said.append)
+    assert lease._descriptor is not None
+    fcntl.flock(lease._descriptor, fcntl.LOCK_UN)
+    with (tmp_path / "driver.term.1").open("r+") as token, pytest.MonkeyPatch.context():
+        flock(token.fileno())
+        clock.now += 0.5 * SHORT_S
+        lease.check()
+        assert len(said) == 1 and "another process has it now" in said[0]
+    clock.now += 0.5 * SHORT_S
+    lease.check()
+    assert "is held again" in said[1]
+    with pytest.raises(BlockingIOError), (tmp_path / "driver.term.1").open("r+") as token:
+        flock(token.fileno())
 
 
 def test_the_locks_of_this_file_system_work(tmp_path):

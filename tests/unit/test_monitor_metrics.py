@@ -52,9 +52,10 @@ def test_scalars_read_back_from_both_files_equal_what_was_logged(tmp_path):
     ]
 
 
-def test_a_record_is_in_both_files_when_log_returns(tmp_path):
+def test_a_record_is_in_both_files_when_the_log_is_flushed(tmp_path):
     log = MetricsLog(tmp_path)
     log.log(1, {"train/loss": 1.5})
+    assert log.flush()
     assert records(tmp_path)[0]["train/loss"] == 1.5
     assert events(tmp_path).Scalars("train/loss")[0].value == 1.5
     log.close()
@@ -229,6 +230,7 @@ from slipstream.backend.monitor.metrics import MetricsLog
 log = MetricsLog(pathlib.Path({str(tmp_path)!r}))
 for step in range(50):
     log.log(step, {{"train/loss": 0.5}})
+log.flush()
 os.kill(os.getpid(), signal.SIGKILL)
 """
     root = Path(__file__).parents[2]

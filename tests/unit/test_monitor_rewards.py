@@ -161,6 +161,7 @@ def test_an_initial_policy_that_was_evaluated_is_not_evaluated_again(tmp_path):
     settings = EvalConfig(path=Path("heldout.jsonl"))
     evaluation = Evaluation(settings, PROMPTS, Asked(PlusMinus()), recorder, step_of=int)  # type: ignore[arg-type]
     asyncio.run(evaluation.run(0))
+    metrics.flush()
     assert not evaluation.is_due_first(0, tmp_path)
     metrics.close()
     assert not evaluation.is_due_first(0, tmp_path), "a start without a checkpoint begins with it too"

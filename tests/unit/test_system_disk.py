@@ -1,9 +1,17 @@
 """A file system that is full, fails or goes stale: what is said, and what becomes of lines and metrics."""
 
+import asyncio
 import errno
+import io
 import json
 import os
+import queue
+import re
 import resource
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +21,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from slipstream.backend.commands.run import _described
 from slipstream.backend.monitor.metrics import MetricsLog
+from slipstream.backend.monitor.progress import PlainProgress
 from slipstream.backend.monitor.trace_log import TraceLog
+from slipstream.rollout.control.core import Ticket
 from slipstream.rollout.ledger.storage.database import explained
-from slipstream.rollout.system import lines
-from slipstream.rollout.system.disk import describe
+from slipstream.rollout.ledger.writing.writer import Ledger
+from slipstream.rollout.system import disk, lines
+from slipstream.rollout.system.disk import describe, telling_of_stalls, waits_for_disk
 from slipstream.rollout.system.lines import LineFile
+from slipstream.rollout.system.log_thread import PipedLog
+from tests.unit.test_ledger import in_ledger, nothing
 
 REMEDIES = {
     errno.ENOSPC: "free space",
@@ -37,6 +50,90 @@ def largest_file(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def stalling(monkeypatch, *calls: str) -> Iterator[threading.Event]:
+    """Let calls of ``os`` come back only after the event, as those to a file system that stalls."""
+    answers = threading.Event()
+    for name in calls:
+        given = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, given=given: (answers.wait(60), given(*args))[1])
+    try:
+        yield answers
+    finally:
+        answers.set()
+        monkeypatch.undo()
+
+
+def test_who_waits_for_a_disk_that_stalls_is_said_and_when_it_answers_again(monkeypatch):
+    notes: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(disk, "LOOK_S", 0.01)
+    monkeypatch.setattr(disk, "STALL_S", 0.05)
+    with telling_of_stalls(notes.put, "Training waits"):
+        with waits_for_disk("ledger.sqlite"):
+            with waits_for_disk("driver.json"):
+                told = notes.get(timeout=60)
+                time.sleep(0.1)
+            assert notes.empty(), "it is said once"
+        again = notes.get(timeout=60)
+    assert re.search(r"the disk does not answer: .*ledger\.sqlite waits since \d\d:\d\d:\d\d", told)
+    assert told.endswith(". Training waits")
+    assert again.startswith("the disk answers again, after ")
+
+
+def test_nothing_that_logs_waits_for_a_disk_that_stalls_and_nothing_is_lost(tmp_path: Path, monkeypatch):
+    metrics = MetricsLog(tmp_path)
+    trace = TraceLog(tmp_path, clock=iter(range(10)).__next__)
+    progress = PlainProgress(1, io.StringIO(), clock=lambda: 0.0)
+    progress.keep_in(tmp_path)
+    with stalling(monkeypatch, "write") as answers:
+        metrics.log(1, {"reward/mean": 1.0})
+        trace.write("request", tokens=1)
+        progress.note("it goes on")
+        assert not answers.is_set() and (tmp_path / "metrics.jsonl").read_bytes() == b""
+    for each in (metrics, trace, progress):
+        each.close()
+    assert '"reward/mean": 1.0' in (tmp_path / "metrics.jsonl").read_text()
+    assert '"tokens":1' in (tmp_path / "trace.jsonl").read_text()
+    assert "it goes on" in (tmp_path / "driver.log").read_text()
+
+
+@pytest.mark.parametrize("fault", ["stalls", "is full"])
+def test_a_process_whose_log_finds_no_disk_is_neither_held_up_nor_ended(tmp_path: Path, monkeypatch, fault):
+    notes: list[str] = []
+    log = PipedLog(tmp_path / "engine.log", notes.append)
+    with stalling(monkeypatch, "write") if fault == "stalls" else largest_file(0):
+        program = "print(*['x' * 99] * 10_000, 'the end', sep='\\n', end='')"
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=log.descriptor)
+        log.begins()
+        assert process.wait(60) == 0, "a pipe alone would hold it up at 64 KiB"
+        if fault == "is full":
+            log.flush(60, ended=False)
+    log.flush(60, ended=True)
+    log.flush(60, ended=True)
+    if fault == "stalls":
+        assert (tmp_path / "engine.log").read_text() == ("x" * 99 + "\n") * 10_000 + "the end\n"
+    else:
+        assert notes and "ulimit -f" in notes[0]
+
+
+def test_a_ledger_that_stalls_keeps_those_waiting_who_ask_for_the_disk_and_nobody_else(tmp_path, monkeypatch):
+    async def main(ledger: Ledger) -> None:
+        with stalling(monkeypatch, "fdatasync") as answers:
+            ledger.append(b"tokens")
+            ledger.admitted(Ticket(0, 0), 0)
+            flushed = asyncio.ensure_future(ledger.flushed())
+            while not any(what == "ledger.sqlite" for what, *_ in disk._waiting.values()):
+                await asyncio.sleep(0.001)
+            ledger.admitted(Ticket(1, 0), 1)
+            assert not flushed.done()
+            answers.set()
+            await flushed
+            await ledger.flushed()
+
+    in_ledger(tmp_path, main)
+    assert len(in_ledger(tmp_path, nothing).open) == 2
 
 
 @pytest.mark.parametrize("number", REMEDIES)
@@ -98,9 +195,11 @@ def test_metrics_of_a_full_disk_are_written_when_there_is_room_again(tmp_path: P
     path.write_text(filler)
     log = MetricsLog(tmp_path, note=notes.append)
     log.log(1, {"reward/mean": 1.0})
+    assert log.flush()
     with largest_file(path.stat().st_size + 10):
         for step in (2, 3):
             log.log(step, {"reward/mean": float(step)})
+        assert log.flush()
     assert path.read_bytes()[-1:] != b"\n", "half a line is there meanwhile"
     log.log(4, {"reward/mean": 4.0})
     log.close()
@@ -115,7 +214,7 @@ def test_metrics_of_a_full_disk_are_written_when_there_is_room_again(tmp_path: P
 def test_tensorboard_gets_another_file_after_half_an_event(tmp_path: Path, monkeypatch):
     log = MetricsLog(tmp_path, note=lambda _: None)
     log.log(1, {"reward/mean": 1.0})
-    assert log._events is not None
+    assert log.flush() and log._events is not None
     monkeypatch.setattr(log._events, "flush", lambda: (_ for _ in ()).throw(OSError(errno.EIO, "no")))
     log.log(2, {"reward/mean": 2.0})
     log.log(3, {"reward/mean": 3.0})
@@ -131,6 +230,7 @@ def test_a_full_disk_costs_a_collector_its_trace_and_nothing_else(tmp_path: Path
     with largest_file(0):
         trace.write("request", tokens=1)
         trace.write("request", tokens=2)
+        assert trace.flush()
     trace.write("request", tokens=3)
     trace.close()
     found = [json.loads(line)["tokens"] for line in (tmp_path / "trace-collector-0.jsonl").open()]

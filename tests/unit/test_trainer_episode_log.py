@@ -20,6 +20,7 @@ from slipstream.rollout.ledger.episode_log.files import EpisodeFiles, episode_fi
 from slipstream.rollout.ledger.episode_log.rows import empty_row, episode_row, is_chosen
 from slipstream.rollout.ledger.episode_log.token_text import TokenText
 from slipstream.rollout.tokens.trajectory import Completion, Finish, Prompt, Span, TrajectoryBuilder
+from tests.unit.test_system_disk import largest_file
 
 
 def decode(ids) -> str:
@@ -132,7 +133,7 @@ def test_bytes_that_are_no_character_stay_single():
     assert TokenText(decode).pieces([0xFF, ord("a")]) == ["\ufffd", "a"]
 
 
-def files(folder: Path, *, writer=0, writers=1, max_bytes=10_000, max_rows=1000, format="jsonl"):
+def files(folder: Path, *, writer=0, writers=1, max_bytes=10_000, max_rows=1000, format="jsonl", **more):
     return EpisodeFiles(
         folder / "episodes",
         writer=writer,
@@ -140,6 +141,7 @@ def files(folder: Path, *, writer=0, writers=1, max_bytes=10_000, max_rows=1000,
         max_bytes=max_bytes,
         max_rows=max_rows,
         format=format,
+        **more,
     )
 
 
@@ -260,6 +262,22 @@ def test_the_step_waits_for_nothing_and_what_is_left_out_is_said(tmp_path):
     assert logged(tmp_path)[0]["step"] == 1
 
 
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_rows_of_a_full_disk_are_written_when_there_is_room_again(tmp_path, format):
+    notes: list[str] = []
+    written = files(tmp_path, format=format, note=notes.append)
+    row = {"end": "trained", "response": "x" * 300, "tokens": {}}
+    written.append(1, [row])
+    with largest_file(500):
+        for step in range(2, 5):
+            written.append(step, [row])
+    written.append(5, [row])
+    assert [row["step"] for row in logged(tmp_path)] == [1, 2, 3, 5]
+    told, again = notes
+    assert "waits in memory" in told and "ulimit -f" in told
+    assert again.endswith("is written again; 1 lines are missing in it"), "a file has room for three"
+
+
 def test_training_goes_on_without_a_log_that_cannot_be_written(tmp_path):
     (tmp_path / "episodes").write_text("a file")
     notes: list[str] = []
@@ -268,4 +286,8 @@ def test_training_goes_on_without_a_log_that_cannot_be_written(tmp_path):
     log.step_ends(1, batch, minibatches, StepLogProbs())
     log.step_ends(2, batch, minibatches, StepLogProbs())
     log.flush()
-    assert len(notes) == 1 and "no episode log from here on" in notes[0]
+    assert len(notes) == 2 and "episode log: 2 steps could not be written, the last time: " in notes[1]
+    (tmp_path / "episodes").unlink()
+    log.step_ends(3, batch, minibatches, StepLogProbs())
+    log.flush()
+    assert [row["step"] for row in logged(tmp_path)] == [3], "the folder is there again"

@@ -218,7 +218,9 @@ async def _take_lease(config: RunConfig, progress: Progress) -> FolderLease:
     folder, looks = config.run.folder, RESTART_LOOKS if is_restart(config.run.folder, os.environ) else 0
     while True:
         try:
-            return await take_lease(folder, lease_s=config.run.lease_s, say=progress.phase)
+            return await take_lease(
+                folder, lease_s=config.run.lease_s, say=progress.phase, note=progress.note
+            )
         except LedgerBusy as busy:
             if not looks:
                 raise

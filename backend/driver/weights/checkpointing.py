@@ -145,10 +145,10 @@ class TrainerCheckpoints:
             async with self._turn():
                 await self._trainer.begin_checkpoint(path)
         except CheckpointError as error:
-            self._failed(record, error)
+            await self._failed(record, error)
             return None
         except TrainerFailed:
-            self._folder.discard(record.version)
+            await asyncio.to_thread(self._folder.discard, record.version)
             raise
         self._listener.checkpoint_taken(time.monotonic() - began)
         self._last_step = record.step
@@ -166,9 +166,9 @@ class TrainerCheckpoints:
             await asyncio.to_thread(self._folder.prune)
             versions = await asyncio.to_thread(self._folder.versions)
         except CheckpointError as error:
-            self._failed(record, error)
+            await self._failed(record, error)
         except TrainerFailed as error:
-            self._failed(record, error)
+            await self._failed(record, error)
             raise
         else:
             self._listener.checkpoint_committed(record.step, time.monotonic() - began)
@@ -176,6 +176,6 @@ class TrainerCheckpoints:
             if len(newest) == self._config.keep_last:
                 self._history.release(newest[0])
 
-    def _failed(self, record: CheckpointRecord, error: CheckpointError | TrainerFailed) -> None:
+    async def _failed(self, record: CheckpointRecord, error: CheckpointError | TrainerFailed) -> None:
         self._listener.note(f"no checkpoint of version {record.version}: {error}")
-        self._folder.discard(record.version)
+        await asyncio.to_thread(self._folder.discard, record.version)

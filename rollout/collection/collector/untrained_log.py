@@ -24,9 +24,9 @@ from slipstream.rollout.ledger.episode_log.rows import (
     episode_row,
     is_chosen,
 )
-from slipstream.rollout.ledger.episode_log.thread import LogThread, to_stderr
 from slipstream.rollout.ledger.episode_log.token_text import load_decoder, text_when_needed
 from slipstream.rollout.system.frames import as_note
+from slipstream.rollout.system.log_thread import LogThread, to_stderr
 from slipstream.rollout.tokens.record import (
     CorruptRecord,
     decode_chunks,
@@ -62,7 +62,9 @@ class UntrainedLog:
         """``decoder`` is called in the thread, once."""
         self._settings, self._files = settings, files
         self._text = text_when_needed(decoder)
-        self._thread = LogThread(MOST_EPISODES, "lost groups and evaluations", note, most_bytes=MOST_BYTES)
+        self._thread = LogThread(
+            "episode log", MOST_EPISODES, "lost groups and evaluations", note, most_bytes=MOST_BYTES
+        )
 
     def lost(self, group: LostGroup, chunks: memoryview) -> None:
         """Write the episodes of a group that has ended untrained. ``chunks``: those of its ``recorded``."""

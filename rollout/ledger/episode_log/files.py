@@ -4,8 +4,9 @@
     episodes/WRITER-NUMBER.parquet   a full file, where the recipe asks for it
     episodes/cWRITER-NUMBER.*        those of collectors: episodes that are never trained
 
-Each data-parallel rank and each collector writes its own files, so no row needs a lock. A killed run leaves
-whole lines and at most one unfinished one, which readers skip. A run that goes on from an older step removes
+Each data-parallel rank and each collector writes its own files, so no row needs a lock. Rows wait in memory
+for a disk that takes none (``LineFile``), as many as the newest file has room for. A killed run leaves whole
+lines and at most one unfinished one, which readers skip. A run that goes on from an older step removes
 what it does again: the rows of later training steps, and those of later evaluations. A group that was given
 up stays so, and its rows stay.
 """
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 from slipstream.configs.schema import EpisodeLogConfig
-from slipstream.rollout.system.lines import drop_unfinished_line, read_lines
+from slipstream.rollout.system.lines import LineFile, drop_unfinished_line, read_lines
+from slipstream.rollout.system.log_thread import to_stderr
 
 EPISODES = "episodes"
 """Folder of the episode log in the run folder."""
@@ -79,47 +81,54 @@ class EpisodeFiles:
         max_rows: int,
         format: Literal["jsonl", "parquet"] = "jsonl",
         of_untrained: bool = False,
+        note: Callable[[str], None] = to_stderr,
     ) -> None:
         """``max_bytes``, ``max_rows``: of all writers of the kind together. ``of_untrained``: the writer is a
-        collector.
+        collector. ``note``: as of ``LineFile``.
         """
         self._folder, self._writer, self._format = folder, writer, format
         self._kind = COLLECTORS if of_untrained else ""
         self._writers = writers
         self._max_bytes, self._max_rows = max_bytes // writers, max(max_rows // writers, 1)
+        self._note = note
+        self._first: int | None = None
+        """Step of the first rows of this process."""
         self._files: list[_File] | None = None
+        self._lines: LineFile | None = None
+        """The newest file while it is open."""
         self.left_out = 0
         """Number of rows that are larger than a file may be."""
 
     def append(self, step: int, rows: Iterable[Row]) -> None:
-        """Write rows of a training step. Raises OSError.
+        """Write rows of a training step. Raises OSError when a file cannot be read, begun or packed.
 
         The first call of a rank removes what an earlier process has written of this step and of later ones;
         no later call has a smaller step.
         """
+        self._first = step if self._first is None else self._first
         if self._files is None:
-            self._files = self._opened(None if self._kind else step)
-        lines = [_encoded({"step": step, **row}) for row in rows]
-        pending: list[bytes] = []
-        for line in lines:
-            if len(line) > self._max_bytes // PARTS:
+            self._files = self._opened(None if self._kind else self._first)
+        for line in [_encoded({"step": step, **row}) for row in rows]:
+            size = len(line) + 1
+            if size > self._max_bytes // PARTS:
                 self.left_out += 1
                 continue
-            newest = self._files[-1] if self._files else None
-            if newest is None or self._is_full(newest, len(line)):
-                self._write(pending)
-                pending = []
-                self._begin_file()
-                newest = self._files[-1]
-            pending.append(line)
-            newest.size += len(line)
-            newest.rows += 1
-        self._write(pending)
+            if (lines := self._with_room(size)) is None:
+                continue
+            lines.add(line)
+            self._files[-1].size += size
+            self._files[-1].rows += 1
+        if self._lines is not None:
+            self._lines.flush()
 
     def drop(self, is_void: Callable[[Row], bool]) -> None:
         """Remove rows from all files of the writer. Raises OSError."""
         if self._files is None:
             self._files = self._opened(None)
+        if self._lines is not None:
+            if not self._lines.flush():
+                raise OSError(f"{self._files[-1].path.name} has rows that wait for the disk")
+            self._close()
         for file in self._files:
             if file.rows:
                 file.rows = _keep(file.path, lambda row: not is_void(row), file.rows)
@@ -132,15 +141,27 @@ class EpisodeFiles:
         is_past = file.size + more > self._max_bytes // PARTS or file.rows >= most_rows
         return is_past or file.path.suffix != ".jsonl"
 
-    def _write(self, lines: Sequence[bytes]) -> None:
-        if lines:
-            assert self._files
-            with self._files[-1].path.open("ab") as file:
-                file.write(b"".join(lines))
+    def _with_room(self, size: int) -> LineFile | None:
+        """Return the newest file, which has room for a line; None: a full one waits for the disk."""
+        assert self._files is not None
+        if not self._files or self._is_full(self._files[-1], size):
+            if self._lines is not None and not self._lines.flush():
+                self._lines.left_out += 1
+                return None
+            self._begin_file()
+        if self._lines is None:
+            self._lines = LineFile(self._files[-1].path, self._note)
+        return self._lines
+
+    def _close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
 
     def _begin_file(self) -> None:
         """Begin the next file, and delete the oldest ones until a full one fits."""
         assert self._files is not None
+        self._close()
         number = self._files[-1].number + 1 if self._files else 0
         if self._files and self._format == "parquet":
             self._pack(self._files[-1])
@@ -202,11 +223,11 @@ def open_files(
 
 
 def _encoded(row: Row) -> bytes:
-    """Return a row as a line; numbers that are not finite become null."""
+    """Return a row as a line, without its end; numbers that are not finite become null."""
     try:
-        return msgspec.json.encode(row) + b"\n"
+        return msgspec.json.encode(row)
     except UnicodeEncodeError:  # half of a surrogate pair
-        return json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n"
+        return json.dumps(row, ensure_ascii=False).encode(errors="replace")
 
 
 def _cut(path: Path, step: int | None) -> int:
@@ -239,7 +260,7 @@ def _keep(path: Path, is_kept: Callable[[Row], bool], rows: int) -> int:
         _write_parquet(path, kept)
     elif len(kept) < rows:
         unfinished = path.with_suffix(".unfinished")
-        unfinished.write_bytes(b"".join(map(_encoded, kept)))
+        unfinished.write_bytes(b"".join(_encoded(row) + b"\n" for row in kept))
         unfinished.replace(path)
     return len(kept)
 

@@ -43,7 +43,9 @@ from slipstream.rollout.ledger.lease.driver_file import (
 )
 from slipstream.rollout.ledger.storage.database import LedgerBusy, LedgerError
 from slipstream.rollout.ledger.storage.locks import LockCall, flock
+from slipstream.rollout.system.disk import describe, telling_of_stalls, waits_for_disk
 from slipstream.rollout.system.durable import write_durably
+from slipstream.rollout.system.log_thread import to_stderr
 
 LEASE_S = 30.0
 """Length of a lease whose file does not say it: the default of ``run.lease_s``."""
@@ -52,6 +54,11 @@ RENEWALS = 6
 FRESH = 1 / 4
 """Age of a renewal, as a share of ``lease_s``, from which ``check`` reads the file. The thread that renews
 keeps renewals younger, so that ``check`` rarely touches the disk."""
+HANG_S = 600.0
+"""Longest wait of a write for a renewal that the file system does not answer. Nothing is written meanwhile,
+and the renewal finds out whether another driver has come."""
+STALLED = "What is to be written waits for it; engines and running episodes go on"
+"""What becomes of a run whose file system stalls."""
 VALID = 2 / 3
 """Age of a renewal, as a share of ``lease_s``, from which a new term is needed."""
 
@@ -110,13 +117,15 @@ async def take_lease(
     *,
     lease_s: float,
     say: Callable[[str], None],
+    note: Callable[[str], None] = to_stderr,
     machine: Machine | None = None,
     lock: LockCall = flock,
     clock: Clock = boot_clock,
 ) -> "FolderLease":
     """Make this process the driver of the run in ``folder``, as soon as no other one is.
 
-    Raises LedgerBusy when there is one, and OSError when the folder cannot be used.
+    ``note`` hears later, from any thread, of a lock that is lost and of a file system that stalls. Raises
+    LedgerBusy when there is another driver, and OSError when the folder cannot be used.
     """
     machine = machine or Machine.this()
     term = look(folder).term
@@ -142,7 +151,7 @@ async def take_lease(
             lease_s=lease_s,
             ended=False,
         )
-        lease = FolderLease(folder, driver, descriptor, clock, began)
+        lease = FolderLease(folder, driver, descriptor, clock, began, lock, note)
         lease.write()
         lease.check()  # for a process that was stopped since it began the term
     except BaseException:
@@ -152,8 +161,10 @@ async def take_lease(
     return lease
 
 
-def _locked(folder: Path, term: int, lock: LockCall) -> int:
-    """Open the token and lock it, if that is possible. Raises LedgerBusy while another process has it."""
+def _locked(folder: Path, term: int, lock: LockCall) -> int | None:
+    """Open the token and lock it; None: there are no locks here. Raises LedgerBusy while another process
+    has it.
+    """
     try:
         descriptor = os.open(token(folder, term), os.O_RDWR)
     except FileNotFoundError:
@@ -163,8 +174,9 @@ def _locked(folder: Path, term: int, lock: LockCall) -> int:
     except BlockingIOError:
         os.close(descriptor)
         raise _busy(folder, look(folder).driver) from None
-    except OSError:
-        """There are no locks here: the lease alone decides."""
+    except OSError:  # the lease alone decides
+        os.close(descriptor)
+        return None
     return descriptor
 
 
@@ -198,10 +210,13 @@ class FolderLease:
     folder: Path
     _driver: Driver
     _descriptor: int | None
-    """The open token, whose lock is held where the file system has locks."""
+    """The open token, whose lock is held; None where the file system has no locks."""
     _clock: Clock
     _renewed: float
     """When the last successful renewal began."""
+    _lock_file: LockCall
+    _note: Callable[[str], None]
+    _lost_lock: bool = field(default=False, init=False)
     _loss: Fenced | None = field(default=None, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     """Held during a renewal."""
@@ -225,7 +240,7 @@ class FolderLease:
             raise self._loss
         if self._age() <= FRESH * self._driver.lease_s:
             return
-        if not self._lock.acquire(timeout=self._driver.lease_s):
+        if not self._lock.acquire(timeout=max(HANG_S, self._driver.lease_s)):
             raise self._lose(self._unrenewed("the file system has not answered"))
         try:
             if self._age() > FRESH * self._driver.lease_s:
@@ -243,12 +258,15 @@ class FolderLease:
 
     @contextmanager
     def held(self, on_loss: Callable[[Fenced], None]) -> Generator[None]:
-        """Release the lease after the block. ``on_loss`` is called when it is lost, from any thread."""
+        """Release the lease after the block, and tell inside it of a file system that stalls. ``on_loss`` is
+        called when the lease is lost, from any thread.
+        """
         self._on_loss = on_loss
         if self._loss is not None:
             on_loss(self._loss)
         try:
-            yield
+            with telling_of_stalls(self._note, STALLED):
+                yield
         finally:
             self.release()
 
@@ -312,14 +330,35 @@ class FolderLease:
             if self._loss is not None:
                 raise self._loss
             began = self._clock()
-            self._compare(look(self.folder))
-            if began - self._renewed > valid_s:
-                self._next_term()
-            self._driver = msgspec.structs.replace(self._driver, counter=self._driver.counter + 1)
-            self.write()
+            with waits_for_disk(DRIVER):
+                self._compare(look(self.folder))
+                if began - self._renewed > valid_s:
+                    self._next_term()
+                self._driver = msgspec.structs.replace(self._driver, counter=self._driver.counter + 1)
+                self.write()
+                self._keep_lock()
             self._renewed = began
             if self._clock() - began <= valid_s:
                 return
+
+    def _keep_lock(self) -> None:
+        """Lock the token again: a file system may lose locks, as a server does that is started again."""
+        if self._descriptor is None:
+            return
+        try:
+            self._lock_file(self._descriptor)  # nothing happens to a lock that this process still has
+        except OSError as error:
+            is_taken = isinstance(error, BlockingIOError)
+            why = "another process has it now" if is_taken else describe(error)
+            if not self._lost_lock:
+                self._note(
+                    f"the lock of {self.folder} is lost: {why}. {DRIVER} alone keeps other drivers away"
+                )
+            self._lost_lock = True
+        else:
+            if self._lost_lock:
+                self._note(f"the lock of {self.folder} is held again")
+            self._lost_lock = False
 
     def _compare(self, seen: Sighting) -> None:
         """Raise Fenced if ``driver.json`` shows that this process no longer drives the run."""

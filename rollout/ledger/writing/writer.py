@@ -25,6 +25,7 @@ from slipstream.rollout.ledger.storage.segments import Buffer, Part, Segments, c
 from slipstream.rollout.ledger.writing.store import Store
 from slipstream.rollout.ledger.writing.transaction import LostRead, RestartRequest, Training, Transaction
 from slipstream.rollout.ledger.writing.turn_log import TurnLog
+from slipstream.rollout.system.disk import waits_for_disk
 from slipstream.rollout.tokens.record import REF
 
 __all__ = ["SAMPLES", "Ledger", "Training"]
@@ -357,7 +358,8 @@ class Ledger:
             if self._failure is None:
                 for read in events.reads:
                     read.chunks = [self._undamaged(refs) for refs in read.refs]
-                self._attempt(lambda events=events: self._store.commit(events))
+                with waits_for_disk(self.path.name):
+                    self._attempt(lambda events=events: self._store.commit(events))
             if self._loop is not None:
                 with suppress(RuntimeError):  # the loop is closed: nobody waits
                     self._loop.call_soon_threadsafe(self._committed, events)
