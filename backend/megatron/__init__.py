@@ -15,6 +15,7 @@ From an HF checkpoint to a model:
     layers               ... whose specs for each layer are these
     local_layers         ... with modules that the local spec lacks
     lora                 ... and adapters
+    tree_attention       ... and attention to the tokens of a prefix tree
     marks              attributes of parameters that Megatron reads
     export_plan        the order in which the weights leave the trainer
 

@@ -194,14 +194,14 @@ def check_unpacking(micro: MicroBatch, texts: list[np.ndarray]) -> None:
     for branches in unpacked.branches:
         rows, own, every = branches.shape
         assert rows == 1 or rows * every <= 2 * len(micro.tokens_T)
-        keys = branches.key_place().view(rows, every).numpy()
-        mask = branches.mask(None, 0, own)[:, 0].numpy()
+        keys = branches.key_place().numpy()
+        mask = branches.mask(unpacked.tree, None, 0, own)[:, 0].numpy()
         for row, query_L in enumerate(branches.query_place.view(rows, own).numpy()):
             place = int(np.searchsorted(micro.cu_seqlens, query_L[0], side="right")) - 1
             text, take = texts[place], int(micro.taken_N[place])
-            assert branches.taken_N[row] == take
-            np.testing.assert_array_equal(micro.tokens_T[keys[row]][: len(text)], text)
-            np.testing.assert_array_equal(micro.position_T[keys[row]][: len(text)], np.arange(len(text)))
+            assert (keys[row][len(text) :] > branches.last_N[row].item()).all()
+            np.testing.assert_array_equal(micro.tokens_T[keys[row][: len(text)]], text)
+            np.testing.assert_array_equal(micro.position_T[keys[row][: len(text)]], np.arange(len(text)))
             np.testing.assert_array_equal(query_L[: len(text) - take], keys[row][take : len(text)])
             for query in range(len(text) - take):
                 assert mask[row, query].tolist() == [key <= take + query for key in range(every)]
