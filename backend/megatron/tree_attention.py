@@ -151,8 +151,10 @@ def _listed(chosen_RC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _compiled() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True, recompile_limit=KERNELS)
+def _compiled(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
+    return torch.compile(  # pyright: ignore[reportCallIssue]  # no overload has the limit
+        flex_attention, backend=backend, dynamic=False, fullgraph=True, recompile_limit=KERNELS
+    )
 
 
 def attend(

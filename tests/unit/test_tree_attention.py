@@ -253,7 +253,7 @@ def test_long_trajectories_attend_to_their_window_in_chunks(window: int, sunk: b
 
 def test_packs_of_one_padded_length_share_a_kernel():
     counter = torch._dynamo.testing.CompileCounter()
-    compiled = partial(torch.compile, flex.flex_attention, backend=counter, dynamic=False, fullgraph=True)
+    compiled = partial(tree_attention._compiled, counter)
     with patch.object(tree_attention, "_compiled", compiled), torch.no_grad():
         for seed, window in ((1, None), (2, None), (1, 7), (2, 9)):
             end, position, _ = tree_of(forest(seed, 6, longest=12))
