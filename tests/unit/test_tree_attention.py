@@ -269,34 +269,3 @@ def test_padded_lengths_are_few_and_close():
     assert len(lengths) <= 4 * 10 + 4
     for tokens in range(1, 2**17, 61):
         assert tokens <= padded_length(tokens) <= max(BLOCK, 1.25 * tokens + BLOCK)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("window", "sunk"), [(None, False), (200, True)])
-def test_the_compiled_kernel_gives_what_a_dense_mask_gives(window: int | None, sunk: bool):
-    device = torch.device("cuda")
-    end, position, _ = tree_of(forest(0, 40, longest=400))
-    mask = block_mask(end.to(device), position.to(device), window)
-    assert mask.shape[-1] // BLOCK > 8
-    rng = torch.Generator().manual_seed(0)
-    shapes = ((16, 128), (4, 128), (4, 128))
-    parts = [torch.randn(len(end), *shape, generator=rng).to(device, torch.bfloat16) for shape in shapes]
-    sinks = torch.randn(16, generator=rng).to(device) if sunk else None
-    grad = torch.randn(len(end), 16 * 128, generator=rng).to(device, torch.bfloat16)
-    hidden = ~dense(end, position, window).to(device)
-    found = []
-    for side in ("compiled", "dense"):
-        query, key, value = leaves = [part.clone().requires_grad_() for part in parts]
-        if side == "compiled":
-            output = tree_attention.attend(query, key, value, mask, scale=0.1, sinks=sinks)
-        else:
-            key, value = (part.float().repeat_interleave(4, 1) for part in (key, value))
-            scores = torch.einsum("qhd,khd->hqk", query.float(), key) * 0.1
-            scores = F.pad(scores.masked_fill(hidden, -torch.inf), (0, 1), value=-torch.inf)
-            if sinks is not None:
-                scores[:, :, -1] = sinks[:, None]
-            output = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :-1], value).flatten(1)
-        output.backward(grad.to(output.dtype))
-        found.append([output.detach().float(), *(leaf.grad.float() for leaf in leaves)])
-    for actual, expected in zip(*found, strict=True):
-        assert (actual - expected).norm() < 1e-2 * expected.norm()
