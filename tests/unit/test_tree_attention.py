@@ -264,6 +264,29 @@ def test_packs_of_one_padded_length_share_a_kernel():
     assert counter.frame_count == 2, "one for each kind of mask, whatever the tree and the window"
 
 
+@pytest.mark.slow  # a C++ compiler needs a minute for each kernel
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("window", [None, 400])
+def test_a_compiled_kernel_that_visits_the_blocks_of_the_mask_alone_is_right(
+    window: int | None, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(0, 1000, 600)
+    texts = [np.concatenate([trunk[: 300 * n], rng.integers(0, 1000, 250)]) for n in (1, 1, 2, 2)]
+    end, position, _ = tree_of([texts[place] for place in tree_order(texts)])
+    mask = block_mask(end, position, window)
+    counts = mask.kv_num_blocks.sum(), mask.full_kv_num_blocks.sum()
+    assert min(counts) > 0 and sum(counts) < mask.kv_indices.numel() / 2
+    query, key, value = (part.float() for part in heads_of(torch.Generator().manual_seed(0), len(end), 4, 2))
+    with torch.no_grad():
+        found = tree_attention.attend(query, key, value, mask, scale=0.3, sinks=None)
+    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, 1)) * 0.3
+    scores = scores.masked_fill(~dense(end, position, window), -torch.inf)
+    expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value.repeat_interleave(2, 1))
+    torch.testing.assert_close(found, expected.flatten(1), atol=1e-5, rtol=1e-5)
+
+
 def test_padded_lengths_are_few_and_close():
     lengths = {padded_length(tokens) for tokens in range(1, 2**17, 61)}
     assert len(lengths) <= 4 * 10 + 4
