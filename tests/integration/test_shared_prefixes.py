@@ -107,9 +107,11 @@ def unusual(seed: int = 1) -> TrainBatch:
 def lopsided(seed: int = 2) -> TrainBatch:
     """Samples of one prompt, and as much work in trajectories that have nothing in common."""
     rng = np.random.default_rng(seed)
-    stem = rng.integers(0, VOCAB, 60)
+    stem, *others = rng.integers(0, VOCAB, (4, 60))
+    for first, text in enumerate((stem, *others)):
+        text[0] = first
     made = [sampled(np.concatenate([stem, rng.integers(0, VOCAB, 10)]), 60, 0, rng) for _ in range(8)]
-    made += [sampled(rng.integers(0, VOCAB, 60), 40, 1 + n, rng) for n in range(3)]
+    made += [sampled(text, 40, 1 + number, rng) for number, text in enumerate(others)]
     return TrainBatch(0, tuple(part for part, _ in made), np.array([group for _, group in made]))
 
 
