@@ -32,7 +32,7 @@ WORTH = 0.1
 that take tokens, and their attention has a mask in place of a causal kernel: below this little is gained."""
 
 MASK_PAIRS = 2**26
-"""Pairs of a query and a key for which attention to taken tokens holds a mask at one time."""
+"""Pairs of a query and a key for which attention to taken tokens holds a mask at one time, without a GPU."""
 
 PARTS = (1, 4)
 """Parts into which trees may be cut for a rank's share. Few share the most, many are easier to balance."""

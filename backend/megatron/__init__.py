@@ -16,6 +16,7 @@ From an HF checkpoint to a model:
     local_layers         ... with modules that the local spec lacks
     delta_net            ... linear attention with a gated delta rule
     sparse_attention     ... attention to the tokens that an indexer chooses
+    tree_attention       ... attention to the tokens of a prefix tree
     rotation             ... rotary embeddings of packs
     router               ... and the router of experts
     fusions              ... in fused kernels, where there are any

@@ -21,6 +21,7 @@ from torch import Tensor
 from slipstream.backend.batch.context_parallel import ContextShare
 from slipstream.backend.batch.micro_batch import MicroBatch
 from slipstream.backend.megatron import rotation
+from slipstream.backend.megatron.tree_attention import PrefixTree, sees, subtree_ends
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,15 @@ class Unpacking:
     token of its segment."""
     restore_T: np.ndarray
     """int64: padded place of every token of the pack, those of branches after those of ``gather``."""
+    end_T: np.ndarray
+    """int32: end of the subtree of every token (``tree_attention``)."""
     branch_shapes: tuple[tuple[int, int, int, int], ...]
     """Segments that take tokens: (N, L, K, R) of each class, L their own tokens, K all of them, R the runs in
     which these stand in the pack."""
     branch_arrays: dict[str, np.ndarray]
-    """int64, one class after the other: the place in the pack of every padded query (``queries``), how many
-    tokens each segment has ``taken``, its ``last`` place, and where each run begins among the N * K keys
-    (``run_starts``) and by how much more than before the keys are shifted from there on (``run_shifts``).
-    Empty without branches."""
+    """int64, one class after the other: the place in the pack of every padded query (``queries``), the
+    ``last`` place of each segment, and where each run begins among the N * K keys (``run_starts``) and by how
+    much more than before the keys are shifted from there on (``run_shifts``). Empty without branches."""
 
 
 def length_classes(segments: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -82,7 +84,8 @@ def unpacking_of(cu_seqlens: np.ndarray, taken_N: np.ndarray, taken_R3: np.ndarr
     branch_shapes, arrays = (), dict[str, np.ndarray]()
     if is_branch_N.any():
         branch_shapes, arrays = _branches(cu_seqlens, taken_N, taken_R3, restore_T, padded)
-    return Unpacking(tuple(shapes), gather, restore_T, branch_shapes, arrays)
+    end_T = subtree_ends(cu_seqlens, taken_N)
+    return Unpacking(tuple(shapes), gather, restore_T, end_T, branch_shapes, arrays)
 
 
 def _branches(
@@ -101,7 +104,7 @@ def _branches(
         classes.setdefault((math.ceil(math.log2(own)), math.ceil(math.log2(own + taken))), []).append(number)
     shapes: list[tuple[int, int, int, int]] = []
     arrays: dict[str, list[np.ndarray]] = {
-        name: [] for name in ("queries", "taken", "last", "run_starts", "run_shifts")
+        name: [] for name in ("queries", "last", "run_starts", "run_shifts")
     }
     for (_, whole), numbers in classes.items():
         most = max(1, len(restore_T) >> whole)
@@ -122,7 +125,6 @@ def _branches(
                 runs += len(start_r)
             shapes.append((len(chunk), width, depth, runs))
             arrays["queries"].append(np.minimum(query_nL, last_n[:, None]).ravel())
-            arrays["taken"].append(taken_n)
             arrays["last"].append(last_n)
     if not shapes:
         return (), {}
@@ -171,7 +173,6 @@ class Branches:
 
     shape: tuple[int, int, int]
     query_place: Tensor
-    taken_N: Tensor
     last_N: Tensor
     run_start_R: Tensor
     run_shift_R: Tensor
@@ -183,39 +184,37 @@ class Branches:
         return [(first, min(first + size, own)) for first in range(0, own, size)]
 
     def key_place(self) -> Tensor:
-        """Return the places in the pack of the keys, int64 [N * K]; padding repeats a segment's last one.
+        """Return the places in the pack of the keys, int64 [N, K]; those of padding are after ``last_N``.
 
         They are found anew for each use: segments that take the same long prefix have a place of every token
         of it each, which together may be many times as many as the pack has tokens.
         """
         rows, _, every = self.shape
         shift_NK = self.run_shift_R.new_zeros(rows * every).index_put((self.run_start_R,), self.run_shift_R)
-        key_K = torch.arange(every, device=shift_NK.device)
-        place_NK = shift_NK.view(rows, every).cumsum(1) + key_K
-        return torch.minimum(place_NK, self.last_N[:, None]).flatten()
+        return shift_NK.view(rows, every).cumsum(1) + torch.arange(every, device=shift_NK.device)
 
     def padded(self, query_T: Tensor, key_T: Tensor, value_T: Tensor, first: int, end: int) -> list[Tensor]:
         """Return queries [N, end - first, ...], keys and values [N, K, ...] of those of the pack."""
         rows, own, every = self.shape
-        key_place = self.key_place()
+        key_place = torch.minimum(self.key_place(), self.last_N[:, None]).flatten()
         query_place = self.query_place.view(rows, own)[:, first:end].flatten()
         return [
             query_T.index_select(0, query_place).unflatten(0, (rows, end - first)),
             *(part.index_select(0, key_place).unflatten(0, (rows, every)) for part in (key_T, value_T)),
         ]
 
-    def mask(self, window: int | None, first: int, end: int) -> Tensor:
+    def mask(self, tree: PrefixTree, window: int | None, first: int, end: int) -> Tensor:
         """Return which keys the queries [first, end) attend to, bool [N, 1, end - first, K].
 
-        The keys of a segment stand at their positions. window: as many of the last ones; None: all.
+        window: of the layer, in tokens; None: it has none.
         """
-        device = self.taken_N.device
-        position_NL1 = (self.taken_N[:, None] + torch.arange(first, end, device=device))[:, :, None]
-        key_K = torch.arange(self.shape[2], device=device)
-        mask = key_K <= position_NL1
-        if window is not None:
-            mask &= key_K > position_NL1 - window
-        return mask[:, None]
+        rows, own, _ = self.shape
+        query_N1L1 = self.query_place.view(rows, 1, own, 1)[:, :, first:end]
+        key_N11K, last_N111 = self.key_place()[:, None, None], self.last_N[:, None, None, None]
+        places = query_N1L1, torch.minimum(key_N11K, last_N111)
+        nothing = self.last_N  # batch and head
+        seen = sees(tree.end_T, tree.position_T, window)(nothing, nothing, *places)
+        return seen & (key_N11K <= last_N111)
 
 
 @dataclass
@@ -225,6 +224,7 @@ class Unpacked:
     shapes: tuple[tuple[int, int], ...]
     gather: Tensor
     restore_T: Tensor
+    tree: PrefixTree
     branches: tuple[Branches, ...] = ()
     """Batches of the segments that take tokens, which are not in ``padded``."""
 
@@ -350,7 +350,8 @@ def _boundaries(cu_seqlens: np.ndarray, unpacking: Unpacking | None) -> dict[str
     arrays = {"cu_seqlens": cu_seqlens}
     if unpacking is None:
         return arrays
-    return arrays | {"gather": unpacking.gather, "restore_T": unpacking.restore_T} | unpacking.branch_arrays
+    arrays |= {"gather": unpacking.gather, "restore_T": unpacking.restore_T, "end_T": unpacking.end_T}
+    return arrays | unpacking.branch_arrays
 
 
 def _pack(
@@ -374,8 +375,13 @@ def _pack(
     if shared:
         made.cu_seqlens_q_padded = made.cu_seqlens_kv_padded = cu_seqlens
     if unpacking is not None:
-        branches = _branch_batches(tensors, unpacking.branch_shapes)
-        made.unpacked = Unpacked(unpacking.shapes, tensors["gather"], tensors["restore_T"], branches)
+        made.unpacked = Unpacked(
+            unpacking.shapes,
+            tensors["gather"],
+            tensors["restore_T"],
+            PrefixTree(tensors["end_T"], position_t),
+            _branch_batches(tensors, unpacking.branch_shapes),
+        )
     return made
 
 
@@ -387,7 +393,6 @@ def _branch_batches(
     rows, runs = [rows for rows, _, _, _ in shapes], [runs for *_, runs in shapes]
     parts = (
         tensors["queries"].split([rows * own for rows, own, _, _ in shapes]),
-        tensors["taken"].split(rows),
         tensors["last"].split(rows),
         tensors["run_starts"].split(runs),
         tensors["run_shifts"].split(runs),

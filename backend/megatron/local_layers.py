@@ -27,6 +27,10 @@ from slipstream.backend.batch.prefixes import MASK_PAIRS
 from slipstream.backend.megatron.device_batch import Branches, Pack, Unpacked
 from slipstream.backend.megatron.groups import ShardingMetadata, groups
 from slipstream.backend.megatron.marks import marks_of
+from slipstream.backend.megatron.tree_attention import PrefixTree, attend
+
+WINDOW_CHUNK = 128
+"""Queries that attend to their window together, if the window has fewer tokens."""
 
 
 class RMSNorm(torch.nn.Module):
@@ -200,15 +204,31 @@ class PackedAttention(MegatronModule):
         if not isinstance(pack, Pack) or pack.unpacked is None:
             raise ValueError("PackedAttention takes packs that are made for the local layer spec only")
         unpacked = pack.unpacked
-        masks = self.masks(pack, unpacked, query.device)
+        if query.is_cuda and self._needs_mask(unpacked):
+            mask = unpacked.tree.block_mask(self.window)
+            return attend(query, key, value, mask, scale=self._scale(query), sinks=self.softmax_offset)
+        masks = self.masks(pack, unpacked)
         attended: list[Tensor] = []
         for q, k, v, mask in zip(*map(unpacked.padded, (query, key, value)), masks, strict=True):
-            output = self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+            output = self._attend_whole(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
             attended.append(output.transpose(1, 2).flatten(0, 1))
-        attended += [self._attend_branches(branches, query, key, value) for branches in unpacked.branches]
+        attended += [
+            self._attend_branches(branches, unpacked.tree, query, key, value)
+            for branches in unpacked.branches
+        ]
         return torch.cat(attended).index_select(0, unpacked.restore_T).flatten(1)
 
-    def _attend_branches(self, branches: Branches, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _needs_mask(self, unpacked: Unpacked) -> bool:
+        """Return whether a causal kernel is not enough."""
+        longest = max((length for _, length in unpacked.shapes), default=0)
+        return bool(unpacked.branches) or (self.window is not None and longest > self.window)
+
+    def _scale(self, query: Tensor) -> float:
+        return query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+
+    def _attend_branches(
+        self, branches: Branches, tree: PrefixTree, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
         """Return the results of the segments' own tokens, [N * L, heads, d].
 
         Taken keys are repeated for each segment. They are gathered again in the backward pass, because kept
@@ -218,7 +238,7 @@ class PackedAttention(MegatronModule):
 
         def attended(query: Tensor, key: Tensor, value: Tensor, first: int, end: int) -> Tensor:
             q, k, v = (part.transpose(1, 2) for part in branches.padded(query, key, value, first, end))
-            return self._attend(q, k, v, branches.mask(self.window, first, end)).transpose(1, 2)
+            return self._attend(q, k, v, branches.mask(tree, self.window, first, end)).transpose(1, 2)
 
         blocks = branches.blocks(MASK_PAIRS)
         run = attended
@@ -226,21 +246,41 @@ class PackedAttention(MegatronModule):
             run = partial(checkpoint, attended, use_reentrant=False, preserve_rng_state=False)
         return torch.cat([run(query, key, value, *block) for block in blocks], dim=1).flatten(0, 1)
 
-    def masks(self, pack: Pack, unpacked: Unpacked, device: torch.device) -> list[Tensor | None]:
+    def masks(self, pack: Pack, unpacked: Unpacked) -> list[Tensor | None]:
         """Return for each padded batch what its queries attend to, bool [..., L, L].
 
-        None: they attend to all keys up to their own.
+        None: they attend to all keys up to their own, within the window of the layer.
         """
-        return [self._within_window(length, device) for _, length in unpacked.shapes]
+        return [None] * len(unpacked.shapes)
 
-    def _within_window(self, length: int, device: torch.device) -> Tensor | None:
-        if self.window is None or length <= self.window:
-            return None
-        return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - self.window)
+    def _attend_whole(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the results of whole segments, as ``_attend``.
+
+        In a layer with a window, chunks of queries attend to their own chunk of keys and to the one before
+        it. A mask of all pairs would grow with the square of the length.
+        """
+        length, window = query.shape[2], self.window
+        if mask is not None or window is None or length <= window:
+            return self._attend(query, key, value, mask)
+        size = max(window, WINDOW_CHUNK)
+        most = min(length, 2 * size)
+        within = torch.ones(most, most, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+        if length == most:
+            return self._attend(query, key, value, within)
+        chunks = -(-length // size)
+        first = self._attend(query[:, :, :size], key[:, :, :size], value[:, :, :size], within[:size, :size])
+        q, k, v = (
+            F.pad(part, (0, 0, 0, chunks * size - length)).unflatten(2, (chunks, size))
+            for part in (query, key, value)
+        )
+        k, v = (torch.cat([part[:, :, :-1], part[:, :, 1:]], dim=3) for part in (k, v))
+        q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q[:, :, 1:], k, v))
+        later = self._attend(q, k, v, within[size:]).unflatten(0, (-1, chunks - 1))
+        return torch.cat([first, later.transpose(1, 2).flatten(2, 3)[:, :, : length - size]], dim=2)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """query [N, heads, L, d], key and value [N, groups, K, d], mask [..., L, K] -> [N, heads, L, d]."""
-        scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        scale = self._scale(query)
         if self.softmax_offset is not None:
             # A sink is a key before all others, whose product with any query is the head's logit, and whose
             # value is zero: one more dimension holds the logit in the queries and 1 in that key. A query

@@ -96,7 +96,7 @@ class TokenIndexer(torch.nn.Module):
 class SparseAttention(PackedAttention):
     """Packed attention to the tokens that the indexer of the layer has chosen."""
 
-    def masks(self, pack: Pack, unpacked: Unpacked, device: torch.device) -> list[Tensor | None]:
+    def masks(self, pack: Pack, unpacked: Unpacked) -> list[Tensor | None]:
         # Selective recomputation runs this a second time, without the projections before it.
         if self.config.recompute_granularity == "selective":
             return pack.chosen[self.layer_number]

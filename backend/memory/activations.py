@@ -108,10 +108,10 @@ def micro_batch_bytes(geometry: Geometry, sharing: Sharing, *, has_routes: bool 
     """Return the bytes per token of a micro-batch on the device, and of cosines and sines of its positions.
 
     All layers share both. Ids, positions, targets, places and weights are 8 numbers of 8 bytes; the packed
-    attention of the local layer spec has 2 more. A fused kernel needs no cosines and sines per token.
+    attention of the local layer spec has two and a half more. A fused kernel needs no cosines and sines.
     has_routes: with the engine's experts, 2 bytes for each choice.
     """
-    numbers = 10 if sharing.layer_spec == "local" else 8
+    numbers = 10.5 if sharing.layer_spec == "local" else 8
     waves = 0 if sharing.kernels == "fused" else 2 * geometry.rotated_dim * sharing.itemsize
     return numbers * INDEX + waves + has_routes * 2 * route_choices(geometry)
 

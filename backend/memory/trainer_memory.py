@@ -69,6 +69,8 @@ HEAD_KEPT = 192 * 2**20
 
 MASK_PAIRS = 2**26
 """Pairs of the mask of taken tokens, as in ``backend/batch/prefixes.py``."""
+MASK_BLOCK = 128
+"""Tokens of a block of a mask on GPUs, as in ``backend/megatron/tree_attention.py``."""
 
 CONTEXT = 2**30
 """Bytes of a CUDA context, of loaded kernels and of libraries' workspaces on a GPU: assumed, not computed."""
@@ -255,14 +257,31 @@ def _activations(
         in_forward, again = _recomputed(part, actor)
         kept += flights * in_forward * tokens
         work = max(work, (again + max((layer.gradients for layer in part), default=0.0)) * tokens)
-    if actor.share_prefixes == "auto":
-        work += taken_bytes(geometry, sharing) * tokens + min(MASK_PAIRS, tokens**2) * (1 + sharing.itemsize)
+    work += _mask_bytes(actor, geometry, sharing, tokens)
     if stage == layout.pipeline - 1:
         columns = geometry.padded_vocab(layout.tensor) // layout.tensor
         kept += head_bytes(geometry, sharing) * tokens
         kept += min(HEAD_KEPT, tokens * columns * _logit_bytes(actor, sharing))
         work = max(work, _head_work(geometry, sharing, actor, columns, tokens))
     return ceil(kept), ceil(work)
+
+
+def _mask_bytes(actor: ActorConfig, geometry: Geometry, sharing: Sharing, tokens: int) -> float:
+    """Return the bytes of what says which tokens attend to which, beyond the causal kernels.
+
+    On GPUs four tables of blocks, for layers with a window and for those without one. Elsewhere the keys that
+    are gathered for trajectories which take tokens, and a dense mask.
+    """
+    shares = actor.share_prefixes == "auto"
+    if sharing.kernels == "plain":
+        mask = min(MASK_PAIRS, tokens**2) * (1 + sharing.itemsize)
+        return shares * (taken_bytes(geometry, sharing) * tokens + mask)
+    windows = [geometry.window_of(layer) is not None for layer in range(geometry.n_layers)]
+    if sharing.layer_spec != "local":
+        return 0.0
+    kinds = any(windows) + (shares and not all(windows))
+    tables, entry = 4, 4
+    return kinds * tables * entry * ceil(tokens / MASK_BLOCK) ** 2
 
 
 def _recomputed(layers: Sequence[LayerBytes], actor: ActorConfig) -> tuple[float, float]:

@@ -222,7 +222,8 @@ class TrainedConfig(Section):
         "history of an agent's branches. `auto`: computed once where this saves a tenth of the FLOPs, with "
         "the same losses and gradients. Trajectories in other mini-batches share nothing. It needs layers of "
         "the local spec, which `layer_spec: auto` then takes, and a model without linear or sparse "
-        "attention.",
+        "attention. On GPUs torch compiles their attention in the first steps, once for each of the few "
+        "lengths to which micro-batches are padded.",
     )
 
     recompute: Literal["none", "selective", "full"] = Field(

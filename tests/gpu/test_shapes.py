@@ -63,16 +63,20 @@ def checkpoint_of(folder: Path, model: str) -> Path:
     )
 
 
-def batch_of(segments: int) -> TrainBatch:
-    """Trajectories of 16k tokens together, of unequal lengths if there are several."""
+def batch_of(segments: int, shared: int = 0) -> TrainBatch:
+    """Trajectories of 16k tokens together, of unequal lengths if there are several.
+
+    shared: first tokens of all in common.
+    """
     rng = np.random.default_rng(segments)
+    stem = rng.integers(0, VOCAB, shared)
     cuts = np.sort(rng.choice(np.arange(1, TOKENS // 8), segments - 1, replace=False)) * 8
     trajectories = []
     for number, length in enumerate(np.diff([0, *cuts, TOKENS])):
         sampled = np.arange(length) >= length // 2
         trajectories.append(
             Trajectory(
-                rng.integers(0, VOCAB, length),
+                np.concatenate([stem, rng.integers(0, VOCAB, length)])[:length],
                 sampled,
                 np.where(sampled, -10.0, 0).astype(np.float32),
                 np.where(sampled, 0, UNSAMPLED).astype(np.int32),
@@ -111,6 +115,29 @@ def test_fused_layers_give_the_log_probs_and_gradients_of_plain_ones(
         assert np.linalg.norm(fused_gradients[name] - expected) < 5e-2 * scale, name
 
 
+@pytest.mark.gpu(1, "triton")
+@pytest.mark.parametrize("model", MODELS)
+def test_shared_prefixes_give_the_gradients_of_repeated_ones(tmp_path: Path, model: str):
+    folder, batch = checkpoint_of(tmp_path, model), batch_of(16, shared=400)
+    configs = [
+        config_for(
+            folder,
+            {},
+            dtype="bfloat16",
+            layer_spec="local",
+            share_prefixes=share,
+            microbatch_tokens=TOKENS,
+            advantage=[{"type": "reward", "estimator": "reward"}],
+        )
+        for share in ("off", "auto")
+    ]
+    work = [(held_port(), config) for config in configs]
+    [[(_, gradients), (_, shared_gradients)]] = run_ranks(1, one_after_the_other, work, batch)
+    for name, expected in gradients.items():
+        scale = max(np.linalg.norm(expected), 1e-20)
+        assert np.linalg.norm(shared_gradients[name] - expected) < 5e-2 * scale, name
+
+
 def synchronizations(rank: RankSpec, config: RunConfig, batch: TrainBatch) -> int:
     """Run the second of two passes where torch raises at every wait of the host for the device."""
     import torch
@@ -138,15 +165,21 @@ def synchronizations(rank: RankSpec, config: RunConfig, batch: TrainBatch) -> in
 
 @pytest.mark.parametrize(
     "spec",
-    ["local", pytest.param("transformer_engine", marks=pytest.mark.gpu(1, "transformer_engine"))],
+    [
+        "local",
+        pytest.param("transformer_engine", marks=pytest.mark.gpu(1, "transformer_engine")),
+        pytest.param("prefixes shared", marks=pytest.mark.gpu(1, "triton")),
+    ],
 )
 def test_the_host_never_waits_for_the_device_inside_a_forward_pass(tmp_path: Path, spec: str):
+    shares = spec == "prefixes shared"
     config = config_for(
         checkpoint_of(tmp_path, "head dimension 128"),
         {},
         dtype="bfloat16",
-        layer_spec=spec,
+        layer_spec="local" if shares else spec,
+        share_prefixes="auto" if shares else "off",
         microbatch_tokens=TOKENS,
         advantage=[{"type": "reward", "estimator": "reward"}],
     )
-    assert run_ranks(1, synchronizations, config, batch_of(64)) == [1]
+    assert run_ranks(1, synchronizations, config, batch_of(64, shared=200 * shares)) == [1]

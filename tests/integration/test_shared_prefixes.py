@@ -38,6 +38,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "virtual pipeline 2": ("qwen3", {"pipeline": 2, "virtual_pipeline": 2}, {}),
     "data 2": ("qwen3", {"data": 2}, {}),
     "expert 2": ("qwen3_moe", {"data": 2, "expert": 2}, {}),
+    "unusual trees": ("qwen3", {}, {"microbatch_tokens": 2000}),
+    "a tree on one of two ranks": ("qwen3_moe", {"data": 2}, {"microbatch_tokens": 250}),
 }
 """Family, layout, and further settings of the actor."""
 KEPT = (
@@ -48,6 +50,7 @@ KEPT = (
     "tensor 2 + sequence",
     "pipeline 2",
     "expert 2",
+    "unusual trees",
 )
 
 
@@ -73,6 +76,49 @@ def batch_of(seed: int = 0) -> TrainBatch:
     return TrainBatch(0, tuple(trajectories), np.array(group_N))
 
 
+def sampled(text: np.ndarray, prompt: int, group: int, rng: np.random.Generator, version: int = 0):
+    """A trajectory whose tokens after the prompt carry loss, and the number of its group."""
+    mask = np.arange(len(text)) >= prompt
+    logp_T = np.where(mask, -4.6 + rng.normal(0, 0.3, len(text)), 0).astype(np.float32)
+    version_T = np.where(mask, version, UNSAMPLED).astype(np.int32)
+    return Trajectory(text, mask, logp_T, version_T, Finish.STOP, reward=float(rng.random())), group
+
+
+def unusual(seed: int = 1) -> TrainBatch:
+    """Trees that are wide, deep or hardly there, and trajectories that have the ids alone in common."""
+    rng = np.random.default_rng(seed)
+
+    def drawn(n: int) -> np.ndarray:
+        return rng.integers(0, VOCAB, n)
+
+    trunk, same, agent = drawn(60), drawn(30), drawn(8)
+    made = [sampled(np.concatenate([trunk, drawn(n % 9)]), 60, 0, rng) for n in range(150)]
+    made += [sampled(trunk[: 7 * n + 1], 1, 1, rng) for n in range(8)]
+    made += [sampled(same, prompt, 2, rng, version) for prompt, version in ((4, 0), (20, 1), (4, 1), (30, 0))]
+    made += [sampled(drawn(1), 1, 3, rng) for _ in range(4)]
+    for turn in range(1, 110):
+        kept = agent[:8] if turn % 50 == 0 else agent
+        agent = np.concatenate([kept, drawn(3)])
+        made.append(sampled(agent, len(agent) - 2, 4, rng))
+    order = rng.permutation(len(made))
+    return TrainBatch(1, tuple(made[i][0] for i in order), np.array([made[i][1] for i in order]))
+
+
+def lopsided(seed: int = 2) -> TrainBatch:
+    """Samples of one prompt, and as much work in trajectories that have nothing in common."""
+    rng = np.random.default_rng(seed)
+    stem, *others = rng.integers(0, VOCAB, (4, 60))
+    for first, text in enumerate((stem, *others)):
+        text[0] = first
+    made = [sampled(np.concatenate([stem, rng.integers(0, VOCAB, 10)]), 60, 0, rng) for _ in range(8)]
+    made += [sampled(text, 40, 1 + number, rng) for number, text in enumerate(others)]
+    return TrainBatch(0, tuple(part for part, _ in made), np.array([group for _, group in made]))
+
+
+BATCHES = {"unusual trees": unusual, "a tree on one of two ranks": lopsided}
+"""By case; all others have ``batch_of``."""
+
+
 def one_step(trainer: Any, config: RunConfig, share: str, batch: TrainBatch):
     """Tokens computed here, log-probs by trajectory, and the gradient of a step that is not taken."""
     trainer._config = config.model_copy(
@@ -91,16 +137,17 @@ def one_step(trainer: Any, config: RunConfig, share: str, batch: TrainBatch):
         for name, parameter in part.module.named_parameters()
         if parameter.requires_grad
     }
-    return metrics, found, gradients, trained
+    taken = sum(int(micro.taken_N.sum()) for micro in microbatches)
+    return metrics, found, gradients, trained, taken
 
 
-def both_ways(rank: RankSpec, config: RunConfig, pairs: int):
+def both_ways(rank: RankSpec, config: RunConfig, pairs: int, batch: TrainBatch):
     """``pairs``: of a query and a key that have a mask at one time."""
     from slipstream.backend.megatron import local_layers
 
     with trainer_of(rank, config) as trainer, patch.object(local_layers, "MASK_PAIRS", pairs):
         trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
-        return [one_step(trainer, config, share, batch_of()) for share in ("auto", "off")]
+        return [one_step(trainer, config, share, batch) for share in ("auto", "off")]
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +161,16 @@ def found(tmp_path_factory, request) -> dict[str, list[Any]]:
             make_checkpoint(path, family)
         config = config_for(path, parallel, **{"share_prefixes": "auto", "microbatch_tokens": 200, **actor})
         pairs = 300 if case == "blocks of queries" else MASK_PAIRS
-        jobs[case] = Job(config.actor.parallel.world_size, both_ways, (config, pairs))
+        jobs[case] = Job(
+            config.actor.parallel.world_size, both_ways, (config, pairs, BATCHES.get(case, batch_of)())
+        )
     return run_jobs(jobs)
 
 
 @pytest.mark.parametrize("case", shortened(CASES, KEPT))
 def test_shared_prefixes_train_as_repeated_ones(found, case: str):
     by_place: list[dict[int, np.ndarray]] = [{}, {}]
-    for (shared, logps, gradients, trained), (plain, alone, expected, trained_alone) in found[case]:
+    for (shared, logps, gradients, trained, _), (plain, alone, expected, trained_alone, _) in found[case]:
         assert shared["packing/saved_tokens"] > 0.3 and shared["packing/saved_flops"] > 0.1
         assert shared["train/tflop"] < 0.9 * plain["train/tflop"] and "packing/saved_tokens" not in plain
         by_place[0] |= logps
@@ -135,6 +184,9 @@ def test_shared_prefixes_train_as_repeated_ones(found, case: str):
             )
         if trained is not None:
             assert trained["train/loss"] == pytest.approx(trained_alone["train/loss"], abs=TOLERANCE)
-    assert by_place[0].keys() == by_place[1].keys() and len(by_place[0]) == 16
+    assert by_place[0].keys() == by_place[1].keys()
+    assert len(by_place[0]) == len(BATCHES.get(case, batch_of)().trajectories)
+    if case == "a tree on one of two ranks":
+        assert sorted(taken > 0 for (*_, taken), _ in found[case]) == [False, True]
     for place, logp in by_place[1].items():
         np.testing.assert_allclose(by_place[0][place], logp, atol=TOLERANCE, rtol=TOLERANCE)

@@ -33,12 +33,12 @@ def trie(texts) -> set[tuple[int, ...]]:
 
 @st.composite
 def forests(draw):
-    """Texts that branch off one another, in any order, and how they are packed."""
+    """Texts that branch off, repeat or begin one another, in any order, and how they are packed."""
     texts = [draw(st.lists(st.integers(0, 3), min_size=1, max_size=30))]
     for _ in range(draw(st.integers(0, 14))):
         stem = texts[draw(st.integers(0, len(texts) - 1))]
-        own = draw(st.lists(st.integers(0, 2**31), min_size=1, max_size=12))
-        texts.append(stem[: draw(st.integers(0, len(stem)))] + own)
+        own = draw(st.lists(st.integers(0, 2**31), max_size=12))
+        texts.append(stem[: draw(st.integers(not own, len(stem)))] + own)
     ids = [np.array(text, np.int64) for text in draw(st.permutations(texts))]
     loss_N = np.array([draw(st.integers(0, len(each))) for each in ids])
     ranks, multiple = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2]))
@@ -168,6 +168,45 @@ def trajectory(ids: np.ndarray, loss: int) -> Trajectory:
 @given(forests(), st.sampled_from([1, 4]))
 def test_a_pack_gives_every_trajectory_its_tokens_and_its_targets(case, multiple: int):
     ids, loss_N, *_ = case
+    check_pack(ids, loss_N, multiple)
+
+
+def compacted(turns: int, seed: int) -> list[np.ndarray]:
+    """An agent's turns, each a trajectory that repeats the one before, which it replaces now and then by a
+    summary after the first tokens."""
+    rng = np.random.default_rng(seed)
+    texts = [rng.integers(0, 1000, 5)]
+    for turn in range(1, turns):
+        kept = texts[-1][:5] if turn % 40 == 0 else texts[-1]
+        texts.append(np.concatenate([kept, rng.integers(0, 1000, int(rng.integers(1, 4)))]))
+    return texts
+
+
+UNUSUAL = {
+    "a trunk with a thousand leaves": group(40, [n % 17 for n in range(1000)], 0),
+    "leaves that are the beginnings of others": [np.arange(n) for n in (9, 30, 1, 12, 30, 2)],
+    "the same one again and again": [np.arange(40)] * 5,
+    "one token each": [np.array([n % 3]) for n in range(7)],
+    "a deep tree": [np.arange(100_000, 100_000 + n) for n in range(1, 150)],
+    "agents that compact their history": compacted(130, 1) + compacted(130, 2),
+    "trees of one kind beside plain ones": [
+        *group(60, [5] * 6, 3),
+        *(np.arange(n, n + 80) for n in range(6)),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_trees_are_packed_like_any_other(name: str):
+    ids = UNUSUAL[name]
+    loss_N = np.array([number % 3 * len(each) // 4 for number, each in enumerate(ids)])
+    check_order(ids)
+    for ranks, budget in ((1, 10_000), (2, 400)):
+        check_plan(ids, loss_N, ranks, 1, budget)
+    check_pack(ids, loss_N, 4)
+
+
+def check_pack(ids: list[np.ndarray], loss_N: np.ndarray, multiple: int) -> None:
     batch = TrainBatch(0, tuple(map(trajectory, ids, loss_N.tolist())), np.arange(len(ids)))
     pack = tree_order(ids)
     taken_N = taken_in([[pack]], ids)
@@ -194,14 +233,14 @@ def check_unpacking(micro: MicroBatch, texts: list[np.ndarray]) -> None:
     for branches in unpacked.branches:
         rows, own, every = branches.shape
         assert rows == 1 or rows * every <= 2 * len(micro.tokens_T)
-        keys = branches.key_place().view(rows, every).numpy()
-        mask = branches.mask(None, 0, own)[:, 0].numpy()
+        keys = branches.key_place().numpy()
+        mask = branches.mask(unpacked.tree, None, 0, own)[:, 0].numpy()
         for row, query_L in enumerate(branches.query_place.view(rows, own).numpy()):
             place = int(np.searchsorted(micro.cu_seqlens, query_L[0], side="right")) - 1
             text, take = texts[place], int(micro.taken_N[place])
-            assert branches.taken_N[row] == take
-            np.testing.assert_array_equal(micro.tokens_T[keys[row]][: len(text)], text)
-            np.testing.assert_array_equal(micro.position_T[keys[row]][: len(text)], np.arange(len(text)))
+            assert (keys[row][len(text) :] > branches.last_N[row].item()).all()
+            np.testing.assert_array_equal(micro.tokens_T[keys[row][: len(text)]], text)
+            np.testing.assert_array_equal(micro.position_T[keys[row][: len(text)]], np.arange(len(text)))
             np.testing.assert_array_equal(query_L[: len(text) - take], keys[row][take : len(text)])
             for query in range(len(text) - take):
                 assert mask[row, query].tolist() == [key <= take + query for key in range(every)]

@@ -7,6 +7,7 @@ import pytest
 
 from slipstream.backend.batch.prefixes import MASK_PAIRS
 from slipstream.backend.cluster.actors import MOST_STATIC, static_fraction
+from slipstream.backend.megatron.tree_attention import BLOCK
 from slipstream.backend.memory import trainer_memory
 from slipstream.backend.memory.activations import Sharing, layer_bytes, route_bytes
 from slipstream.backend.memory.checkpoint_size import CheckpointPlan, checkpoint_bytes
@@ -107,6 +108,13 @@ def test_replayed_experts_and_shared_prefixes_take_memory_for_every_token():
         for settings in ({}, {"routing_replay": "rollout"}, {"share_prefixes": "auto"})
     )
     assert routed.activations - plain.activations == pytest.approx(2 * 48 * 8 * 2 * tokens, abs=1)
+    assert trainer_memory.MASK_BLOCK == BLOCK and shared.work - plain.work == 4 * 4 * 8**2
+    [plain, _], [shared, _] = (
+        trainer_memory.trainer_memory(
+            ActorConfig.model_validate(settings), None, "bfloat16", export, tokens, "plain"
+        )
+        for settings in ({}, {"share_prefixes": "auto"})
+    )
     mask = 3 * tokens**2
     assert tokens**2 < trainer_memory.MASK_PAIRS == MASK_PAIRS
     assert shared.work - plain.work == pytest.approx(2 * 2 * 4 * 128 * 2 * tokens + mask, abs=1)
