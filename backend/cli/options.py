@@ -1,5 +1,6 @@
 """Options and arguments that several commands have, and how what ends a command is reported."""
 
+import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -71,6 +72,15 @@ def reported() -> Iterator[None]:
         name = error.filename if error.filename is not None else "a file"
         errors.print(f"{name}: {error.strerror}; expected a path that you may use", markup=False)
         raise typer.Exit(WrongInput.exit_code) from None
+    except OSError as error:
+        if error.errno not in OF_PATHS or error.filename is None:
+            raise
+        errors.print(f"{error.filename}: {error.strerror}; expected another path", markup=False)
+        raise typer.Exit(WrongInput.exit_code) from None
+
+
+OF_PATHS = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS}
+"""Errors of paths that lead to something else than was expected."""
 
 
 NEEDED = sys.stdlib_module_names | {

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from slipstream.backend.commands.outcome import Failed, WrongInput
+from slipstream.backend.commands.outcome import Failed, WrongInput, cannot_hold, no_run
 from slipstream.backend.monitor.report.perfetto import trace_events
 from slipstream.backend.monitor.report.timeline import read_events
 from slipstream.backend.monitor.trace_log import TRACES
@@ -12,7 +12,9 @@ from slipstream.backend.monitor.trace_log import TRACES
 def write_trace(run: Path, out: Path) -> str:
     """Write Chrome's trace format, and return what was written. Raises WrongInput and Failed."""
     if not list(run.glob(TRACES)):
-        raise WrongInput(f"{run}: no file {TRACES} in it; expected the folder of a run of `slipstream train`")
+        raise WrongInput(no_run(run, f"file {TRACES}"))
+    if problems := cannot_hold(out, "trace.json"):
+        raise WrongInput("\n".join(problems))
     try:
         events = trace_events(read_events(run))
         if not events:

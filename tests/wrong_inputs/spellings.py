@@ -1,8 +1,11 @@
-"""What newcomers type: YAML, values and names as elsewhere."""
+"""What newcomers type: YAML, values and names as elsewhere, and paths that lead to something else."""
 
 from collections.abc import Callable
 
 from tests.wrong_inputs.case import WrongInput
+
+REPORT = ("report", "FOLDER/run", "--no-audit")
+RUN = {"run/metrics.jsonl": '{"step": 1}\n'}
 
 
 def with_(old: str, new: str) -> Callable[[str], str]:
@@ -91,5 +94,80 @@ CASES = (
         "two recipes",
         ("sft.yaml': expected one recipe, and then settings as key=value",),
         arguments=("check", "FOLDER/recipe.yaml", "FOLDER/sft.yaml"),
+    ),
+    WrongInput(
+        "a recipe without a command",
+        ("expected a command before the recipe, such as train FOLDER/recipe.yaml",),
+        arguments=("FOLDER/recipe.yaml",),
+    ),
+    WrongInput(
+        "a file for a run",
+        ("FOLDER/data.jsonl: this is a file; expected the folder of a run",),
+        arguments=("report", "FOLDER/data.jsonl"),
+    ),
+    WrongInput(
+        "a file for a run whose ledger is wanted",
+        ("FOLDER/data.jsonl: this is a file; expected the folder of a run",),
+        arguments=("audit", "FOLDER/data.jsonl"),
+    ),
+    WrongInput(
+        "a file for a run or a job",
+        ("FOLDER/data.jsonl: this is a file; expected the folder of a run",),
+        arguments=("status", "FOLDER/data.jsonl"),
+    ),
+    WrongInput(
+        "a timeline of no folder",
+        ("FOLDER/no: no such folder; expected the folder of a run",),
+        arguments=("trace", "FOLDER/no"),
+    ),
+    WrongInput(
+        "a folder for a file of a run",
+        ("FOLDER/run/metrics.jsonl: Is a directory",),
+        arguments=("watch", "--once", "FOLDER/run"),
+        files={"run/metrics.jsonl/x": ""},
+    ),
+    WrongInput(
+        "a folder for a page",
+        ("FOLDER/model: this is a folder; expected a file to write, such as FOLDER/model/report.html",),
+        arguments=(*REPORT, "-o", "FOLDER/model"),
+        files={**RUN},
+    ),
+    WrongInput(
+        "a page in a folder that is not there",
+        ("FOLDER/no/x.html: there is no folder FOLDER/no: make it, or name another file",),
+        arguments=(*REPORT, "-o", "FOLDER/no/x.html"),
+        files={**RUN},
+    ),
+    WrongInput(
+        "a folder for a timeline",
+        ("FOLDER/model: this is a folder; expected a file to write, such as FOLDER/model/trace.json",),
+        arguments=("trace", "FOLDER/run", "-o", "FOLDER/model"),
+        files={"run/trace.jsonl": ""},
+    ),
+    WrongInput(
+        "a folder to import",
+        ("FOLDER/model: this is a folder; expected a configuration of slime",),
+        arguments=("import", "slime", "FOLDER/model", "-o", "FOLDER/out.yaml"),
+    ),
+    WrongInput(
+        "a script in another encoding",
+        ("FOLDER/x.sh: this is not UTF-8 text",),
+        arguments=("import", "slime", "FOLDER/x.sh", "-o", "FOLDER/out.yaml"),
+        files={"x.sh": b"\xff\xfe\x00"},
+    ),
+    WrongInput(
+        "an endless temperature",
+        ("--temperature inf: expected a finite number",),
+        arguments=("eval", "FOLDER/model", "FOLDER/recipe.yaml", "--temperature", "inf"),
+    ),
+    WrongInput(
+        "a time limit of a variable that is not set",
+        ("--time: '' found",),
+        arguments=("submit", "FOLDER/recipe.yaml", "--time", "", "--print"),
+    ),
+    WrongInput(
+        "seeds from the last to the first",
+        ("--array: '3-0' found", "0-3"),
+        arguments=("submit", "FOLDER/recipe.yaml", "--array", "3-0", "--print"),
     ),
 )
