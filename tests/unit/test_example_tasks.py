@@ -162,6 +162,19 @@ def test_an_answer_of_countdown_has_the_numbers_in_their_order_and_gives_the_tar
     assert countdown.score(Prompt(0, "14 5 2 = 11"), response, None) == reward
 
 
+@pytest.mark.parametrize(
+    ("call", "said"), [("14-5+2 = 11", "yes"), ("14-5+2 = 12", "no"), ("14-5+2 = ", "no"), ("14-5+2", "no")]
+)
+def test_the_calculator_says_whether_a_try_has_the_target(call, said):
+    assert asyncio.run(countdown.calc(call)) == said
+
+
+@pytest.mark.parametrize("call", ["", "11", "14-5 = 9", "14*5+2 = 72", "11 = 14-5+2"])
+def test_the_calculator_refuses_what_is_no_term(call):
+    with pytest.raises(countdown.ToolError):
+        asyncio.run(countdown.calc(call))
+
+
 def test_the_targets_of_four_tries_differ():
     rng = random.Random(0)
     for _ in range(300):
