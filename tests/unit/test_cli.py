@@ -222,6 +222,19 @@ def test_a_file_that_hides_a_needed_module_is_named(tmp_path):
     assert hiding_modules(tmp_path / "absent") == [] and hiding_modules(ROOT) == []
 
 
+def test_an_output_without_room_is_told():
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "slipstream.backend.cli", "settings", "run.name"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            timeout=300,
+        )
+    assert ended.returncode == 1 and ended.stderr.startswith("failed: the output cannot be written: No space")
+
+
 def test_a_folder_that_is_gone_is_told(tmp_path, monkeypatch, capsys):
     gone = tmp_path / "gone"
     gone.mkdir()
