@@ -83,8 +83,10 @@ _QUOTED = {
 }
 """Texts that would be values without quotes, by the type of pydantic's error."""
 
-_BOOLEANS = {"yes": "true", "y": "true", "on": "true", "1": "true"}
-_BOOLEANS |= {"no": "false", "n": "false", "off": "false", "0": "false"}
+_BOOLEANS = {
+    **dict.fromkeys(("yes", "y", "on", "1"), "true"),
+    **dict.fromkeys(("no", "n", "off", "0"), "false"),
+}
 _NONE = ("none", "null", "nil")
 _NUMBER = re.compile(r"(?i)([-+]?(?:[1-9]\d{0,2}(?:,\d{3})+|\d*[.,]?\d+)(?:e[-+]?\d+)?) *(?:([kmb%])|f)?")
 _UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "%": 0.01}
