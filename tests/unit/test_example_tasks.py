@@ -124,7 +124,7 @@ def test_demonstrations_leave_room_to_learn_and_something_to_learn_from(name):
             rewards.append(reward if isinstance(reward, float) else reward["reward"])
         else:
             rewards.append(float(said == problem.label))
-    assert 0.2 < sum(rewards) / len(rewards) < 0.6
+    assert 0.2 < sum(rewards) / len(rewards) < 0.7
 
 
 @pytest.mark.parametrize(
