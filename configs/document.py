@@ -25,6 +25,21 @@ RECIPES = Path(__file__).parent / "recipes"
 
 NO_EQUALS = "there is no '='; an override is key=value, without spaces around the '='"
 
+_COLON = "write `key: value`, with a colon and a space"
+_WAYS_OUT: Mapping[str, str] = {
+    "'\\t'": "indent with spaces",
+    "expected ':'": _COLON,
+    "'<document start>'": _COLON,
+    "another document": "keep one, without a line ---",
+    "the tag": "leave the tag out",
+    "unhashable key": "templates are not read; write a value that begins with { in quotes",
+    "mapping values": "write a value with ': ' in quotes, and indent the keys of a section alike",
+}
+"""Ways out by parts of what PyYAML says."""
+
+_ODD_SPACE = re.compile(r"[^\S \t\r\n]")
+_ODD = "a space of another kind stands there, such as a no-break space"
+
 SPELLINGS = {"actor.recompute_logprob": "actor.recompute_logprobs"}
 """Names of settings in AReaL, and the names that replace them."""
 
@@ -102,13 +117,7 @@ def _read_recipe(recipe: Path, document: Document) -> dict[str, object] | None:
         text = _find_recipe(recipe).read_text(encoding="utf-8-sig")
         return _mapping(text, str(recipe), "run, model, data and so on", document)
     except FileNotFoundError:
-        names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
-        beside = nearest(recipe.name, _recipes_in(recipe.parent))
-        near = recipe.parent / beside if beside else nearest(recipe.stem, names)
-        hint = f"did you mean {near}?" if near else f"the recipes of Slipstream are {one_of(names)}"
-        if not near and recipe.parent != Path():
-            hint = f"{recipe.parent} has {one_of(_recipes_in(recipe.parent)[:9] or ['no YAML file'])}"
-        reason = f"there is no such recipe file; {hint}"
+        reason = _absent(recipe)
     except IsADirectoryError:
         found = [str(recipe / name) for name in _recipes_in(recipe)] or ["FOLDER/recipe.yaml"]
         reason = f"this is a folder; expected a recipe file, such as {one_of(found[:3])}"
@@ -118,6 +127,21 @@ def _read_recipe(recipe: Path, document: Document) -> dict[str, object] | None:
         reason = f"the recipe cannot be read: {getattr(error, 'strerror', None) or error}"
     document.refuse([str(recipe)], reason)
     return None
+
+
+def _absent(recipe: Path) -> str:
+    """Return why there is no recipe of this name."""
+    if recipe.is_symlink():
+        return f"this is a link to {os.readlink(recipe)}, which is not there"
+    if "=" in recipe.name:
+        return "this is a setting; expected a recipe first, and settings after it"
+    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    beside = nearest(recipe.name, _recipes_in(recipe.parent))
+    near = recipe.parent / beside if beside else nearest(recipe.stem, names)
+    hint = f"did you mean {near}?" if near else f"the recipes of Slipstream are {one_of(names)}"
+    if not near and recipe.parent != Path():
+        hint = f"{recipe.parent} has {one_of(_recipes_in(recipe.parent)[:9] or ['no YAML file'])}"
+    return f"there is no such recipe file; {hint}"
 
 
 def _recipes_in(folder: Path) -> list[str]:
@@ -138,7 +162,9 @@ def _apply(override: str, document: Document) -> None:
     name, equals, text = override.partition("=")
     path = SPELLINGS.get(name.strip(), name.strip()).split(".")
     if not equals:
-        return document.refuse([f"override {shown(override)}"], NO_EQUALS)
+        is_recipe = override.endswith((".yaml", ".yml"))
+        reason = "expected one recipe, and then settings as key=value" if is_recipe else NO_EQUALS
+        return document.refuse([f"override {shown(override)}"], reason)
     if not all(path):
         reason = "a part of the key is empty; expected a key such as actor.optimizer.lr"
         return document.refuse([f"override {shown(override)}"], reason)
@@ -196,17 +222,28 @@ def _parse(text: str, path: tuple[str, ...], document: Document) -> object:
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        problem = " ".join(part for part in (error.context, error.problem) if part)
-        problem += "; indent with spaces" if "'\\t'" in problem else ""
-        raise _BadYaml(f"{where}{problem}") from error
+        raise _BadYaml(_described(error, text)) from error
     except yaml.reader.ReaderError as error:
         raise _BadYaml(f"character {error.position} is not allowed in YAML: {error.reason}") from error
     except (ValueError, OverflowError) as error:
         raise _BadYaml(f"a number cannot be read: {error}") from error
     except RecursionError as error:
         raise _BadYaml("nested too deeply") from error
+
+
+def _described(error: yaml.MarkedYAMLError, text: str) -> str:
+    """Return where PyYAML's error is, what it is, and the way out."""
+    problem = " ".join(part for part in (error.context, error.problem) if part)
+    # The problem's own mark is at the end of the key, which may be lines later.
+    is_key = error.context == "while scanning a simple key"
+    mark = (error.context_mark if is_key else error.problem_mark) or error.context_mark
+    ways = [way for part, way in _WAYS_OUT.items() if part in problem]
+    where = ""
+    if mark is not None:
+        where = f"line {mark.line + 1}, column {mark.column + 1}: "
+        line = text.split("\n")[mark.line : mark.line + 1]
+        ways += [_ODD] if line and _ODD_SPACE.search(line[0]) else []
+    return where + "; ".join([problem, *ways])
 
 
 def _check_keys(
@@ -236,6 +273,9 @@ def _check_keys(
             key_path, line = (*path, key.value), key.start_mark.line + 1
             if key.tag not in (_TAG + "str", _TAG + "merge"):
                 document.refuse(key_path, "a key must be text; write it in quotes")
+                node.value.remove(pair)
+            elif _ODD_SPACE.search(key.value):
+                document.refuse(key_path, f"line {line}: {_ODD}")
                 node.value.remove(pair)
             elif (first := lines.get(key.value)) is not None:
                 where = f"on lines {first} and {line}" if first != line else f"on line {line}"

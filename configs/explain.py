@@ -83,6 +83,16 @@ _QUOTED = {
 }
 """Texts that would be values without quotes, by the type of pydantic's error."""
 
+_BOOLEANS = {
+    **dict.fromkeys(("yes", "y", "on", "1"), "true"),
+    **dict.fromkeys(("no", "n", "off", "0"), "false"),
+}
+_NONE = ("none", "null", "nil")
+_NUMBER = re.compile(r"(?i)([-+]?(?:[1-9]\d{0,2}(?:,\d{3})+|\d*[.,]?\d+)(?:e[-+]?\d+)?) *(?:([kmb%])|f)?")
+_UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "%": 0.01}
+_VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
+"""Texts as people write them elsewhere."""
+
 _PATTERNS = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "letters, digits, '.', '_' and '-', the first a letter or a digit",
     r"^0?7[0-7][0145]$": "permissions in octal and in quotes, such as '0750': all for you, and no right to "
@@ -168,7 +178,39 @@ def expectation(problem: ErrorDetails, field: FieldInfo) -> str:
         words = problem["msg"].removeprefix("Input should be ")
     words += " or null" if type(None) in get_args(field.annotation) else ""
     is_quoted = kind in _QUOTED and _QUOTED[kind].fullmatch(str(problem["input"]))
-    return f"expected {words}" + (", without quotes" if is_quoted else "")
+    return f"expected {words}" + (", without quotes" if is_quoted else _meant(problem, kind, field))
+
+
+def _meant(problem: ErrorDetails, kind: str, field: FieldInfo) -> str:
+    """Return a question for the value that was meant, if what was given is one as elsewhere."""
+    text = str(problem["input"]).lower() if isinstance(problem["input"], str | int | float) else ""
+    meant: str | None = None
+    if _VARIABLE.search(text):
+        return "; variables are not read in a recipe"
+    if text in _NONE and type(None) in get_args(field.annotation):
+        meant = "null"
+    elif kind == "bool_type":
+        meant = _BOOLEANS.get(text)
+    elif kind in ("int_type", "float_type"):
+        meant = number_in(text, whole=kind == "int_type")
+    return f"; did you mean {meant}?" if meant else ""
+
+
+def number_in(text: str, *, whole: bool) -> str | None:
+    """Return the number that a text such as ``10k`` or ``0,5`` is for people; None: it is none.
+
+    >>> number_in("10k", whole=True), number_in("0,5", whole=False), number_in("2.5", whole=True)
+    ('10000', '0.5', None)
+    """
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        return None
+    digits, unit = match.groups()
+    is_grouped = re.match(r"[-+]?[1-9]\d{0,2}(,\d{3})+(?!\d)", digits)
+    value = float(digits.replace(",", "" if is_grouped else ".")) * _UNITS.get(unit or "", 1)
+    if value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return None if whole else repr(value)
 
 
 def is_item(problem: ErrorDetails) -> bool:
@@ -213,6 +255,10 @@ def unknown_key(
     setting of the section.
     """
     *outer, key = path
+    if "." in key and (dotted := join(*path)) in schema_paths(root):
+        *sections, setting = dotted.split(".")
+        nested = f"{': {'.join(sections)}: {{{setting}: {shown(value)}}}{'}' * (len(sections) - 1)}"
+        return f"unknown key; dots join keys on the command line only: write {nested}", [dotted]
     settings, name = list(section.model_fields), key.rpartition(".")[2]
     elsewhere = [other for other in schema_paths(root) if other.rpartition(".")[2] == name]
     elsewhere = [other for other in elsewhere if outer and other.startswith(f"{outer[0]}.")] or elsewhere

@@ -456,7 +456,11 @@ def _doctor_of_nodes(count: int, folder: Path) -> None:
 
 def main() -> None:
     """Run the command line. The user's own workflows and rewards are importable from where it is called."""
-    sys.path.insert(0, os.getcwd())
+    try:
+        sys.path.insert(0, os.getcwd())
+    except FileNotFoundError:
+        errors.print("the folder where slipstream is called is not there any more: change to one that is")
+        sys.exit(WrongInput.exit_code)
     for name in hiding_modules(Path()):
         errors.print(f"{name} here hides a module of that name from everything that is started: rename it")
     app()

@@ -1,5 +1,6 @@
 """Options and arguments that several commands have, and how what ends a command is reported."""
 
+import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -9,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from slipstream.backend.commands.outcome import CommandError, WrongInput
+from slipstream.backend.commands.outcome import CommandError, Failed, WrongInput
 from slipstream.configs.violations import RecipeError
 
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -71,6 +72,19 @@ def reported() -> Iterator[None]:
         name = error.filename if error.filename is not None else "a file"
         errors.print(f"{name}: {error.strerror}; expected a path that you may use", markup=False)
         raise typer.Exit(WrongInput.exit_code) from None
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            name = error.filename if error.filename is not None else "the output"
+            errors.print(f"failed: {name} cannot be written: {error.strerror}", markup=False)
+            raise typer.Exit(Failed.exit_code) from None
+        if error.errno not in OF_PATHS or error.filename is None:
+            raise
+        errors.print(f"{error.filename}: {error.strerror}; expected another path", markup=False)
+        raise typer.Exit(WrongInput.exit_code) from None
+
+
+OF_PATHS = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS}
+"""Errors of paths that lead to something else than was expected."""
 
 
 NEEDED = sys.stdlib_module_names | {

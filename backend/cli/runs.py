@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from slipstream.backend.cli.options import Json, errors, reported
-from slipstream.backend.commands.outcome import Failed, WrongInput
+from slipstream.backend.commands.outcome import Failed, WrongInput, no_run
 
 
 def audit(
@@ -23,6 +23,8 @@ def audit(
         from slipstream.backend.commands import audit as auditing
         from slipstream.rollout.ledger.storage.database import LedgerError
 
+        if not run.is_dir():
+            raise WrongInput(no_run(run, "ledger"))
         try:
             if hints:
                 for line in auditing.hints_as_json(run):

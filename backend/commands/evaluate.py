@@ -106,6 +106,8 @@ def evaluate(
 
     Raises WrongInput when the inputs cannot be used, and Failed when an episode has none of what it needs.
     """
+    if not math.isfinite(temperature):
+        raise WrongInput(f"--temperature {temperature}: expected a finite number, such as 1")
     if samples > 1 and temperature == 0:
         raise WrongInput(
             f"--samples {samples} with --temperature 0: all samples of a prompt would be equal; expected a "

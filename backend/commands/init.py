@@ -53,7 +53,7 @@ def init(folder: Path, model: Path | None = None) -> list[Path]:
 
 def _run_name(folder: Path) -> str:
     """Return the name of the folder as that of a run."""
-    return re.sub("[^A-Za-z0-9._-]+", "-", folder.resolve().name).lstrip("._-") or "my-run"
+    return re.sub("[^A-Za-z0-9._-]+", "-", Path(os.path.realpath(folder)).name).lstrip("._-") or "my-run"
 
 
 def _contents(model: Path | None, name: str) -> dict[str, str]:

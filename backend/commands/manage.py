@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.backend.commands import slurm_jobs
-from slipstream.backend.commands.outcome import Failed, WrongInput
+from slipstream.backend.commands.outcome import Failed, WrongInput, not_a_folder
 from slipstream.backend.commands.slurm_jobs import JobFacts
 from slipstream.backend.driver.start.job import SUBMITTED, job_in
 from slipstream.backend.driver.start.run_folder import LOGS, OF_A_RUN
@@ -71,7 +71,7 @@ def standing(run: str) -> Standing:
     if not folder.is_dir() and run.replace("_", "", 1).isdigit():
         return _standing_of_job(run)
     if not folder.is_dir() or not any((folder / name).exists() for name in (SUBMITTED, *OF_A_RUN)):
-        why = "it is not the folder of a run" if folder.is_dir() else "there is no such folder"
+        why = "it is not the folder of a run" if folder.is_dir() else not_a_folder(folder)
         raise WrongInput(
             f"{run}: {why}; expected the folder of a run, such as runs/quickstart, or the number of a job of "
             "Slurm"

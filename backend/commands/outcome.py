@@ -32,12 +32,26 @@ class WrongInput(CommandError):
     exit_code = 2
 
 
+def not_a_folder(folder: Path) -> str:
+    """Return what is at the path of a folder that is none."""
+    return "this is a file" if folder.exists() else "no such folder"
+
+
+def cannot_hold(file: Path, name: str) -> list[str]:
+    """Return why a file cannot be written. ``name``: how it is called by default."""
+    if file.is_dir():
+        return [f"{file}: this is a folder; expected a file to write, such as {file / name}"]
+    if not file.parent.is_dir():
+        return [f"{file}: there is no folder {file.parent}: make it, or name another file"]
+    return []
+
+
 def no_run(folder: Path, lacks: str) -> str:
     """Return why a folder is not that of a run. It names a run in the folder, if there is one.
 
     ``lacks``: the files that are not in it, in words.
     """
-    why = f"no {lacks} in it" if folder.is_dir() else "no such folder"
+    why = f"no {lacks} in it" if folder.is_dir() else not_a_folder(folder)
     runs = [
         path.parent for pattern in ("*", "runs/*") for path in sorted(folder.glob(f"{pattern}/metrics.jsonl"))
     ]

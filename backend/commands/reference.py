@@ -301,6 +301,8 @@ class Commands(TyperGroup):
         return _without_values(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        if args[0].endswith((".yaml", ".yml")):
+            ctx.fail(f"expected a command before the recipe, such as train {args[0]}")
         name, command, rest = super().resolve_command(ctx, args)
         parameters = [] if command is None else command.params
         if command is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.backend.commands.audit import audit_run
-from slipstream.backend.commands.outcome import Failed, WrongInput, no_run
+from slipstream.backend.commands.outcome import Failed, WrongInput, cannot_hold, no_run
 from slipstream.backend.driver.start.identity import INPUTS
 from slipstream.backend.monitor.course import read_course
 from slipstream.backend.monitor.metrics import METRICS_FILE
@@ -31,8 +31,8 @@ def report(runs: Sequence[Path], out: Path | None, *, audit: bool) -> Path:
 
     ``out``: by default report.html in the folder of the first run. Raises WrongInput and Failed.
     """
-    _check(runs)
-    target = out or runs[0] / "report.html"
+    target = out or runs[0] / PAGE
+    _check(runs, target)
     try:
         data = [
             run_data(run, _audited(run) if audit else NOT_AUDITED, episode_bytes=EPISODE_BYTES // len(runs))
@@ -45,25 +45,30 @@ def report(runs: Sequence[Path], out: Path | None, *, audit: bool) -> Path:
         page = render(data, differences(recipes) if len(runs) > 1 else [])
     except OSError as error:
         raise Failed(f"cannot read {error.filename or 'a run'}: {error.strerror or error}") from error
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    # A device or a pipe is written to, and not replaced by a file.
+    is_special = target.exists() and not target.is_file()
+    partial = target if is_special else target.with_name(f".{target.name}.{os.getpid()}")
     try:
         partial.write_text(page, encoding="utf-8")
-        partial.replace(target)
+        if not is_special:
+            partial.replace(target)
     except OSError as error:
         raise Failed(f"cannot write {target}: {error.strerror}; choose another file with -o") from error
     return target
 
 
+PAGE = "report.html"
 NOT_AUDITED = AuditResult("none", ("not asked for",))
 
 
-def _check(runs: Sequence[Path]) -> None:
+def _check(runs: Sequence[Path], target: Path) -> None:
     wrong = [
         no_run(run, f"{METRICS_FILE} or {INPUTS}")
         for run in runs
         if not any((run / name).exists() for name in (METRICS_FILE, INPUTS))
     ]
-    if len({run.resolve() for run in runs}) < len(runs):
+    wrong += cannot_hold(target, PAGE) if not wrong else []
+    if len(set(map(os.path.realpath, runs))) < len(runs):
         wrong.append("a run is named twice; expected different folders")
     if len(runs) > MOST_RUNS:
         wrong.append(f"{len(runs)} runs; expected {MOST_RUNS} or fewer on one page")
@@ -90,7 +95,9 @@ def write_trace(run: Path, out: Path) -> str:
     Raises WrongInput and Failed.
     """
     if not list(run.glob(TRACES)):
-        raise WrongInput(f"{run}: no file {TRACES} in it; expected the folder of a run of `slipstream train`")
+        raise WrongInput(no_run(run, f"file {TRACES}"))
+    if problems := cannot_hold(out, "trace.json"):
+        raise WrongInput("\n".join(problems))
     try:
         events = trace_events(read_events(run))
         if not events:

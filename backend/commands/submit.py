@@ -58,6 +58,7 @@ _SEVERAL = re.compile(r"\s--?[a-z]")
 _FREE_TEXT = ("--comment", "--job-name", "-J")
 
 _SEEDS = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
+_RANGE = re.compile(r"(\d+)-(\d+)")
 _JOB = re.compile(r"\d+(_\d+)?")
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<fields>\d+(?::\d+){0,2})")
 
@@ -287,7 +288,7 @@ def option_problems(options: JobOptions) -> list[str]:
     """Return what is wrong with the options of a job, whatever its recipe."""
     problems: list[str] = []
     try:
-        limit = seconds(options.time) if options.time else None
+        limit = None if options.time is None else seconds(options.time)
     except WrongInput as error:
         limit, problems = None, [str(error)]
     if limit is not None and limit < SHORTEST_S:
@@ -297,6 +298,11 @@ def option_problems(options: JobOptions) -> list[str]:
         )
     if options.seeds is not None and _SEEDS.fullmatch(options.seeds) is None:
         problems.append(f"--array: {options.seeds!r} found, seeds such as 1,2,5 or 0-9 or 0-9%2 expected")
+    for first, last in _RANGE.findall(options.seeds or ""):
+        if int(first) > int(last):
+            problems.append(
+                f"--array: '{first}-{last}' found, the smaller seed first expected: {last}-{first}"
+            )
     if options.after is not None and _JOB.fullmatch(options.after) is None:
         problems.append(f"--after: {options.after!r} found, the number of a job expected, such as 1234")
     return problems

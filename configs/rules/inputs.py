@@ -262,6 +262,8 @@ def prompts_exist(config: RunConfig) -> Iterator[Violation]:
             is_there, absent = os.path.isfile(path), "there is no such file"
             if os.path.isdir(path):
                 absent = "this is a folder, expected a file, or a name with a *"
+            elif os.path.exists(path):
+                absent = "this is a pipe or a device, expected a file"
         if not is_there and (closed := _closed(path)):
             yield Violation(file.setting, str(path), closed)
         elif not is_there:

@@ -70,6 +70,8 @@ def rows(path: Path, problems: Problems) -> Iterator[tuple[int, object]]:
         yield from enumerate(_parquet_rows(path), start=1)
         return
     is_first = True
+    if path.is_fifo() or path.is_char_device():
+        raise PromptError(f"{path}: this is a pipe or a device; expected a file that can be read again")
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():

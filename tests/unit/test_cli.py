@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from slipstream.backend.cli import app
+from slipstream.backend.cli import app, main
 from slipstream.backend.cli.options import hiding_modules
 from tests.environment import environment
 from tests.models import make_checkpoint
@@ -220,3 +220,26 @@ def test_a_file_that_hides_a_needed_module_is_named(tmp_path):
     (tmp_path / "torch" / "__init__.py").touch()
     assert hiding_modules(tmp_path) == ["json.py", "torch"]
     assert hiding_modules(tmp_path / "absent") == [] and hiding_modules(ROOT) == []
+
+
+def test_an_output_without_room_is_told():
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "slipstream.backend.cli", "settings", "run.name"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            timeout=300,
+        )
+    assert ended.returncode == 1 and ended.stderr.startswith("failed: the output cannot be written: No space")
+
+
+def test_a_folder_that_is_gone_is_told(tmp_path, monkeypatch, capsys):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "is not there any more" in capsys.readouterr().err

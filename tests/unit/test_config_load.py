@@ -522,6 +522,32 @@ def test_random_overrides_raise_recipe_errors_only(recipe, overrides):
         assert error.violations
 
 
+def test_a_link_to_a_recipe_that_is_not_there_is_told(tmp_path):
+    (tmp_path / "link.yaml").symlink_to("absent.yaml")
+    with pytest.raises(RecipeError, match=r"this is a link to absent\.yaml, which is not there"):
+        load_recipe(tmp_path / "link.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "whole", "meant"),
+    [
+        ("10k", True, "10000"),
+        ("1.5m", True, "1500000"),
+        ("1,000,000", True, "1000000"),
+        ("1,5", False, "1.5"),
+        ("-0,25", False, "-0.25"),
+        ("50 %", False, "0.5"),
+        ("2.5", True, None),
+        ("1,00,0", True, None),
+        ("k", True, None),
+        ("", False, None),
+        ("10^-6", False, None),
+    ],
+)
+def test_numbers_are_understood_as_people_write_them(text, whole, meant):
+    assert explain.number_in(text, whole=whole) == meant
+
+
 def test_every_pattern_of_the_schema_is_told_in_words():
     for root in (RunConfig, SupervisedConfig):
         for path, _, about in schema_fields(root):

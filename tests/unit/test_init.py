@@ -97,6 +97,9 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("mine")
     code, said = made(tmp_path / "file" / "deeper")
     assert code == 2 and "Not a directory" in said
+    (tmp_path / "loop").symlink_to("loop")
+    code, said = made(tmp_path / "loop")
+    assert code == 2 and "expected a folder that can be made" in said
 
 
 def test_what_comes_next_can_be_pasted(tmp_path):

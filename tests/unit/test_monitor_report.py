@@ -1,6 +1,8 @@
 """The report of a run: what is read of its folder, and that the page holds it as data, never as markup."""
 
+import fcntl
 import json
+import os
 import re
 from collections import Counter
 from itertools import pairwise
@@ -223,3 +225,17 @@ def test_a_folder_without_a_run_is_refused_with_every_reason(tmp_path):
         report([tmp_path], None, audit=False)
     with pytest.raises(WrongInput, match="no file trace"):
         write_trace(tmp_path, tmp_path / "trace.json")
+
+
+def test_a_pipe_is_written_to_and_stays(tmp_path):
+    pipe, run = tmp_path / "pipe", tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 1 << 20)  # holds the page while nobody reads
+        report([run], pipe, audit=False)
+        assert pipe.is_fifo() and os.read(reader, 1 << 20).startswith(b"<!doctype html>")
+    finally:
+        os.close(reader)

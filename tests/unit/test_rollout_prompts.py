@@ -90,6 +90,12 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path):
         read_prompts(PromptFile(file))
 
 
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(PromptError, match="this is a pipe or a device; expected a file"):
+        read_prompts(PromptFile(tmp_path / "pipe.jsonl"))
+
+
 def test_a_missing_file_is_an_os_error(tmp_path):
     for name in ("a.jsonl", "a.parquet"):
         with pytest.raises(OSError, match=name):

@@ -8,7 +8,17 @@ import pytest
 from slipstream.backend.driver.start.plugin_process import imported_plugin_problems
 from slipstream.configs.schema import RunConfig
 from tests.unit.test_rollout_gpu_environment import VALID
-from tests.wrong_inputs import data, failing_episodes, logs, machine, models, plugins, recipes, supervised
+from tests.wrong_inputs import (
+    data,
+    failing_episodes,
+    logs,
+    machine,
+    models,
+    plugins,
+    recipes,
+    spellings,
+    supervised,
+)
 from tests.wrong_inputs.episodes import let_fail
 from tests.wrong_inputs.inputs import hand_in
 from tests.wrong_inputs.world import make_model
@@ -29,6 +39,7 @@ INPUTS = [
     *supervised.CASES,
     *machine.CASES,
     *logs.CASES,
+    *spellings.CASES,
 ]
 EPISODES = failing_episodes.CASES[::3]
 

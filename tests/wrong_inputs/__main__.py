@@ -13,6 +13,7 @@ from tests.wrong_inputs import (
     models,
     plugins,
     recipes,
+    spellings,
     supervised,
 )
 from tests.wrong_inputs.episodes import let_fail
@@ -27,6 +28,7 @@ INPUTS = {
     "sft": supervised.CASES,
     "machine": machine.CASES,
     "log": logs.CASES,
+    "spelling": spellings.CASES,
 }
 
 

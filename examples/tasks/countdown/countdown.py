@@ -1,12 +1,12 @@
-"""Countdown: signs between three numbers that give the target. A calculator says what a try gives.
+"""Countdown: signs between three numbers that give the target. A calculator says whether a try is right.
 
     prompt  14 5 2 = 11
-    policy  [calc(e="14+5+2")]
-    tool    21
-    policy  [calc(e="14+5-2")]
-    tool    17
-    policy  [calc(e="14-5+2")]
-    tool    11
+    policy  [calc(e="14+5+2 = 11")]
+    tool    no
+    policy  [calc(e="14+5-2 = 11")]
+    tool    no
+    policy  [calc(e="14-5+2 = 11")]
+    tool    yes
     policy  14-5+2
 
 The demonstrations try the signs in one order, and often give up after a wrong result.
@@ -38,12 +38,13 @@ def value_of(expression: str) -> int | None:
     return int(first) + int(sign + second) + int(last_sign + third)
 
 
-async def calc(e: str) -> int:
-    """Return the value of three numbers with signs between them."""
-    value = value_of(e)
+async def calc(e: str) -> str:
+    """Say whether three numbers with signs between them have a value, such as ``14-5+2 = 11``."""
+    expression, _, target = e.partition(" = ")
+    value = value_of(expression)
     if value is None:
         raise ToolError("no term")
-    return value
+    return "yes" if str(value) == target else "no"
 
 
 def tries(numbers: str) -> list[str]:
@@ -60,11 +61,11 @@ def draw(rng: random.Random, progress: float) -> Problem:
 
 def demonstrate(problem: Problem, rng: random.Random) -> list[Message]:
     messages = [{"role": "system", "content": "calc"}, {"role": "user", "content": problem.prompt}]
-    expression = ""
-    for expression in tries(problem.prompt.partition(" = ")[0]):
+    (numbers, _, target), expression = problem.prompt.partition(" = "), ""
+    for expression in tries(numbers):
         messages += [
-            {"role": "assistant", "content": f'[calc(e="{expression}")]'},
-            {"role": "tool", "content": str(value_of(expression))},
+            {"role": "assistant", "content": f'[calc(e="{expression} = {target}")]'},
+            {"role": "tool", "content": "yes" if expression == problem.label else "no"},
         ]
         if expression == problem.label or rng.random() < GIVES_UP:
             break
@@ -80,7 +81,7 @@ def score(prompt: Prompt, response: str, trajectory: Trajectory) -> float:
 NUMBERS = list(map(str, range(31)))
 prepare = partial(
     quickstart.prepare,
-    task=Task(draw, demonstrate, [*NUMBERS, "+", "-", " ", " = ", '[calc(e="', '")]', "calc"]),
+    task=Task(draw, demonstrate, [*NUMBERS, "+", "-", " ", " = ", '[calc(e="', '")]', "calc", "yes", "no"]),
     held_out=120,
     warm_start_steps=200,
 )

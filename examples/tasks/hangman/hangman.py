@@ -25,7 +25,7 @@ SYLLABLES = ["ba", "de", "fi", "go", "ku", "la", "me", "no"]
 LETTERS = sorted(set("".join(SYLLABLES)))
 MISSES = 3
 """Number of misses that lose the game."""
-SKILL = 0.35
+SKILL = 0.45
 """Probability that a demonstration guesses what is hidden; else it guesses any letter."""
 
 
@@ -73,4 +73,6 @@ def score(prompt: Prompt, response: str, trajectory: Trajectory) -> float:
     return trajectory.turn_rewards[-1][1] or 0.0
 
 
-prepare = partial(quickstart.prepare, task=Task(draw, demonstrate, [*LETTERS, "_"]), held_out=120)
+prepare = partial(
+    quickstart.prepare, task=Task(draw, demonstrate, [*LETTERS, "_"]), held_out=120, warm_start_steps=240
+)

@@ -67,4 +67,9 @@ def _searched(query: str, found: str) -> list[Message]:
 
 
 WORDS = ["city of ", "land of ", " lives in ", " lies in ", '[find(q="', '")]', "find"]
-prepare = partial(quickstart.prepare, task=Task(draw, demonstrate, [*SYLLABLES, *WORDS]), held_out=80)
+prepare = partial(
+    quickstart.prepare,
+    task=Task(draw, demonstrate, [*SYLLABLES, *WORDS]),
+    held_out=80,
+    warm_start_steps=160,
+)

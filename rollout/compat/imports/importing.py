@@ -48,8 +48,9 @@ def import_recipe(system: str, words: Sequence[str], out: Path) -> ImportedRecip
     keys.
     """
     files = [Path(word) for word in words if Path(word).is_file() or not OVERRIDE.fullmatch(word)]
-    if absent := [str(file) for file in files if not file.is_file()]:
-        raise UnreadableScript(f"{', '.join(absent)}: no such file; expected a configuration of {system}")
+    if absent := [file for file in files if not file.is_file()]:
+        why = "this is a folder" if any(file.is_dir() for file in absent) else "no such file"
+        raise UnreadableScript(f"{', '.join(map(str, absent))}: {why}; expected a configuration of {system}")
     if not files:
         raise UnreadableScript("expected a file to read before the overrides")
     if out.exists():

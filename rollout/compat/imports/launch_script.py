@@ -129,7 +129,13 @@ class _Reader:
 
     def read(self, path: Path, depth: int) -> None:
         command: list[str] = []
-        for token in _tokens(path.read_text(encoding="utf-8")):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UnreadableScript(
+                f"{path}: this is not UTF-8 text: {error.reason}; save it as UTF-8"
+            ) from None
+        for token in _tokens(text):
             if isinstance(token, _Array):
                 words = self._expanded(token.words)
                 self._arrays[token.name] = [*self._arrays.get(token.name, ())] * token.appends + words
