@@ -1,12 +1,21 @@
 """Shard-to-shard publishing between real processes: what arrives, and whom a failure costs."""
 
 import re
+import threading
+from unittest.mock import Mock
 
 import numpy as np
+import pytest
 
+from slipstream.bridge.engine.orders import Meeting, RankAnswer
+from slipstream.bridge.group.store import put, serve_store
 from slipstream.bridge.publish.publication import Timeouts
+from slipstream.bridge.transport.commands import done_key
+from slipstream.bridge.transport.ordering import TransferFailed
+from slipstream.bridge.transport.sender import ShardSender
+from slipstream.bridge.transport.shards import ShardTransport
 from tests.ranks import run_ranks
-from tests.shard_publishing import TIMEOUT_S, publish_thrice, tensors_of
+from tests.shard_publishing import PATIENT, TIMEOUT_S, publish_thrice, tensors_of
 
 
 def assert_holds(weights: dict[str, list[dict[str, np.ndarray]]], version: int) -> None:
@@ -72,3 +81,35 @@ def test_an_engine_that_stands_still_in_a_transfer_holds_the_others_up_for_its_a
     assert seconds[2] < limit_s
     assert versions == {"one": 3, "doomed": 1, "two": 3}
     assert_holds(weights, 3)
+
+
+def head_and_ranks(count: int, timeouts: Timeouts) -> tuple[ShardTransport, list[ShardSender]]:
+    store = serve_store("127.0.0.1", 0, 1, TIMEOUT_S, wait=False)
+    meeting = Meeting("127.0.0.1", store.port, TIMEOUT_S)
+    transport = ShardTransport(
+        store, meeting, [], trainer_ranks=count, backend="gloo", timeouts=timeouts, engines=1, digests=False
+    )
+    ranks = [
+        ShardSender(Mock(), [{}], rank, meeting, backend="gloo", timeout_s=TIMEOUT_S) for rank in range(count)
+    ]
+    return transport, ranks
+
+
+def test_the_head_keeps_its_store_until_every_rank_has_read_the_end_of_a_publication():
+    transport, ranks = head_and_ranks(2, PATIENT)
+    for _ in "12":
+        finishing = threading.Thread(target=transport.finish, daemon=True)
+        finishing.start()
+        ranks[0].follow()
+        finishing.join(0.1)
+        assert finishing.is_alive(), "rank 1 has not read the end"
+        ranks[1].follow()
+        finishing.join(TIMEOUT_S)
+        assert not finishing.is_alive()
+
+
+def test_a_rank_that_does_not_read_the_end_of_a_publication_is_named():
+    transport, _ = head_and_ranks(2, Timeouts(0.2, 0.2))
+    put(transport._store, done_key(0, 0), RankAnswer())
+    with pytest.raises(TransferFailed, match=r"ranks \[1\] of the trainer .* the publication within 0.2 s"):
+        transport.finish()
