@@ -1,6 +1,7 @@
 """Local ranks: the first failure ends all of them, says whose it was, and none outlives its parent."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -39,6 +40,17 @@ def waits(rank, folder: Path) -> None:
     time.sleep(60)
 
 
+def serves_and_returns_or_watches(rank, folder: Path) -> bool:
+    """Return on rank 1 whether rank 0, which has returned, ends within half a second."""
+    if rank.rank == 0:
+        (folder / "0.tmp").write_text(str(os.getpid()))
+        (folder / "0.tmp").rename(folder / "0")
+        return False
+    until((folder / "0").exists)
+    process = os.pidfd_open(int((folder / "0").read_text()))
+    return bool(select.select([process], [], [], 0.5)[0])
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -59,6 +71,11 @@ def test_results_come_in_the_order_of_ranks_each_from_a_process_of_its_own():
     pids = {pid for *_, pid in found} | {os.getpid()}
     assert len(pids) == 3
     assert not any(is_alive(pid) for pid in pids - {os.getpid()})
+
+
+def test_no_rank_ends_before_all_have_answered(tmp_path):
+    """The first rank hosts the store of all, and each holds one end of the others' connections."""
+    assert run_ranks(2, serves_and_returns_or_watches, tmp_path, timeout_s=60) == [False, False]
 
 
 def test_a_rank_that_raises_ends_the_others_and_its_traceback_is_kept(tmp_path):
