@@ -37,14 +37,14 @@ async def serving(most: int | None = None):
 async def answered(reader: asyncio.StreamReader) -> bool:
     """Read one answer. Return False if the connection is closed instead."""
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
     except (asyncio.IncompleteReadError, ConnectionError):
         return False
 
 
 async def closed(reader: asyncio.StreamReader) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         try:
             while await reader.read(100):
                 pass
@@ -68,12 +68,12 @@ def test_a_connection_that_sends_no_whole_request_is_closed(sent, monkeypatch):
 
 
 def test_a_connection_that_rests_between_requests_stays(monkeypatch):
-    monkeypatch.setattr(port, "HEAD_S", 0.3)
+    monkeypatch.setattr(port, "HEAD_S", 1.0)
 
     async def main():
         async with serving() as address:
             reader, writer = await asyncio.open_connection(*address)
-            for _ in range(3):
+            for _ in range(2):
                 writer.write(REQUEST)
                 assert await answered(reader)
                 idle, _ = await asyncio.open_connection(*address)
