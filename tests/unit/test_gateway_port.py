@@ -8,6 +8,7 @@ import pytest
 
 from slipstream.rollout.gateway import port
 from slipstream.rollout.gateway.port import PortServer
+from tests.unit.doubles import PutForward
 
 REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nab"
 HALVES = [b"", REQUEST[:9], REQUEST[:-12], REQUEST[:-1], REQUEST + REQUEST[:9], REQUEST + REQUEST[:-1]]
@@ -67,20 +68,23 @@ def test_a_connection_that_sends_no_whole_request_is_closed(sent, monkeypatch):
     asyncio.run(main())
 
 
-def test_a_connection_that_rests_between_requests_stays(monkeypatch):
-    monkeypatch.setattr(port, "HEAD_S", 1.0)
-
+def test_a_connection_that_rests_between_requests_stays():
     async def main():
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, PutForward)
         async with serving() as address:
             reader, writer = await asyncio.open_connection(*address)
-            for _ in range(2):
+            for _ in range(3):
                 writer.write(REQUEST)
                 assert await answered(reader)
                 idle, _ = await asyncio.open_connection(*address)
+                await asyncio.sleep(0.05)  # it is accepted
+                loop.forward_s += 1.5 * port.HEAD_S
                 await closed(idle)  # the time of one that has sent nothing is up
             writer.close()
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=PutForward) as runner:
+        runner.run(main())
 
 
 @pytest.mark.parametrize("sent", HALVES)
