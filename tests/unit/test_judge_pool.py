@@ -242,10 +242,9 @@ def test_a_pool_that_is_closed_as_soon_as_it_is_open_leaves_nothing(judging):
     ],
 )
 def test_a_reward_that_cannot_start_is_an_error_at_the_start(judging, reward, args, expected):
+    limit_s = 10 if args == {"how": "sleeps"} else 240  # its imports are over by then
     with pytest.raises(JudgeStartFailed, match=expected) as failed:
-        judging.ask(
-            ["1"], reward, args, processes=2, start_timeout_s=10
-        )  # it has imported its modules by then
+        judging.ask(["1"], reward, args, processes=2, start_timeout_s=limit_s)
     assert f"tests.unit.judge_rewards.{reward}" in str(failed.value)
 
 
