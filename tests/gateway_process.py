@@ -78,7 +78,7 @@ class GatewayProcess:
         )
         port = self._port()
         self.url = f"http://127.0.0.1:{port}"
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=60)
 
     def _port(self) -> int:
         assert self._process.stdout is not None

@@ -20,7 +20,7 @@ from slipstream.rollout.reward.code_tests import CodeTests
 from slipstream.rollout.tokens.trajectory import Prompt
 from tests.unit.judging import trajectory
 
-LIMITS = {"type": "local", "wall_s": 8, "cpu_s": 4}
+LIMITS = {"type": "local", "wall_s": 60, "cpu_s": 4}
 
 ASSERTS = ["assert add(3, 4) == 7", "assert add(10, 5) == 15", "assert add(-1, 1) == 0"]
 CHECK = "def check(candidate):\n    for a in range(3):\n        assert candidate(a, 9) == a + 9\ncheck(add)"

@@ -28,7 +28,8 @@ HF = {
     "tie_word_embeddings": False,
 }
 LAYOUT = Layout(tensor=2)
-TIMEOUT_S = 60
+TIMEOUT_S = 600
+"""More than a test may take: who waits for it fails."""
 PATIENT = Timeouts(TIMEOUT_S, TIMEOUT_S)
 
 

@@ -1,7 +1,7 @@
 """Runs a function in several processes of this machine, one for each rank of a process group.
 
-No process outlives the call: all are killed when the first one fails or the call is interrupted, and a thread
-in each ends it when the process that started it is gone.
+No process outlives the call, nor ends before all have answered: all are killed when the last one has, when
+one fails or when the call is interrupted. A thread in each ends it when its parent is gone.
 """
 
 import multiprocessing
@@ -166,7 +166,8 @@ def _main(
     args: tuple[object, ...],
     out: Connection,
 ) -> None:
-    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    parent = threading.Thread(target=_end_with_parent, name="parent", daemon=True)
+    parent.start()
     import torch
 
     from slipstream.backend.megatron.parallel import RankSpec
@@ -177,6 +178,7 @@ def _main(
         out.send(_Returned(function(RankSpec(rank, world_size, HOST, port), *args)))
     except Exception as error:
         out.send(_Raised(f"{type(error).__name__}: {error}", traceback.format_exc()))
+    parent.join()  # a rank that ended now would close its connections to ranks still at work, and its store
 
 
 def _end_with_parent() -> None:

@@ -42,7 +42,7 @@ class Drop(msgspec.Struct, tag="drop", frozen=True):
 
 
 class End(msgspec.Struct, tag="end", frozen=True):
-    """The publication has ended."""
+    """The publication has ended. The head waits for the answers: its store may close afterwards."""
 
 
 Command = Compile | Connect | Send | Drop | End

@@ -90,6 +90,7 @@ class ShardSender:
             command: Command = fetch(self._store, command_key(number), cast("type[Command]", Command))
             match command:
                 case End():
+                    self._answer(self._store, number, RankAnswer)
                     return
                 case Compile():
                     self._answer(self._store, number, lambda command=command: self._compile(command))

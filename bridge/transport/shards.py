@@ -16,6 +16,7 @@ import itertools
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from slipstream.bridge.engine import orders
@@ -108,8 +109,23 @@ class ShardTransport:
             self._drop(address)
 
     def finish(self) -> None:
-        """Let the trainer's ranks go. Must be called after every publication, successful or not."""
-        self._command(commands.End())
+        """Let the trainer's ranks go. Must be called after every publication, successful or not.
+
+        The store may close when this returns: every rank has read the end. Raises TransferFailed if one has
+        not in time.
+        """
+        number = self._command(commands.End())
+        keys = [done_key(number, rank) for rank in range(self._trainer_ranks)]
+        limit_s = self._timeouts.transfer_s
+        try:
+            self._store.wait(keys, timedelta(seconds=limit_s))
+        except RuntimeError as error:
+            ranks = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise TransferFailed(
+                f"ranks {ranks} of the trainer have not read the end of the publication within {limit_s:g} s"
+            ) from error
+        for key in (command_key(number), *keys):
+            self._store.delete_key(key)
 
     # ---- steps of one engine
 

@@ -168,7 +168,7 @@ async def leave_requests(base_url: str, api_key: str, prompt: str, metadata: dic
     policy = client(base_url, api_key)
     await say(policy, [user("#say one")])
     left = asyncio.create_task(say(policy, [user("#hold #chunk=1 #say never")]))
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(1.5)  # until it has arrived
     LEFT.append((left, policy))
     return 1.0
 
@@ -182,7 +182,7 @@ async def look_back(base_url: str, api_key: str, prompt: str, metadata: dict[str
     statuses: list[float] = []
     for asking in (left, say(policy, [user("#say two")])):
         try:
-            await asyncio.wait_for(asking, 5)
+            await asyncio.wait_for(asking, 60)
         except openai.APIStatusError as error:
             statuses.append(error.status_code)
     await policy.close()

@@ -22,7 +22,7 @@ PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgG
 def eventually(condition) -> None:
     """Wait until something holds that another process does by itself."""
     waiting = threading.Event()
-    for _ in range(500):
+    for _ in range(3000):
         if condition():
             return
         waiting.wait(0.02)
@@ -195,7 +195,7 @@ class OpenClaw:
     """A client as OpenClaw is configured for a server that trains: a bearer key, and keys in the body."""
 
     def __init__(self, url: str, session: str) -> None:
-        self._http = httpx.Client(base_url=url, headers=ANNA, timeout=30)
+        self._http = httpx.Client(base_url=url, headers=ANNA, timeout=60)
         self._session = session
         self.messages: list = [{"role": "developer", "content": [text("You are Claw.")]}]
 
@@ -288,7 +288,7 @@ def test_requests_that_race_in_one_session_get_their_own_answers_and_next_states
         reply = http.post(CHAT, json={"messages": messages, "session_id": "race"})
         return reply.json()["choices"][0]["message"]
 
-    with httpx.Client(base_url=gateway.url, headers=ANNA, timeout=30) as http, ThreadPoolExecutor(8) as pool:
+    with httpx.Client(base_url=gateway.url, headers=ANNA, timeout=60) as http, ThreadPoolExecutor(8) as pool:
         go = ask(http, first)
         questions = [{"role": "user", "content": f"#hold #say answer {place}"} for place in range(8)]
         asked = [pool.submit(ask, http, [*first, go, question]) for question in questions]
@@ -323,7 +323,7 @@ def test_a_next_state_that_comes_before_the_answer_has_ended_waits_for_it(gatewa
     gateway.control(hold=True)
     question = {"role": "user", "content": "#hold #say A long answer"}
     correction = {"role": "user", "content": "stop, do this #say Well"}
-    with httpx.Client(base_url=gateway.url, headers=ANNA, timeout=30) as http:
+    with httpx.Client(base_url=gateway.url, headers=ANNA, timeout=60) as http:
         body = {"messages": [question], "session_id": "early", "stream": True}
         with http.stream("POST", CHAT, json=body) as reply:
             lines = reply.iter_lines()

@@ -40,7 +40,7 @@ def test_every_protocol_is_traced_and_its_rewards_find_the_span(traced, path, op
     process, collector = traced
     headers = {**ANNA, "traceparent": f"00-{TRACE}-{PARENT}-01"}
     reply = httpx.post(
-        process.url + path, json={**BODIES[path], "stream": stream}, headers=headers, timeout=30
+        process.url + path, json={**BODIES[path], "stream": stream}, headers=headers, timeout=60
     )
     assert reply.status_code == 200
     span = collector.next()
@@ -63,7 +63,7 @@ def test_every_protocol_is_traced_and_its_rewards_find_the_span(traced, path, op
 
 def test_calls_and_their_results_are_parts_of_messages(traced):
     process, collector = traced
-    with httpx.Client(base_url=process.url, headers=ANNA, timeout=30) as http:
+    with httpx.Client(base_url=process.url, headers=ANNA, timeout=60) as http:
         asked: list[dict[str, Any]] = [{"role": "user", "content": f"#say {CALL}"}]
         message = http.post(CHAT, json={"messages": asked, "tools": TOOLS}).json()["choices"][0]["message"]
         [call] = message["tool_calls"]
@@ -86,7 +86,7 @@ def test_calls_and_their_results_are_parts_of_messages(traced):
 
 def test_a_client_that_goes_and_a_refusal_are_errors_and_counted_tokens_are_no_span(traced):
     process, collector = traced
-    with httpx.Client(base_url=process.url, headers=ANNA, timeout=30) as http:
+    with httpx.Client(base_url=process.url, headers=ANNA, timeout=60) as http:
         http.post("/v1/messages/count_tokens", json=BODIES["/v1/messages/count_tokens"]).raise_for_status()
         process.control(hold=True)
         body = {"messages": [{"role": "user", "content": "#hold #say Hello, I am long"}], "stream": True}

@@ -468,7 +468,7 @@ class SlurmCluster:
 
     def _all_idle(self) -> bool:
         try:
-            out = self._client(*self._enter_network(), "sinfo", "--noheader", "--format=%T %D", timeout_s=5)
+            out = self._client(*self._enter_network(), "sinfo", "--noheader", "--format=%T %D", timeout_s=30)
         except ClusterError:  # slurmctld does not answer yet
             return False
         return out.split() == ["idle", str(len(self.node_ips))]

@@ -71,7 +71,7 @@ def main() -> int:
     group = placement_group([{"CPU": 1}] * len(nodes), strategy="STRICT_SPREAD")
     places = [PlacementGroupSchedulingStrategy(group, i) for i in range(len(nodes))]
     probes = [Probe.options(scheduling_strategy=place).remote() for place in places]
-    seen = ray.get([probe.look.remote(recipe.get("leave_behind", False)) for probe in probes], timeout=60)
+    seen = ray.get([probe.look.remote(recipe.get("leave_behind", False)) for probe in probes], timeout=120)
     facts = {"verb": verb, "overrides": overrides, "actors": seen, "driver": os.environ["SLURMD_NODENAME"]}
     print("FACTS " + json.dumps(facts), flush=True)
     while recipe.get("stubborn"):
@@ -85,7 +85,7 @@ def main() -> int:
         terminated.wait(timeout=120)
         threading.Event().wait(CLEAN_UP_S)
         # Ray must still be there: a real run saves its state through its actors.
-        ray.get([probe.look.remote(False) for probe in probes], timeout=20)
+        ray.get([probe.look.remote(False) for probe in probes], timeout=60)
         Path(recipe_path).with_name("saved").write_text(f"{len(signals)} signal(s)")
         print("SAVED", flush=True)
     codes = recipe.get("exit_code", 0)

@@ -169,7 +169,7 @@ def test_nothing_survives_the_sigkill_of_the_batch_script(jobs: Jobs) -> None:
     result = jobs.cluster.wait(job, JOB_TIMEOUT_S)
     assert (result.state, result.signal) == ("FAILED", 9), result.output
     # Here Slurm does not know of the driver's own session; it is gone an instant after the job.
-    jobs.cluster.wait_until("node1 to be empty", lambda: not jobs.cluster.processes("node1"), timeout_s=5)
+    jobs.cluster.wait_until("node1 to be empty", lambda: not jobs.cluster.processes("node1"), timeout_s=60)
     for folder in temporary_folders(job):
         shutil.rmtree(folder)
 

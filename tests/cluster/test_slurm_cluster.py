@@ -46,7 +46,7 @@ def test_a_node_sees_the_repository_and_the_environment_by_the_same_path(
     batch = tmp_path / "batch.sh"
     batch.write_text(f"#!/bin/bash\nsrun --nodelist=node2 --nodes=1 --ntasks=1 bash '{script}'\n")
     job = slurm_cluster.submit(batch, cwd=REPOSITORY, nodes=2, ntasks_per_node=1, output=tmp_path / "out.log")
-    result = slurm_cluster.wait(job, timeout_s=30)
+    result = slurm_cluster.wait(job, timeout_s=120)
     host, prefix, ip, loopback, shm, file = result.output.split()
     assert (host, prefix, ip, loopback) == ("node2", sys.prefix, slurm_cluster.node_ips["node2"], "127.0.0.1")
     assert int(shm) >= 1 << 30
@@ -66,7 +66,7 @@ def test_a_killed_owner_leaves_no_process_behind(slurm_cluster: SlurmCluster) ->
     namespace = owner.stdout.readline().strip()
     assert len(holders_of(namespace)) >= 2  # process 1 of the node, and slurmd
     owner.send_signal(signal.SIGKILL)
-    owner.wait(10)
+    owner.wait(60)
     # Ends when the last process that inherited the pipe is gone.
     assert owner.stdout.read() == ""
     slurm_cluster.wait_until(f"{namespace} to be empty", lambda: not holders_of(namespace))

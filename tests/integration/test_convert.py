@@ -343,7 +343,7 @@ def slipstream(*args: object, cwd: Path = ROOT, **options: Any) -> subprocess.Po
 
 
 def ended(process: subprocess.Popen) -> tuple[int, str, str]:
-    said, wrong = process.communicate(timeout=120)
+    said, wrong = process.communicate(timeout=240)
     return process.returncode, said, wrong
 
 
@@ -480,7 +480,7 @@ def test_a_conversion_that_is_cut_short_leaves_neither_output_nor_processes(
     assert message in conversion.wrong and f"there is no {conversion.folder / 'out'}" in conversion.wrong
     assert "Traceback" not in conversion.wrong
     assert [path.name for path in conversion.folder.iterdir()] == ["model"]
-    deadline = time.monotonic() + 10  # what ranks are forked from ends when it sees that the command has
+    deadline = time.monotonic() + 60  # what ranks are forked from ends when it sees that the command has
     while any(Path(f"/proc/{pid}").exists() for pid in conversion.started):
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -49,7 +49,7 @@ def test_a_rank_that_is_stopped_is_named_and_its_peer_shows_where_it_waits(tmp_p
         _, second = await group.call("asking for the processes", "pid")
         assert isinstance(second, int)
         os.kill(second, signal.SIGSTOP)
-        await group.call("the training step from version 3", "train", timeout_s=3)
+        await group.call("the training step from version 3", "train", timeout_s=8)
 
     with ray_cluster(config, batch_bytes=1, note=print) as nodes:
         make = partial(create_ranks, config, place(nodes, config), tmp_path, rank_class=f"{__name__}.Rank")

@@ -68,7 +68,7 @@ def kill(run: LaunchedRun) -> None:
     """Kill -9 the driver; return when its guard has ended the rest."""
     run.process.kill()
     run.process.wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while run.descendants() and time.monotonic() < deadline:
         time.sleep(0.1)
     run.assert_nothing_left()

@@ -120,3 +120,12 @@ async def advance(weights: ServedWeights[Any], version: int) -> TrainedWeights:
     async with weights.trained(batch, version) as trained:
         await trained.publish()
     return trained
+
+
+class PutForward(asyncio.SelectorEventLoop):
+    """An event loop whose clock a test puts forward."""
+
+    forward_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.forward_s

@@ -131,7 +131,7 @@ class Driver:
     """Sends routing records to a pool."""
 
     def __init__(
-        self, *engines: FakeEngine, max_concurrent=10, wait_timeout_s=5.0, isolate_versions=False, **more
+        self, *engines: FakeEngine, max_concurrent=10, wait_timeout_s=60.0, isolate_versions=False, **more
     ) -> None:
         self._clients: dict[str, FakeEngine] = {}
         self._serving: dict[FakeEngine, ServingEngine] = {}
@@ -168,7 +168,7 @@ class Driver:
         self._lives += 1
         url = f"http://{engine.name}/{self._lives}"
         self._clients[url] = engine
-        address = EngineAddress(engine.name, url, 1, 100, 100, timeout_s=5)
+        address = EngineAddress(engine.name, url, 1, 100, 100, timeout_s=60)
         self._serving[engine] = ServingEngine(address, self._lives)
         self.send()
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
-from multiprocessing import shared_memory
+from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -458,11 +458,19 @@ def described(trajectory: Any) -> str:
     return f"{[(array.dtype.str, array.tolist()) for array in arrays]} {fields}"
 
 
+def ignores_sigterm(pid: int) -> bool:
+    [ignored] = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(ignored, 16) >> (signal.SIGTERM - 1) & 1)
+
+
 class SharesMemory:
     """Makes shared memory that Python's resource tracker removes, and is killed."""
 
     def score(self, prompt: Any, response: str, trajectory: Any) -> float:
         shared_memory.SharedMemory(response, create=True, size=4096)
+        tracker = resource_tracker._resource_tracker._pid
+        while not ignores_sigterm(tracker):  # it is still starting
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
         return 0.0
 

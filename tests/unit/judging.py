@@ -17,8 +17,10 @@ from slipstream.configs.schema import JudgingConfig, PluginConfig
 from slipstream.rollout.reward.judge.judge_pool import JudgePool, JudgeStatus
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
 
-TIMEOUT_S = 1.0
-"""Time limit of a question. Questions that keep it take milliseconds."""
+TIMEOUT_S = 60.0
+"""Time limit of a question."""
+HANGS_S = 3.0
+"""Time limit where a question never ends. Others in its pool, which take milliseconds, have to keep it."""
 
 
 def trajectory(length: int = 12) -> Trajectory:
@@ -77,7 +79,7 @@ class Judging:
 
         async def run() -> Any:
             try:
-                async with asyncio.timeout(100):
+                async with asyncio.timeout(240):
                     async with pool:
                         try:
                             return await work(pool)

@@ -285,7 +285,7 @@ def test_packing_imports_no_torch():
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=Path(__file__).parents[2],
-        timeout=60,
+        timeout=240,
         capture_output=True,
         text=True,
         check=True,

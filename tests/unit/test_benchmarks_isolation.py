@@ -84,7 +84,7 @@ def process():
 
 
 def awaited_state(process: psutil.Process, *states: str) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while process.status() not in states:
         if time.monotonic() > deadline:
             return False
@@ -163,7 +163,7 @@ async def talking(gateway: Gateway, answers: int, **more) -> tuple[list[Answered
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     crowd = Crowd(url, "key", 1, more.pop("habits", HABITS), take, time.time)
     talk = asyncio.create_task(crowd.talk())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await enough.wait()
     talk.cancel()
     await asyncio.wait({talk})

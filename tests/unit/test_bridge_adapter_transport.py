@@ -72,7 +72,7 @@ def exported(of: AdapterSpec, fail: bool = False) -> Iterator[FlatBucket]:
 
 
 def publish(engines: list[Engine], version: int = 8, fail: bool = False) -> PublishReport:
-    of, timeouts = adapter(), Timeouts(transfer_s=5, answer_s=5)
+    of, timeouts = adapter(), Timeouts(transfer_s=60, answer_s=60)
     publisher = Publisher(AdapterTransport(of, Path("base")), interrupt="abort", timeouts=timeouts)
     return asyncio.run(publisher.publish(version, engines, exported(of, fail)))
 

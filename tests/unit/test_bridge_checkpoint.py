@@ -445,8 +445,9 @@ def export_with_a_silent_rank(rank) -> str:
         init_method=f"tcp://{rank.address}:{rank.port}",
         rank=rank.rank,
         world_size=2,
-        timeout=timedelta(seconds=2),
+        timeout=timedelta(seconds=60),
     )
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))  # both are here
     hf = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 8}
     hf |= {
         "num_attention_heads": 2,
@@ -457,18 +458,12 @@ def export_with_a_silent_rank(rank) -> str:
     }
     spec, layout = spec_of(hf, Path()), Layout(pipeline=2)
     parameters = empty_parameters(spec, layout, rank.rank)
-    store = dist.distributed_c10d._get_default_store()
     if rank.rank == 1:
-        store.wait(["has failed"], timedelta(seconds=60))  # an end of this process is another failure
-        store.set("has seen it", "1")
-        return ""
+        return ""  # its process goes on: an end of it would be another failure
     try:
         list(export(make_plan(spec, layout, 10**6, 4), parameters, 0))
     except slipstream.bridge.shards.export.ExportError as error:
         return str(error)
-    finally:
-        store.set("has failed", "1")
-        store.wait(["has seen it"], timedelta(seconds=60))  # the store is in this process
     return "no error"
 
 

@@ -21,8 +21,9 @@ from slipstream.bridge.publish.publication import NoRoom, Timeouts
 from slipstream.bridge.publish.publisher import Publisher
 from slipstream.bridge.transport.tensor import TensorTransport
 from slipstream.configs.schema import WeightsConfig
+from tests.unit.doubles import PutForward
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 60.0
 CPU = torch.device("cpu")
 
 
@@ -55,7 +56,14 @@ class FakeEngine:
         if isinstance(trouble, Exception):
             raise trouble
         if trouble == "hangs":
-            await asyncio.sleep(60)
+            for _ in range(100):  # the others have answered by then
+                await asyncio.sleep(0)
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, PutForward)
+            loop.forward_s += 2 * TIMEOUT_S
+            await asyncio.sleep(1000)
+        elif callable(trouble):
+            await trouble()
         elif trouble is not None:
             await asyncio.sleep(trouble)
 
@@ -97,8 +105,8 @@ def world() -> World:
     return World()
 
 
-def publisher(world, interrupt="retract", timeout_s=TIMEOUT_S) -> Publisher:
-    return Publisher(world.transport, interrupt=interrupt, timeouts=Timeouts(timeout_s, timeout_s))
+def publisher(world, interrupt="retract") -> Publisher:
+    return Publisher(world.transport, interrupt=interrupt, timeouts=Timeouts(TIMEOUT_S, TIMEOUT_S))
 
 
 class FakeExport:
@@ -126,7 +134,8 @@ class FakeExport:
 
 
 def publish(publisher, version, engines, buckets):
-    return asyncio.run(publisher.publish(version, engines, buckets))
+    with asyncio.Runner(loop_factory=PutForward) as runner:
+        return runner.run(publisher.publish(version, engines, buckets))
 
 
 def test_the_steps_of_a_publication_happen_in_order(world):
@@ -165,7 +174,14 @@ def test_every_interrupt_of_a_recipe_has_a_pause():
 
 
 def test_the_first_bucket_is_gathered_before_the_pause_and_the_next_while_one_is_sent(world):
-    publish(publisher(world), 1, [FakeEngine(world, "a", take=0.05)], FakeExport(world))
+    next_bucket = itertools.count(1)
+
+    async def until_the_next_is_gathered() -> None:
+        known = min(next(next_bucket) + 1, 3)
+        while len(world.did("gather")) < known:
+            await asyncio.sleep(0.001)
+
+    publish(publisher(world), 1, [FakeEngine(world, "a", take=until_the_next_is_gathered)], FakeExport(world))
     order = [event[1] for event in world.log]
     gathers = [i for i, step in enumerate(order) if step == "gather"]
     taken = [i for i, step in enumerate(order) if step == "taken"]

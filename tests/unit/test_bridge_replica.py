@@ -266,7 +266,7 @@ def publish(transport: DeltaTransport, version: int, engines: list[Engine]) -> P
     )
 
     async def run() -> Publication:
-        publication = Publication(version, engines, Timeouts(5, 5))
+        publication = Publication(version, engines, Timeouts(60, 60))
         with ThreadPoolExecutor(1) as thread:
             stream = BucketStream(buckets, thread)
             await transport.prepare(publication, stream)

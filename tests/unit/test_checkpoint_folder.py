@@ -392,8 +392,8 @@ class Rank:
 
 
 def trainer(*ranks: Rank) -> RankedTrainer:
-    group = RankGroup(lambda: ranks, timeout_s=5, logs=Path("logs"))
-    return RankedTrainer(group, step_timeout_s=5)
+    group = RankGroup(lambda: ranks, timeout_s=60, logs=Path("logs"))
+    return RankedTrainer(group, step_timeout_s=60)
 
 
 def ray_error(cause: Exception) -> Exception:

@@ -28,7 +28,7 @@ def end(mark: str, folder: Path, temporary: Path, last_words: str = "") -> str:
         [sys.executable, "-m", "slipstream.backend.cluster.guard", mark, str(folder)],
         input=last_words,
         env=environment(TMPDIR=str(temporary)),
-        timeout=60,
+        timeout=240,
         check=True,
         text=True,
         stderr=subprocess.PIPE,
@@ -46,7 +46,7 @@ def test_what_carries_the_mark_is_killed_and_its_temporary_folders_are_removed(t
     program = subprocess.Popen(["sleep", "300"], env=os.environ | {VARIABLE: mark})
     try:
         end(mark, folder, tmp_path)
-        assert program.wait(10) < 0
+        assert program.wait(60) < 0
     finally:
         program.kill()
     assert list(tmp_path.iterdir()) == [owned.path]
@@ -66,7 +66,7 @@ def test_the_folder_of_a_process_that_takes_its_time_to_end_is_removed(tmp_path:
         assert program.stdout is not None
         assert Path(program.stdout.readline().strip()).is_dir()
         end(mark, folder, tmp_path)
-        assert program.wait(10) < 0
+        assert program.wait(60) < 0
     finally:
         program.kill()
         program.wait()

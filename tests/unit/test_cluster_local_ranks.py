@@ -1,6 +1,7 @@
 """Local ranks: the first failure ends all of them, says whose it was, and none outlives its parent."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -39,6 +40,17 @@ def waits(rank, folder: Path) -> None:
     time.sleep(60)
 
 
+def serves_and_returns_or_watches(rank, folder: Path) -> bool:
+    """Return on rank 1 whether rank 0, which has returned, ends within half a second."""
+    if rank.rank == 0:
+        (folder / "0.tmp").write_text(str(os.getpid()))
+        (folder / "0.tmp").rename(folder / "0")
+        return False
+    until((folder / "0").exists)
+    process = os.pidfd_open(int((folder / "0").read_text()))
+    return bool(select.select([process], [], [], 0.5)[0])
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -46,7 +58,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def until(true, timeout_s: float = 200) -> None:
+def until(true, timeout_s: float = 240) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline
@@ -54,23 +66,28 @@ def until(true, timeout_s: float = 200) -> None:
 
 
 def test_results_come_in_the_order_of_ranks_each_from_a_process_of_its_own():
-    found = run_ranks(2, product, 7, timeout_s=60)
+    found = run_ranks(2, product, 7, timeout_s=240)
     assert [values[:2] for values in found] == [(0, 2), (7, 2)]
     pids = {pid for *_, pid in found} | {os.getpid()}
     assert len(pids) == 3
     assert not any(is_alive(pid) for pid in pids - {os.getpid()})
 
 
+def test_no_rank_ends_before_all_have_answered(tmp_path):
+    """The first rank hosts the store of all, and each holds one end of the others' connections."""
+    assert run_ranks(2, serves_and_returns_or_watches, tmp_path, timeout_s=240) == [False, False]
+
+
 def test_a_rank_that_raises_ends_the_others_and_its_traceback_is_kept(tmp_path):
     with pytest.raises(RankFailed, match=r"rank 1: ValueError: no good") as raised:
-        run_ranks(2, fails, 1, tmp_path, timeout_s=60)
+        run_ranks(2, fails, 1, tmp_path, timeout_s=240)
     assert "in fails" in raised.value.__notes__[0]
     assert not any(is_alive(int(file.read_text())) for file in tmp_path.iterdir())
 
 
 def test_a_rank_that_is_killed_is_named_and_not_the_one_that_lost_its_peer():
     with pytest.raises(RankFailed, match=r"rank 1 was killed by SIGKILL: perhaps the memory"):
-        run_ranks(2, is_killed, 1, timeout_s=60)
+        run_ranks(2, is_killed, 1, timeout_s=240)
 
 
 def test_ranks_that_give_no_answer_in_time_are_named_and_ended(tmp_path):
@@ -87,7 +104,7 @@ def test_ranks_end_with_the_process_that_started_them(number, fresh: bool, tmp_p
         "import signal, sys; from pathlib import Path\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it\n"
         "from tests.unit.test_cluster_local_ranks import run_ranks, waits\n"
-        f"if __name__ == '__main__': run_ranks(2, waits, Path(sys.argv[1]), timeout_s=60, fresh={fresh})"
+        f"if __name__ == '__main__': run_ranks(2, waits, Path(sys.argv[1]), timeout_s=240, fresh={fresh})"
     )
     (tmp_path / "main.py").write_text(script)
     pids = [tmp_path / "0", tmp_path / "1"]
@@ -104,6 +121,6 @@ def test_ranks_end_with_the_process_that_started_them(number, fresh: bool, tmp_p
             os.killpg(parent.pid, number)  # as a terminal does
         else:
             parent.kill()
-        _, said = parent.communicate(timeout=20)
-    until(lambda: not any(is_alive(pid) for pid in started), 10)
+        _, said = parent.communicate(timeout=240)
+    until(lambda: not any(is_alive(pid) for pid in started), 60)
     assert said.count("Traceback") == (number == signal.SIGINT)  # the parent's, and no rank's

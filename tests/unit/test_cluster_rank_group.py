@@ -10,6 +10,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from slipstream.backend.cluster import rank_group
 from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.cluster.trainer_failed import TrainerFailed
+from slipstream.backend.simulate import clock
 from slipstream.rollout.system.plugins import PluginFailed
 
 GLOO = RuntimeError("[/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:12345")
@@ -42,7 +43,7 @@ def failure(*ranks: tuple[float | None, Exception | None]) -> Exception:
         await group.call("the training step from version 3", "train")
 
     with pytest.raises((TrainerFailed, PluginFailed)) as caught:
-        asyncio.run(main())
+        clock.run(main())
     return caught.value
 
 

@@ -177,7 +177,7 @@ def test_what_waits_for_the_thread_is_bounded_in_bytes(tmp_path):
     held, notes = threading.Event(), []
     thread = LogThread("episode log", 100, "groups", notes.append, most_bytes=1000)
     done: list[int] = []
-    thread.offer(lambda: held.wait(10))  # type: ignore[arg-type, return-value]
+    thread.offer(lambda: held.wait(60))  # type: ignore[arg-type, return-value]
     for number in range(4):
         thread.offer(lambda number=number: done.append(number), 400)
     thread.put(lambda: done.append(-1))

@@ -248,7 +248,7 @@ def test_the_batch_script_loads_the_modules_of_the_site_or_says_why_not(setup: s
         env={"PATH": "/usr/bin:/bin", "SLURMD_NODENAME": "node1", "SLIPSTREAM_MODULES": "cuda/12.8 gcc"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert ended.returncode == code and words in ended.stdout, ended

@@ -234,7 +234,7 @@ def test_a_task_of_an_array_reads_its_number_in_the_arguments(task):
         },
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=240,
         check=True,
     )
     number = task or "%a"
@@ -278,7 +278,7 @@ def test_a_module_that_is_not_loaded_is_named_whatever_the_exit_code(modules: st
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert ended.returncode == code, ended.stderr
     assert said in ended.stderr
@@ -475,9 +475,9 @@ SCRIPTS = [
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_every_script_is_sound(script: Path):
-    subprocess.run(["bash", "-n", script], check=True, timeout=30)
+    subprocess.run(["bash", "-n", script], check=True, timeout=240)
     if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", "--severity=warning", script], check=True, timeout=60)
+        subprocess.run(["shellcheck", "--severity=warning", script], check=True, timeout=240)
 
 
 SCONTROL = """#!/bin/bash
@@ -521,7 +521,7 @@ def test_a_job_is_requeued_for_lost_nodes_and_preemptions(tmp_path: Path, preemp
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     lines = ended.stdout.splitlines()

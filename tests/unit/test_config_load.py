@@ -443,7 +443,7 @@ def test_nothing_heavy_is_imported():
         "heavy = ours | {'torch', 'sglang', 'megatron', 'ray', 'transformers'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr
 
 

@@ -45,7 +45,7 @@ async def draw(config: RunConfig, *, until: int, take: int) -> DrawnPrompts:
     )
     drawing, waiting = asyncio.create_task(source.run()), asyncio.create_task(there.wait())
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await asyncio.wait({drawing, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if drawing.done():
             drawing.result()

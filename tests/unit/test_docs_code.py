@@ -160,7 +160,7 @@ def test_every_name_in_python_is_defined(tmp_path):
         file.write_text(block.code, encoding="utf-8")
         files[file.name] = block
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F821", "--output-format=json"]
-    said = subprocess.run([*ruff, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
+    said = subprocess.run([*ruff, str(tmp_path)], capture_output=True, text=True, timeout=240, check=False)
     wrong = []
     for each in json.loads(said.stdout):
         block, name = files[Path(each["filename"]).name], re.findall("`(.+)`", each["message"])[0]
@@ -207,6 +207,6 @@ def test_overrides_of_the_page_are_read_as_it_says():
 @pytest.mark.parametrize("block", all_blocks("bash"), ids=str)
 def test_a_script_has_the_syntax_of_a_shell(block: Block):
     said = subprocess.run(
-        ["bash", "-n"], input=block.code, capture_output=True, text=True, timeout=10, check=False
+        ["bash", "-n"], input=block.code, capture_output=True, text=True, timeout=240, check=False
     )
     assert said.returncode == 0, said.stderr

@@ -9,6 +9,7 @@ from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayTaskError
 
 from slipstream.backend.driver.processes import collectors
 from slipstream.backend.driver.processes.collectors import CollectorGone, Collectors
+from slipstream.backend.simulate import clock
 from slipstream.rollout.collection.collector.spec import CollectorSpec
 from slipstream.rollout.system.key import new_key
 from slipstream.rollout.system.restarts import NodeLost, RestartLimit
@@ -67,7 +68,7 @@ class World:
 
         async def main() -> None:
             running = asyncio.create_task(made.run("http://driver"))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while self.fates and not running.done():
                     await asyncio.sleep(0.001)
                 await asyncio.sleep(0.01)
@@ -76,7 +77,7 @@ class World:
             running.cancel()
             await asyncio.wait({running})
 
-        asyncio.run(main())
+        clock.run(main())
         return made
 
 

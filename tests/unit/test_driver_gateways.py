@@ -41,7 +41,7 @@ def is_alive(pid: int) -> bool:
 
 
 def ended(pid: int) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     return not is_alive(pid)
@@ -49,7 +49,7 @@ def ended(pid: int) -> bool:
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await main()
 
     asyncio.run(limited())

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 from slipstream.backend.driver.weights.interrupted import InterruptedUpdates, Stock
+from slipstream.backend.simulate import clock
 from slipstream.rollout.engine.client import EngineAddress, EngineError, EngineLost, Malformed
 
 
@@ -39,7 +40,7 @@ def ended(engines: dict[str, Engine], *, resumes: bool = True) -> Stock:
 
     updates = InterruptedUpdates(resumes=resumes, timeout_s=0.2, connect=connect)
     addresses = [EngineAddress(name, "", 1, 100, 100, 5) for name in engines]
-    return asyncio.run(updates.ended(3, addresses))
+    return clock.run(updates.ended(3, addresses))
 
 
 def test_an_engine_that_nothing_has_reached_goes_on():

@@ -22,7 +22,7 @@ from slipstream.rollout.system.key import Key
 from slipstream.rollout.system.restarts import RestartLimit
 
 EXPECTED = {"model": "a", "vocabulary": "7", "Slipstream": "1"}
-LIMITS = EngineLimits(1, 7, 64, 5.0, 5.0, 8, 5.0)
+LIMITS = EngineLimits(1, 7, 64, 60.0, 60.0, 8, 60.0)
 KEY = Key("secret")
 WAIT_S = 60.0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.backend.driver.loops.live_users import LiveUsers
+from slipstream.backend.simulate import clock
 from slipstream.rollout.live.driver_address import DriverAddress
 from slipstream.rollout.system.key import new_key
 
@@ -64,7 +65,7 @@ def test_gateways_find_where_the_driver_listens_and_each_loop_is_a_task_of_its_o
         await world.live.stop()
         assert world.did[-1] == "gateways stops"
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 @pytest.mark.parametrize("part", ["receiver", "gateways", "judging"])
@@ -78,4 +79,4 @@ def test_whatever_fails_for_good_ends_the_run_with_its_reason(tmp_path: Path, pa
             await keeping
         assert f"the {part} cannot go on" in str(raised.value.exceptions[0])
 
-    asyncio.run(main())
+    clock.run(main())

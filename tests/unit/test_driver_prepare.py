@@ -121,7 +121,7 @@ def test_a_cancelled_run_leaves_no_process_behind(config):
     async def cancelled() -> int:
         started = asyncio.Queue()
         task = asyncio.ensure_future(prepare_inputs(config("never_ends"), started.put_nowait))
-        pid = int(await asyncio.wait_for(started.get(), 30))
+        pid = int(await asyncio.wait_for(started.get(), 120))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

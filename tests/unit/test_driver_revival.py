@@ -14,6 +14,7 @@ from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.driver.weights import revival
 from slipstream.backend.driver.weights.revival import Revival, TrainerGone
 from slipstream.backend.driver.weights.trainer_life import TrainerLife
+from slipstream.backend.simulate import clock
 from slipstream.rollout.system.restarts import RestartLimit, Restarts
 
 
@@ -145,7 +146,7 @@ async def until_restored(
 
 
 async def next_done(tasks: set[asyncio.Task]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
 
@@ -155,7 +156,7 @@ def leaf(error: BaseException) -> BaseException:
 
 def test_the_ranks_are_killed_before_anything_is_read_and_restored_behind_the_way_back():
     world = World(checkpoints=[4])
-    made = asyncio.run(until_restored(world, 1))
+    made = clock.run(until_restored(world, 1))
     assert world.did == ["kill", "settle", "place", "turn", "create", "back to 4", "connect", "restore v4"]
     assert world.life.is_alive and world.life.incarnation == 1
     assert made.restarts == 1
@@ -164,21 +165,21 @@ def test_the_ranks_are_killed_before_anything_is_read_and_restored_behind_the_wa
 
 def test_without_a_checkpoint_the_trainer_begins_with_the_initial_weights():
     world = World(checkpoints=[None])
-    asyncio.run(until_restored(world, 1))
+    clock.run(until_restored(world, 1))
     assert world.did[-2:] == ["back to 0", "connect"]
     assert "from the initial weights" in world.notes[0]
 
 
 def test_restored_weights_are_published_before_anybody_trains_if_the_engines_have_to_get_them():
     world = World(checkpoints=[4], copies=[9])
-    asyncio.run(until_restored(world, 1))
+    clock.run(until_restored(world, 1))
     assert world.did[-3:] == ["connect", "restore v4", "publish 9"]
     assert world.life.is_alive
 
 
 def test_a_trainer_that_dies_while_it_publishes_its_restored_weights_is_started_again():
     world = World(checkpoints=[4], copies=[9, 10], publications=[TrainerFailed("killed in publish 9"), None])
-    made = asyncio.run(until_restored(world, 1))
+    made = clock.run(until_restored(world, 1))
     assert made.restarts == 2
     assert [what for what in world.did if what.startswith(("kill", "publish"))] == [
         "kill",
@@ -195,7 +196,7 @@ def test_a_start_that_fails_is_tried_again():
         connections=[TrainerFailed("no GPU"), None],
         restores=[CheckpointError("a file cannot be read")],
     )
-    made = asyncio.run(until_restored(world, 1))
+    made = clock.run(until_restored(world, 1))
     assert made.restarts == 3
     assert world.did.count("kill") == 3, "ranks that have not come far are ended as well"
     assert [note.rpartition(": ")[2] for note in world.notes] == [
@@ -208,7 +209,7 @@ def test_a_start_that_fails_is_tried_again():
 def test_more_failures_than_allowed_end_the_run_with_the_last_reason():
     world = World(checkpoints=[4])
     with pytest.raises(ExceptionGroup) as raised:
-        asyncio.run(until_restored(world, 3, restarts=2))
+        clock.run(until_restored(world, 3, restarts=2))
     error = leaf(raised.value)
     assert isinstance(error, TrainerGone)
     assert "the trainer has failed 3 times within 24 h (run.restart_window_s)" in str(error)
@@ -226,7 +227,7 @@ def on_rank(rank: int, error: str = "RuntimeError: no kernel") -> TrainerFailed:
 def test_the_same_failure_without_a_step_in_between_ends_the_run_at_the_second_one(checkpoint: int | None):
     world = World(checkpoints=[checkpoint])
     with pytest.raises(ExceptionGroup) as raised:
-        asyncio.run(until_restored(world, 12, restarts=10, errors=[on_rank(1)], trained=0))
+        clock.run(until_restored(world, 12, restarts=10, errors=[on_rank(1)], trained=0))
     error = leaf(raised.value)
     assert isinstance(error, TrainerGone)
     assert "failed twice in the same way, and no training step was committed in between" in str(error)
@@ -237,40 +238,40 @@ def test_the_same_failure_without_a_step_in_between_ends_the_run_at_the_second_o
 def test_the_first_traceback_is_shown_though_the_second_failure_is_that_of_another_rank():
     world = World(checkpoints=[None])
     with pytest.raises(ExceptionGroup) as raised:
-        asyncio.run(until_restored(world, 2, errors=[on_rank(1), on_rank(0)], trained=0))
+        clock.run(until_restored(world, 2, errors=[on_rank(1), on_rank(0)], trained=0))
     assert "failed on rank 1" in str(leaf(raised.value)) and "on rank 0" not in str(leaf(raised.value))
 
 
 def test_the_same_failure_is_no_reason_to_end_the_run_when_steps_were_trained_in_between():
     world = World(checkpoints=[4])
-    made = asyncio.run(until_restored(world, 5, restarts=10, errors=[on_rank(0)], trained=1))
+    made = clock.run(until_restored(world, 5, restarts=10, errors=[on_rank(0)], trained=1))
     assert made.restarts == 5
 
 
 def test_other_failures_each_time_are_counted_only():
     world = World(checkpoints=[None])
     errors = [on_rank(0, f"{name}Error: wrong") for name in ("Value", "Key", "Index", "Type")]
-    made = asyncio.run(until_restored(world, 4, restarts=10, errors=errors, trained=0))
+    made = clock.run(until_restored(world, 4, restarts=10, errors=errors, trained=0))
     assert made.restarts == 4
 
 
 def test_a_start_that_fails_in_the_same_way_twice_ends_the_run():
     world = World(checkpoints=[4], connections=[TrainerFailed("no GPU 0"), TrainerFailed("no GPU 1")])
     with pytest.raises(ExceptionGroup) as raised:
-        asyncio.run(until_restored(world, 1, restarts=10))
+        clock.run(until_restored(world, 1, restarts=10))
     assert "no training step was committed in between" in str(leaf(raised.value))
     assert world.did.count("connect") == 2
 
 
 def test_no_restart_may_be_allowed():
     with pytest.raises(ExceptionGroup) as raised:
-        asyncio.run(until_restored(World(checkpoints=[4]), 1, restarts=0))
+        clock.run(until_restored(World(checkpoints=[4]), 1, restarts=0))
     assert "failure 0" in str(leaf(raised.value))
 
 
 def test_damage_that_leaves_no_checkpoint_ends_the_run():
     with pytest.raises(ExceptionGroup) as raised:
-        asyncio.run(until_restored(World(checkpoints=[CheckpointError("all are damaged")]), 1))
+        clock.run(until_restored(World(checkpoints=[CheckpointError("all are damaged")]), 1))
     error = leaf(raised.value)
     assert isinstance(error, TrainerGone)
     assert "all are damaged" in str(error) and "failure 0" in str(error)
@@ -292,7 +293,7 @@ def test_a_way_back_that_fails_ends_the_run_and_leaves_no_start_behind():
 
     world = Broken(checkpoints=[4])
     with pytest.raises(ExceptionGroup) as raised:
-        asyncio.run(until_restored(world, 1))
+        clock.run(until_restored(world, 1))
     assert isinstance(leaf(raised.value), OSError)
     assert "restore v4" not in world.did
 
@@ -303,13 +304,13 @@ def test_a_trainer_that_nobody_calls_is_watched(monkeypatch: pytest.MonkeyPatch)
 
     async def main() -> None:
         running = asyncio.create_task(world.revival().run())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not world.life.incarnation:
                 await asyncio.sleep(0.001)
         running.cancel()
         await asyncio.wait({running})
 
-    asyncio.run(main())
+    clock.run(main())
     assert world.notes == ["the trainer is started again from version 4: killed while it had nothing to do"]
 
 
@@ -317,11 +318,11 @@ def test_a_trainer_without_a_node_is_not_started_and_ends_the_run_when_none_is_f
     world = World(checkpoints=[4])
     missing = TrainerFailed("the trainer has lost 10.0.0.2, and no other node can have 8 ranks")
     world.places = [missing, None]
-    asyncio.run(until_restored(world, 1))
+    clock.run(until_restored(world, 1))
     assert world.did[:6] == ["kill", "settle", "place", "kill", "settle", "place"]
     assert world.did.count("create") == 1
     world.places = [missing, missing, missing]
     with pytest.raises(ExceptionGroup) as found:
-        asyncio.run(until_restored(world, 1))
+        clock.run(until_restored(world, 1))
     assert isinstance(leaf(found.value), TrainerGone)
     assert "no other node can have 8 ranks" in str(leaf(found.value))

@@ -121,7 +121,7 @@ def run(tmp_path: Path, main: Callable[[World], Awaitable[None]], **rollout: obj
         inputs: Any = SimpleNamespace(prompts=PromptSet.of(PROMPTS))
         state = begin(config, inputs, None, assignment)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await main(World(config, state))
             await state.ledger.flushed()
         finally:

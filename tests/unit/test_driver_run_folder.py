@@ -184,7 +184,7 @@ def test_a_damaged_recipe_is_exit_code_2_of_a_resume(config: RunConfig, start):
     live(config)
     (config.run.folder / "recipe.yaml").write_bytes(b"")
     process = start(config, "here", "resume")
-    assert "recipe.yaml is damaged: it is empty" in process.communicate(timeout=60)[0]
+    assert "recipe.yaml is damaged: it is empty" in process.communicate(timeout=240)[0]
     assert process.returncode == 2
 
 
@@ -543,9 +543,9 @@ def test_of_two_processes_that_open_a_run_at_once_one_is_refused_with_exit_code_
     [winner] = [number for number, line in enumerate(lines) if line.startswith("opened")]
     loser = processes[1 - winner]
     assert "another process" in lines[1 - winner], lines
-    loser.communicate(timeout=60)
+    loser.communicate(timeout=240)
     assert loser.returncode == 2
     assert lines[winner].split()[1] == ("1" if how == "resume" else "0")
-    processes[winner].communicate(timeout=60)
+    processes[winner].communicate(timeout=240)
     assert processes[winner].returncode == 0
     live(config, resume=True)

@@ -90,7 +90,7 @@ def test_a_run_whose_job_ends_soon_asks_itself_to_end_the_gentle_way(after_s):
     async def work() -> str:
         gently = asyncio.Event()
         with asked.by("gently", gently.set):
-            await asyncio.wait_for(gently.wait(), 10)
+            await asyncio.wait_for(gently.wait(), 60)
         return "saved"
 
     assert asyncio.run(asked.run(work())) == "saved"

@@ -13,6 +13,7 @@ from slipstream.backend.driver.processes.devices import Separate
 from slipstream.backend.driver.start.feedback import Feedback
 from slipstream.backend.driver.weights.interrupted import Stock
 from slipstream.backend.driver.weights.served_weights import ServedWeights
+from slipstream.backend.simulate import clock
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.run import RunSection
 from slipstream.rollout.collection.driver.collected_group import CollectedGroup
@@ -196,10 +197,10 @@ async def nothing(refs: list[bytes]) -> list[bytes]:
 
 def run(main: Callable[[], Any]) -> Any:
     async def limited() -> Any:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await main()
 
-    return asyncio.run(limited())
+    return clock.run(limited())
 
 
 @pytest.mark.parametrize("dies", ["train", "publish"])

@@ -8,6 +8,7 @@ import pytest
 from slipstream.backend.driver.processes.devices import Separate
 from slipstream.backend.driver.weights.served_weights import ServedWeights, TrainedWeights
 from slipstream.backend.driver.weights.verification import Verifier, WeightsMismatch, probe_text
+from slipstream.backend.simulate import clock
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.weights import VerifyAlways, VerifyEveryN
 from slipstream.rollout.engine.client import EngineAddress, EngineError, EngineLost
@@ -76,7 +77,7 @@ def engine(name: str) -> EngineAddress:
 
 
 def wrong(verifier: Verifier, *names: str, version: int = 3) -> dict[str, str]:
-    return asyncio.run(verifier.wrong(version, EXPECTED, [engine(name) for name in names]))
+    return clock.run(verifier.wrong(version, EXPECTED, [engine(name) for name in names]))
 
 
 def test_engines_that_compute_what_the_trainer_does_are_right():
@@ -225,7 +226,7 @@ def test_engines_are_in_doubt_from_before_the_update_until_the_verdict():
         assert client.name == "b"
         assert "does not hold version 1" in reason
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_version_without_room_is_tried_again_until_there_is_and_told_once(monkeypatch):
@@ -247,7 +248,7 @@ def test_a_version_without_room_is_tried_again_until_there_is_and_told_once(monk
         assert notes == ["version 1 waits for room, and the engines go on without it: make room in /versions"]
         assert [client.name for client in roster.clients] == ["a"]
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_no_weights_are_published_before_every_collector_holds_back_what_they_sample():
@@ -273,7 +274,7 @@ def test_no_weights_are_published_before_every_collector_holds_back_what_they_sa
             assert [engine.doubted for engine in collector.records[-1].engines] == [None]
             await collector.pool.close()
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_transport_that_no_engine_can_get_weights_by_ends_the_run():
@@ -286,7 +287,7 @@ def test_a_transport_that_no_engine_can_get_weights_by_ends_the_run():
             await advance(weights)
         await weights.cancel()
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_the_next_version_waits_for_the_verdict_on_the_last_one():
@@ -300,7 +301,7 @@ def test_the_next_version_waits_for_the_verdict_on_the_last_one():
         assert world.asked == [("a", 1), ("a", 2)]
         assert [version for version, _ in trainer.published] == [1, 2]
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_an_engine_is_admitted_when_it_was_found_to_hold_the_version():
@@ -320,7 +321,7 @@ def test_an_engine_is_admitted_when_it_was_found_to_hold_the_version():
         assert trainer.published[1:] == [(1, ["late"]), (1, ["other"])]
         await weights.settled()
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 @pytest.mark.parametrize(("starts_served", "published"), [(True, []), (False, [(0, ["new"])])])
@@ -333,7 +334,7 @@ def test_an_engine_gets_the_initial_policy_where_it_is_not_in_the_files(starts_s
         refused = await weights.bring_up_to_date(engine("new"), lambda: None)
         assert refused == (None if starts_served else "it refuses")
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_engine_and_trainer_at_odds_about_the_initial_weights_is_an_error_of_its_own():
@@ -345,7 +346,7 @@ def test_engine_and_trainer_at_odds_about_the_initial_weights_is_an_error_of_its
             await weights.bring_up_to_date(engine("a"), None)
         assert trainer.published == []
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_question_that_cannot_be_put_is_a_verdict_too():
@@ -360,7 +361,7 @@ def test_a_question_that_cannot_be_put_is_a_verdict_too():
         assert roster.clients == []
         assert "a bug" in roster.lost.get_nowait()[1]
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_verdict_that_is_pending_at_the_end_is_given_up():
@@ -372,4 +373,4 @@ def test_a_verdict_that_is_pending_at_the_end_is_given_up():
         await weights.cancel()
         assert len(asyncio.all_tasks()) == 1
 
-    asyncio.run(main())
+    clock.run(main())

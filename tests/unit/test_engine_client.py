@@ -11,6 +11,7 @@ from aiohttp import web
 from slipstream.bridge.publish.endpoint import EngineEndpoint
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.control.concurrency import EngineLoad
+from slipstream.rollout.engine import connection
 from slipstream.rollout.engine.client import (
     Aborted,
     EngineAddress,
@@ -24,6 +25,7 @@ from slipstream.rollout.engine.client import (
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.sampling import LiveSampling
 from slipstream.rollout.tokens.trajectory import Completion, Finish, Span
+from tests.unit.doubles import PutForward
 from tests.unit.test_engine_completion import ABORT, COMPLETION, REPLY, STOP, attested, chunk
 from tests.unit.test_engine_completion import reply as reply_with
 
@@ -31,7 +33,7 @@ VOCAB = 30_000
 SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=4)
 
 
-def address(url: str, timeout_s: float = 5, answer_timeout_s: float = 5) -> EngineAddress:
+def address(url: str, timeout_s: float = 60, answer_timeout_s: float = 60) -> EngineAddress:
     return EngineAddress(
         "engine-0",
         url,
@@ -119,8 +121,25 @@ class Server:
         return streamed(reply) if body and body.get("stream") else web.json_response(reply)
 
 
+def run_put_forward(main) -> None:
+    """Run ``main`` with a function that waits until a chunk was read, and puts the clock forward then."""
+
+    async def with_clock() -> None:
+        loop, read = asyncio.get_running_loop(), asyncio.Event()
+
+        async def put_forward(seconds: float) -> None:
+            await asyncio.wait_for(read.wait(), 1000)
+            read.clear()
+            loop.forward_s += seconds
+
+        await main(read.set, put_forward)
+
+    with asyncio.Runner(loop_factory=PutForward) as runner:
+        runner.run(with_clock())
+
+
 @asynccontextmanager
-async def serving(reply, timeout_s: float = 5, **limits: float):
+async def serving(reply, timeout_s: float = 60, **limits: float):
     server = Server(reply)
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", server.handle)
@@ -401,7 +420,7 @@ def test_an_http_error_is_the_servers_own_message(status):
 
 def test_a_server_that_stands_still_is_not_well():
     async def reply(request):
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
 
     async def main():
         async with serving(reply, answer_timeout_s=0.05) as (_, client):
@@ -526,8 +545,8 @@ def test_a_value_that_cannot_be_trained_is_an_error_of_the_engine():
 
 def test_the_completion_is_there_although_the_connection_stays():
     async def main():
-        async with serving(streaming(*WHOLE, 30.0)) as (_, client):
-            async with asyncio.timeout(3):
+        async with serving(streaming(*WHOLE, 600.0)) as (_, client):
+            async with asyncio.timeout(50):
                 assert (await ask(client, [1], version=3)).finish is Finish.STOP
 
     asyncio.run(main())
@@ -563,10 +582,10 @@ def test_chunks_longer_than_a_read_buffer_arrive_whole():
 
 def test_no_reply_in_time_from_a_server_that_is_not_well_is_a_loss():
     async def reply(request):
-        await asyncio.sleep(30)
+        await asyncio.sleep(600)
 
     async def main():
-        async with serving(reply, timeout_s=0.05) as (server, client):
+        async with serving(reply, timeout_s=0.05, answer_timeout_s=0.05) as (server, client):
             with pytest.raises(EngineLost, match="/generate: nothing came for 0 s"):
                 await ask(client, [1], version=0)
             assert not await client.healthy()
@@ -575,29 +594,44 @@ def test_no_reply_in_time_from_a_server_that_is_not_well_is_a_loss():
     asyncio.run(main())
 
 
+def paced(chunks, put_forward, seconds: float):
+    """A reply that sends each chunk when the one before was read ``seconds`` ago."""
+
+    async def reply(request):
+        if request.path != "/generate":
+            return web.json_response({})
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for part in chunks:
+            await response.write(event(part))
+            if part is not WHOLE[-1]:
+                await put_forward(seconds)
+        await asyncio.sleep(600)
+
+    return reply
+
+
 def test_silence_of_a_server_that_is_well_condemns_the_request_and_not_the_server():
-    async def main():
-        async with serving(streaming(*THREE, 30.0), timeout_s=0.5) as (server, client):
+    async def main(read, put_forward):
+        async with serving(paced(ONE, put_forward, 100)) as (server, client):
             partial = GrowingCompletion()
-            with pytest.raises(Silent, match="nothing came for 0 s") as caught:
-                await client.generate([1], SAMPLING, partial, version=3)
+            with pytest.raises(Silent, match="nothing came for 60 s") as caught:
+                await client.generate([1], SAMPLING, partial, version=3, grown=read)
             assert not caught.value.attested
-            assert partial.completion() == tokens(3, Span(3, 0, 3))
+            assert partial.completion() == tokens(1, Span(3, 0, 1))
             (_, _, asked), health, (_, path, aborted) = server.requests
             assert health == ("GET", "/health", None)
             assert (path, aborted) == ("/abort_request", {"rid": asked["rid"]})
 
-    asyncio.run(main())
+    run_put_forward(main)
 
 
 def test_silence_is_from_chunk_to_chunk_and_not_the_time_of_the_whole_completion():
-    slow = [step for part in WHOLE for step in (1.0, part)]
+    async def main(read, put_forward):
+        async with serving(paced(WHOLE, put_forward, 40)) as (_, client):
+            assert (await ask(client, [1], version=3, grown=read)).finish is Finish.STOP
 
-    async def main():
-        async with serving(streaming(*slow, DONE), timeout_s=2.0) as (_, client):
-            assert (await ask(client, [1], version=3)).finish is Finish.STOP
-
-    asyncio.run(main())
+    run_put_forward(main)
 
 
 def test_a_stream_that_ends_too_early_is_a_loss_that_keeps_what_there_was():
@@ -618,18 +652,20 @@ def test_a_stream_that_ends_too_early_is_a_loss_that_keeps_what_there_was():
 
 
 def test_a_server_that_dies_in_the_middle_is_a_loss_that_keeps_what_there_was():
-    async def dying(request):
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for part in THREE:
-            await response.write(event(part))
-        await asyncio.sleep(0.05)
-        request.transport.abort()
-        return response
-
     async def main():
+        partial = GrowingCompletion()
+
+        async def dying(request):
+            response = web.StreamResponse()
+            await response.prepare(request)
+            for part in THREE:
+                await response.write(event(part))
+            while len(partial.tokens) < 3:
+                await asyncio.sleep(0.005)
+            request.transport.abort()
+            return response
+
         async with serving(dying) as (_, client):
-            partial = GrowingCompletion()
             with pytest.raises(EngineLost):
                 await client.generate([1], SAMPLING, partial, version=3)
             assert partial.completion() == tokens(3, Span(3, 0, 3))
@@ -685,7 +721,10 @@ def test_an_idle_server_that_closes_a_kept_connection_is_not_lost():
     asyncio.run(main())
 
 
-def test_completions_one_after_another_share_a_connection():
+def test_completions_one_after_another_share_a_connection(monkeypatch):
+    monkeypatch.setattr(connection, "END_S", 60.0)
+    monkeypatch.setattr(connection, "KEPT_S", 60.0)
+
     async def main():
         async with serving(streaming(*WHOLE, 0.02, DONE)) as (server, client):
             for _ in range(3):
@@ -724,17 +763,16 @@ def test_closing_the_client_ends_its_running_requests_as_lost(chunks):
     """So that an engine that is condemned does not keep its requests until their time-out."""
 
     async def main():
-        async with serving(streaming(*chunks, 30.0) if chunks else hang) as (server, client):
+        async with serving(streaming(*chunks, 600.0) if chunks else hang) as (server, client):
             partials = [GrowingCompletion() for _ in range(3)]
             running = [
                 asyncio.create_task(client.generate([1], SAMPLING, partial, version=3))
                 for partial in partials
             ]
-            while len(server.requests) < 3:
+            while len(server.requests) < 3 or (chunks and any(len(p.tokens) < 3 for p in partials)):
                 await asyncio.sleep(0.005)
-            await asyncio.sleep(0.05)
             await client.close()
-            ended = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 1)
+            ended = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 50)
             assert [type(error) for error in ended] == [EngineLost] * 3
             assert {len(partial.tokens) for partial in partials} == {3 if chunks else 0}
             with pytest.raises(EngineLost, match="given up"):
@@ -744,13 +782,13 @@ def test_closing_the_client_ends_its_running_requests_as_lost(chunks):
 
 
 async def hang(request):
-    await asyncio.sleep(30)
+    await asyncio.sleep(600)
 
 
 @pytest.mark.parametrize("chunks", [[], THREE], ids=["before the completion", "within the completion"])
 def test_a_cancelled_request_disconnects_so_that_the_server_stops_generating(chunks):
     async def main():
-        async with serving(streaming(*chunks, 30.0) if chunks else hang) as (server, client):
+        async with serving(streaming(*chunks, 600.0) if chunks else hang) as (server, client):
             running = asyncio.create_task(ask(client, [1], version=0))
             while not server.requests:
                 await asyncio.sleep(0.005)
@@ -758,7 +796,7 @@ def test_a_cancelled_request_disconnects_so_that_the_server_stops_generating(chu
             running.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await running
-            await asyncio.wait_for(server.disconnected.wait(), 1)
+            await asyncio.wait_for(server.disconnected.wait(), 50)
 
     asyncio.run(main())
 
@@ -767,11 +805,11 @@ def test_a_live_request_that_is_cancelled_is_aborted_by_its_name():
     """SGLang notices the end of a connection only when it has something to send."""
 
     async def main():
-        async with serving(streaming(ONE[0], 5.0)) as (server, client):
+        async with serving(streaming(ONE[0], 600.0)) as (server, client):
             growing = asyncio.Event()
             sampling = LiveSampling(4, {"stop": ["x"]}, priority=100)
             task = asyncio.create_task(ask(client, [1], sampling, version=0, grown=growing.set))
-            await asyncio.wait_for(growing.wait(), 2)
+            await asyncio.wait_for(growing.wait(), 60)
             task.cancel()
             await asyncio.wait({task})
             while len(server.requests) < 2:
@@ -780,7 +818,7 @@ def test_a_live_request_that_is_cancelled_is_aborted_by_its_name():
             assert abort == ("POST", "/abort_request", {"rid": body["rid"]})
             assert (body["priority"], body["sampling_params"]["stop"]) == (100, ["x"])
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 @pytest.mark.parametrize(
@@ -816,7 +854,7 @@ def test_many_requests_run_at_once():
 
         async with serving(reply) as (_, client):
             work = (ask(client, [1], version=0) for _ in range(together))
-            assert await asyncio.wait_for(asyncio.gather(*work), 5) == [COMPLETION] * together
+            assert await asyncio.wait_for(asyncio.gather(*work), 60) == [COMPLETION] * together
 
     asyncio.run(main())
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from slipstream.backend.simulate import clock
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine.client import Aborted, EngineError, EngineLost, Silent
 from slipstream.rollout.engine.growing import GrowingCompletion
@@ -38,7 +39,7 @@ def test_a_completion_with_tokens_of_a_version_in_doubt_waits_for_the_verdict():
         driver.trust(engine)
         assert await task == mixed(4, 5)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_completion_of_older_versions_waits_for_nothing():
@@ -51,7 +52,7 @@ def test_a_completion_of_older_versions_waits_for_nothing():
         engine.end(mixed(3, 4))
         assert await task == mixed(3, 4)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_verdict_may_come_with_the_doubt_about_the_next_version():
@@ -74,7 +75,7 @@ def test_a_verdict_may_come_with_the_doubt_about_the_next_version():
         driver.trust(engine)
         assert await newer == mixed(5, 6)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_tokens_of_an_engine_that_is_trusted_are_not_in_doubt_because_of_the_next_engine():
@@ -93,7 +94,7 @@ def test_tokens_of_an_engine_that_is_trusted_are_not_in_doubt_because_of_the_nex
         second.end(whole(9, version=4))
         assert (await task).tokens == (1, 2, 9)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_tokens_of_a_condemned_engine_from_the_version_in_doubt_are_sampled_again_elsewhere():
@@ -117,7 +118,7 @@ def test_tokens_of_a_condemned_engine_from_the_version_in_doubt_are_sampled_agai
         assert [span.version for span in completion.spans] == [4, 5]
         assert driver.pool.tokens_generated == 3
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_request_that_was_only_sampled_in_doubt_begins_again():
@@ -136,7 +137,7 @@ def test_a_request_that_was_only_sampled_in_doubt_begins_again():
         good.end(whole(3, version=5))
         assert (await task).tokens == (3,)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_growth_in_doubt_is_told_to_nobody_until_the_verdict_and_then_at_once():
@@ -163,7 +164,7 @@ def test_growth_in_doubt_is_told_to_nobody_until_the_verdict_and_then_at_once():
         engine.end(mixed(4, 5, 5))
         await task
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_growth_of_older_versions_than_that_in_doubt_is_told_at_once():
@@ -192,7 +193,7 @@ def test_growth_of_older_versions_than_that_in_doubt_is_told_at_once():
         driver.trust(other)
         await task
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 @pytest.mark.parametrize("cut", [EngineLost, Silent, Aborted])
@@ -214,7 +215,7 @@ def test_of_a_reply_that_is_cut_in_doubt_without_its_versions_only_what_was_told
         (good if good.running else bad).end(whole(9, version=4))
         assert (await task).tokens == (1, 9)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 @pytest.mark.parametrize("end", ["cancelled", "refused", "cancelled before the verdict"])
@@ -241,7 +242,7 @@ def test_whoever_gives_a_request_up_in_doubt_is_left_with_what_it_was_told(end):
         await asyncio.wait({task})
         assert completion.completion() == part(1, version=4)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_completion_aborted_in_doubt_keeps_its_tokens_of_older_versions():
@@ -258,7 +259,7 @@ def test_a_completion_aborted_in_doubt_keeps_its_tokens_of_older_versions():
         engine.end(whole(9, version=5))
         assert (await task).tokens == (1, 2, 9)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_completion_of_an_engine_that_was_given_up_without_a_verdict_is_not_believed():
@@ -279,7 +280,7 @@ def test_a_completion_of_an_engine_that_was_given_up_without_a_verdict_is_not_be
         good.end(whole(9, version=5))
         await task
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_without_a_verdict_in_time_the_engine_is_given_up():
@@ -296,7 +297,7 @@ def test_without_a_verdict_in_time_the_engine_is_given_up():
         good.end(whole(9, version=5))
         assert (await task).tokens == (9,)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -355,7 +356,7 @@ def test_whatever_happens_no_token_that_was_told_is_taken_back_and_none_of_wrong
         for before, after in pairwise([*told, *([final] if final else [])]):
             assert after[: len(before)] == before
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_out_of_touch_with_the_driver_tokens_of_versions_that_no_record_has_told_of_are_held_back():
@@ -378,4 +379,4 @@ def test_out_of_touch_with_the_driver_tokens_of_versions_that_no_record_has_told
         driver.send()
         assert await newer == mixed(0, 1)
 
-    asyncio.run(main())
+    clock.run(main())

@@ -255,9 +255,9 @@ def work_for(length: int) -> float:
     work = Work()
 
     async def main() -> None:
-        address = EngineAddress("engine", "http://engine", 1, 1 << 30, 1 << 30, timeout_s=5)
+        address = EngineAddress("engine", "http://engine", 1, 1 << 30, 1 << 30, timeout_s=60)
         pool = EnginePool(
-            wait_timeout_s=5,
+            wait_timeout_s=60,
             isolate_versions=False,
             connect=lambda address: ChunkingEngine(address, work),
         )

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from slipstream.backend.simulate import clock
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine.client import (
     Aborted,
@@ -54,7 +55,7 @@ def test_requests_go_to_the_least_loaded_engine():
         status = driver.pool.status()
         assert (status.tokens_generated, status.requests_resent, status.running) == (16, 0, 0)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_equally_loaded_engines_are_preferred_in_the_order_of_the_record():
@@ -73,7 +74,7 @@ def test_equally_loaded_engines_are_preferred_in_the_order_of_the_record():
         await settle()
         assert [len(engine.requests) for engine in engines] == [1, 1]
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_no_more_than_the_allowed_requests_run_at_once():
@@ -87,7 +88,7 @@ def test_no_more_than_the_allowed_requests_run_at_once():
             engine.end()
         await asyncio.gather(*tasks)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_lost_engine_is_out_of_use_reported_once_and_its_requests_go_elsewhere():
@@ -108,7 +109,7 @@ def test_a_lost_engine_is_out_of_use_reported_once_and_its_requests_go_elsewhere
         assert driver.pool.requests_resent == 3
         await assert_nothing_left(driver, good, 10)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_loss_is_repeated_until_a_record_shows_that_the_driver_knows():
@@ -127,7 +128,7 @@ def test_a_loss_is_repeated_until_a_record_shows_that_the_driver_knows():
         driver.remove(bad)
         assert driver.lost == []
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_request_lost_after_its_engine_was_given_up_is_not_reported():
@@ -147,7 +148,7 @@ def test_a_request_lost_after_its_engine_was_given_up_is_not_reported():
         other.end()
         assert await task == COMPLETION
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_request_that_ends_after_its_engine_left_does_not_bring_it_back():
@@ -165,7 +166,7 @@ def test_a_request_that_ends_after_its_engine_left_does_not_bring_it_back():
         assert len(engine.requests) == 1
         assert driver.pool.status().running == 0
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_an_aborted_request_is_sent_again():
@@ -182,7 +183,7 @@ def test_an_aborted_request_is_sent_again():
         assert driver.pool.requests_resent == 1
         await assert_nothing_left(driver, engine, 10)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 @pytest.mark.parametrize("error", [EngineError("no"), InvalidRequest("bad"), KeyError("bug")])
@@ -197,7 +198,7 @@ def test_a_refused_request_is_the_callers_and_leaves_nothing_behind(error):
         assert driver.lost == []
         await assert_nothing_left(driver, engine, 2)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_requests_wait_for_an_engine():
@@ -212,7 +213,7 @@ def test_requests_wait_for_an_engine():
         engine.end(n=3)
         assert await asyncio.gather(*tasks) == [COMPLETION] * 3
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_no_engine_for_too_long_is_an_error_that_names_the_time_and_leaves_nothing_behind():
@@ -225,7 +226,7 @@ def test_no_engine_for_too_long_is_an_error_that_names_the_time_and_leaves_nothi
         driver.add(engine)
         await assert_nothing_left(driver, engine, 2)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_the_last_engine_lost_means_waiting_for_the_next():
@@ -242,7 +243,7 @@ def test_the_last_engine_lost_means_waiting_for_the_next():
         good.end()
         assert await task == COMPLETION
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 @pytest.mark.parametrize("moment", ["in line", "without an engine", "as the engine comes", "generating"])
@@ -270,7 +271,7 @@ def test_a_cancelled_request_leaves_nothing_behind(moment, steps):
             driver.add(engine)
         await assert_nothing_left(driver, engine, 1)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 @pytest.mark.parametrize("steps", range(3))
@@ -290,7 +291,7 @@ def test_a_request_that_is_cancelled_as_its_engine_is_lost_leaves_nothing_behind
         driver.add(good)
         await assert_nothing_left(driver, good, 1)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 @pytest.mark.parametrize(("isolate", "keys"), [(False, [None, None]), (True, ["v0", "v3"])])
@@ -306,7 +307,7 @@ def test_with_isolation_requests_of_another_version_share_no_prefix_cache(isolat
             await task
         assert [asked["key"] for asked in engine.asked] == keys
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_resent_request_takes_the_cache_key_of_the_version_it_is_resent_under():
@@ -322,7 +323,7 @@ def test_a_resent_request_takes_the_cache_key_of_the_version_it_is_resent_under(
         await task
         assert [asked["key"] for asked in engine.asked] == ["v0", "v1"]
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_greedy_is_passed_on():
@@ -336,7 +337,7 @@ def test_greedy_is_passed_on():
         assert engine.asked == [asked([7], 4, greedy=True)]
         assert driver.pool.tokens_generated == 0
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 # ---- continuing
@@ -363,7 +364,7 @@ def test_an_interrupted_completion_is_continued_and_not_begun_again(cut):
         pool = driver.pool
         assert (pool.tokens_generated, pool.tokens_continued, pool.requests_resent) == (3, 2, 1)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_completion_may_be_interrupted_again_and_again():
@@ -387,7 +388,7 @@ def test_a_completion_may_be_interrupted_again_and_again():
         pool = driver.pool
         assert (pool.tokens_generated, pool.tokens_continued, pool.requests_resent) == (6, 5, 4)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_an_interrupted_completion_that_has_used_its_budget_is_not_asked_for_again():
@@ -400,7 +401,7 @@ def test_an_interrupted_completion_that_has_used_its_budget_is_not_asked_for_aga
         assert await task == whole(1, 2, 3, 4, finish=Finish.LENGTH)
         assert len(engine.requests) == 1
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_prefix_is_continued_and_is_part_of_the_completion_and_of_the_budget():
@@ -415,7 +416,7 @@ def test_a_prefix_is_continued_and_is_part_of_the_completion_and_of_the_budget()
         pool = driver.pool
         assert (pool.tokens_generated, pool.tokens_continued, pool.requests_resent) == (1, 1, 0)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 @pytest.mark.parametrize(
@@ -432,7 +433,7 @@ def test_a_prefix_that_has_ended_is_the_completion_without_asking_anyone(prefix,
         (task,) = start(Driver(), prefix=prefix)
         assert await task == completion
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_the_caller_is_told_of_all_that_there_is_so_far():
@@ -453,7 +454,7 @@ def test_the_caller_is_told_of_all_that_there_is_so_far():
         assert completion.tokens == (1, 2, 3, 4, 5)
         assert completion.spans == (Span(0, 0, 1), Span(1, 1, 3), Span(2, 3, 5))
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_silence_is_not_held_against_an_engine_that_is_well():
@@ -468,7 +469,7 @@ def test_silence_is_not_held_against_an_engine_that_is_well():
         engine.end(whole(2))
         assert await task == whole(1, 2)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_request_that_is_met_with_silence_again_and_again_fails():
@@ -484,7 +485,7 @@ def test_a_request_that_is_met_with_silence_again_and_again_fails():
         assert driver.lost == []
         await assert_nothing_left(driver, engine, 1)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -515,7 +516,7 @@ def test_however_often_completions_are_cut_the_engines_generate_every_token_once
             assert completion.finish is (Finish.STOP if budget >= 20 else Finish.LENGTH)
         assert driver.pool.tokens_generated == 1 + 7 + 20 + 20
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 # ---- traces
@@ -566,7 +567,7 @@ def test_a_request_without_a_completion_is_traced_as_interrupted(end):
         assert trace.new_tokens == (1 if end == "cancelled" else 0)
         assert (trace.first_token_s is None) == (end != "cancelled")
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 # ---- requests of clients under which engines are lost
@@ -592,7 +593,7 @@ def test_a_request_that_costs_a_second_engine_is_given_up():
         assert list(driver.pool.status().suspects) == suspects
         await assert_nothing_left(driver, engines[2], 10)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_requests_of_a_lost_engine_are_tried_one_at_a_time_until_a_token_comes():
@@ -618,7 +619,7 @@ def test_requests_of_a_lost_engine_are_tried_one_at_a_time_until_a_token_comes()
         assert await asyncio.gather(*tasks) == [COMPLETION] * 4
         await assert_nothing_left(driver, good, 10)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_whoever_shares_an_engine_with_a_suspect_is_not_blamed_for_it():
@@ -640,7 +641,7 @@ def test_whoever_shares_an_engine_with_a_suspect_is_not_blamed_for_it():
         engines[2].end()
         assert await other == COMPLETION
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_request_under_which_engines_are_lost_again_and_again_is_given_up_though_tokens_come():
@@ -659,7 +660,7 @@ def test_a_request_under_which_engines_are_lost_again_and_again_is_given_up_thou
             await task
         assert engines[-1].requests == []
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_requests_of_workflows_are_no_suspects():
@@ -678,4 +679,4 @@ def test_requests_of_workflows_are_no_suspects():
         assert await asyncio.gather(*tasks) == [COMPLETION] * 2
         assert driver.pool.status().suspects == ()
 
-    asyncio.run(main())
+    clock.run(main())

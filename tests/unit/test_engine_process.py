@@ -126,7 +126,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition, timeout_s: float = 5.0) -> None:
+def wait_until(condition, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "nothing came of it"
@@ -287,7 +287,7 @@ def test_a_server_is_started_with_its_arguments_and_found_healthy(tmp_path, monk
         assert environment["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"] == "0"
         assert ("SGLANG_USE_CPU_ENGINE" in environment) == (device == "cpu")
         imports = [sys.executable, "-c", "import megatron"]
-        refused = subprocess.run(imports, env=environment, capture_output=True, text=True, timeout=60)
+        refused = subprocess.run(imports, env=environment, capture_output=True, text=True, timeout=240)
         assert "ImportError: Megatron is hidden from engines" in refused.stderr
         assert server.access.url == f"http://127.0.0.1:{reported['arguments']['port']}"
 
@@ -295,7 +295,7 @@ def test_a_server_is_started_with_its_arguments_and_found_healthy(tmp_path, monk
 async def healthy_then_stop(server: ServerProcess, *, stop: bool = True) -> None:
     """The thread that waits for the exit belongs to the event loop: it has to end with it."""
     try:
-        await server.wait_healthy(10)
+        await server.wait_healthy(60)
     finally:
         if stop:
             await asyncio.to_thread(server.stop)
@@ -389,10 +389,10 @@ def test_the_servers_sockets_stay_on_its_interface_whatever_the_environment_says
 def test_the_exit_of_a_server_is_noticed(tmp_path):
     async def main(server):
         waiting = [asyncio.create_task(server.wait_exit()) for _ in range(2)]
-        await server.wait_healthy(10)
+        await server.wait_healthy(60)
         assert not any(task.done() for task in waiting)
         os.kill(server.pid, signal.SIGKILL)
-        assert await asyncio.wait_for(asyncio.gather(*waiting), 2) == [-9, -9]
+        assert await asyncio.wait_for(asyncio.gather(*waiting), 60) == [-9, -9]
 
     with started(tmp_path) as server:
         asyncio.run(main(server))
@@ -403,7 +403,7 @@ OTHER_NODE = {"tensor_parallel": 2, "nodes": 2, "node": 1, "meeting": MEETING}
 
 def test_a_server_of_another_node_is_ready_when_it_says_so_and_listens_on_nothing(tmp_path):
     async def main(server):
-        await server.wait_healthy(10)
+        await server.wait_healthy(60)
         listening = {c for c in psutil.Process(server.pid).net_connections() if c.status == "LISTEN"}
         assert not listening
 
@@ -417,10 +417,10 @@ def test_a_server_of_another_node_is_ready_when_it_says_so_and_listens_on_nothin
 @pytest.mark.parametrize("split", [OTHER_NODE, {"tensor_parallel": 2, "data_parallel": 2}])
 def test_processes_that_sglang_does_not_watch_take_their_server_with_them(tmp_path, split):
     async def main(server):
-        await server.wait_healthy(10)
+        await server.wait_healthy(60)
         child = report(tmp_path)["child"]
         os.kill(child, signal.SIGKILL)
-        assert await asyncio.wait_for(server.wait_exit(), 2) == -9
+        assert await asyncio.wait_for(server.wait_exit(), 60) == -9
 
     with started(tmp_path, **split) as server:
         asyncio.run(main(server))
@@ -428,7 +428,7 @@ def test_processes_that_sglang_does_not_watch_take_their_server_with_them(tmp_pa
 
 def test_a_process_that_sglang_watches_is_left_to_sglang(tmp_path):
     async def main(server):
-        await server.wait_healthy(10)
+        await server.wait_healthy(60)
         os.kill(report(tmp_path)["child"], signal.SIGKILL)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(server.wait_exit(), 0.3)
@@ -448,7 +448,7 @@ def test_processes_that_hang_write_their_stacks_and_one_that_is_stopped_is_named
     """Neither SGLang nor the program that has no handler is ended by being asked."""
 
     async def main(server):
-        await server.wait_healthy(10)
+        await server.wait_healthy(60)
         [forked] = set(psutil.Process(server.pid).children()) - {psutil.Process(report(tmp_path)["child"])}
         assert server.write_stacks() == []
         written = server.stacks.read_text()
@@ -485,7 +485,7 @@ def test_stopping_ends_the_whole_group_and_its_shared_memory_and_may_be_repeated
 
 def test_stopping_ends_the_children_of_a_server_that_died(tmp_path):
     async def main(server):
-        await server.wait_healthy(10)
+        await server.wait_healthy(60)
         os.kill(server.pid, signal.SIGKILL)
         await server.wait_exit()
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from slipstream.backend.simulate import clock
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine.client import EngineAddress, EngineLost
 from slipstream.rollout.engine.growing import GrowingCompletion
@@ -21,7 +22,7 @@ class ControlClient:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.address = EngineAddress(name, f"http://{name}", 1, 100, 100, timeout_s=5)
+        self.address = EngineAddress(name, f"http://{name}", 1, 100, 100, timeout_s=60)
 
 
 class Generator:
@@ -106,7 +107,7 @@ def test_collectors_hear_of_the_judges_engines_and_gateways_do_not():
         assert [engine.address.name for engine in roster.routing_for("collector").engines] == ["a"]
         assert roster.routing_for("gateway").judge == ()
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_all_changes_of_one_tick_are_sent_once_and_as_the_whole_truth():
@@ -127,7 +128,7 @@ def test_all_changes_of_one_tick_are_sent_once_and_as_the_whole_truth():
         assert (record.version, record.limit, record.held) == (2, 3, False)
         assert [engine.address for engine in record.engines] == [b.address]
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_changes_that_change_nothing_are_not_sent():
@@ -141,7 +142,7 @@ def test_changes_that_change_nothing_are_not_sent():
         roster.remove(ControlClient("b"))
         assert roster.number == number
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_server_that_was_started_again_has_a_later_life():
@@ -155,7 +156,7 @@ def test_a_server_that_was_started_again_has_a_later_life():
         (new,) = roster.routing_for("collector").engines
         assert new.life > old.life
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_records_of_the_next_driver_are_newer_than_all_of_the_one_before():
@@ -172,7 +173,7 @@ def test_records_of_the_next_driver_are_newer_than_all_of_the_one_before():
         lives = [roster.routing_for("gateway").engines[0].life for roster in (before, after)]
         assert lives[0] < lives[1]
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 @pytest.mark.parametrize("collectors", [1, 2, 3, 7])
@@ -190,7 +191,7 @@ def test_the_shares_of_the_limit_add_up_to_the_limit_and_are_as_equal_as_they_ca
             roster.left(name)
         assert roster.routing_for(names[0]).limit == limit
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_every_collector_may_run_a_request_although_there_are_more_of_them_than_the_limit():
@@ -200,7 +201,7 @@ def test_every_collector_may_run_a_request_although_there_are_more_of_them_than_
             roster.joined(name)
         assert [roster.routing_for(name).limit for name in "abc"] == [1, 1, 1]
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_collectors_begin_with_different_engines_and_all_have_all_of_them():
@@ -213,7 +214,7 @@ def test_collectors_begin_with_different_engines_and_all_have_all_of_them():
         orders = [[engine.address.name for engine in roster.routing_for(name).engines] for name in ("x", "y")]
         assert orders == [["a", "b", "c", "d"], ["c", "d", "a", "b"]]
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_collector_is_given_the_keys_of_the_servers_and_shows_them_to_nobody():
@@ -227,7 +228,7 @@ def test_a_collector_is_given_the_keys_of_the_servers_and_shows_them_to_nobody()
         assert engine.address.key.header == "Bearer secret"
         assert "secret" not in repr(collector.records[-1])
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 # ---- losses
@@ -243,7 +244,7 @@ def test_an_engine_is_condemned_once():
         assert roster.lost.get_nowait() == (client, "first")
         assert roster.lost.empty()
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_an_engine_that_any_collector_has_lost_is_given_up_everywhere():
@@ -265,7 +266,7 @@ def test_an_engine_that_any_collector_has_lost_is_given_up_everywhere():
             assert len(collector.clients["b"].requests) == 1, "its request has gone on"
         await stop(*requests)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_late_report_of_a_loss_does_not_condemn_the_next_start_of_the_server():
@@ -282,7 +283,7 @@ def test_a_late_report_of_a_loss_does_not_condemn_the_next_start_of_the_server()
         assert roster.clients == [new]
         assert roster.lost.empty()
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_reports_of_a_collector_that_has_left_count_no_more():
@@ -296,7 +297,7 @@ def test_reports_of_a_collector_that_has_left_count_no_more():
         assert roster.clients == [client]
         assert roster.in_use == 0
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 # ---- doubt
@@ -332,7 +333,7 @@ def test_doubt_is_in_force_everywhere_before_it_returns():
         assert told[3:] == ["quick", "slow"]
         await stop(*requests)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_doubt_without_collectors_is_in_force_at_once():
@@ -342,7 +343,7 @@ def test_doubt_without_collectors_is_in_force_at_once():
         await asyncio.wait_for(roster.doubt(1), 1)
         assert roster.doubted(client) == 1
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_the_first_unverified_version_stays_in_doubt_until_it_is_trusted():
@@ -354,7 +355,7 @@ def test_the_first_unverified_version_stays_in_doubt_until_it_is_trusted():
         await roster.doubt(6)
         assert (roster.doubted(client), roster.doubted(late)) == (5, 6)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_collector_that_joins_meanwhile_is_not_waited_for_as_its_first_record_says_it_all():
@@ -371,7 +372,7 @@ def test_a_collector_that_joins_meanwhile_is_not_waited_for_as_its_first_record_
         slow.hear()
         await asyncio.wait_for(doubting, 1)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_collector_that_dies_while_the_driver_waits_for_it_is_not_waited_for():
@@ -388,7 +389,7 @@ def test_a_collector_that_dies_while_the_driver_waits_for_it_is_not_waited_for()
         assert not alive.lags
         assert not dying.lags
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_collector_that_does_not_follow_in_time_is_reported_and_not_waited_for_any_longer(caplog):
@@ -402,14 +403,16 @@ def test_a_collector_that_does_not_follow_in_time_is_reported_and_not_waited_for
         assert (alive.lags, silent.lags) == (False, True)
         assert f"silent does not follow routing record {roster.number} within 0.05 s" in caplog.text
         silent.lags = False
-        for waiting in (roster.doubt(2), roster.drained(timeout_s=5).__aenter__()):
+        drained = roster.drained(timeout_s=60)
+        for waiting in (roster.doubt(2), drained.__aenter__()):
             task = asyncio.ensure_future(waiting)
             await settle()
             assert task.done()
         await asyncio.sleep(0.1)
         assert not silent.lags, "it is reported once"
+        await drained.__aexit__(None, None, None)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_gateway_that_stands_still_is_waited_for_no_longer_than_a_gateway_may_take():
@@ -429,7 +432,7 @@ def test_a_gateway_that_stands_still_is_waited_for_no_longer_than_a_gateway_may_
         await asyncio.wait_for(doubting, 1)
         assert not collector.lags
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_collector_that_follows_late_but_in_time_is_not_reported():
@@ -446,7 +449,7 @@ def test_a_collector_that_follows_late_but_in_time_is_not_reported():
         await asyncio.sleep(0.45)
         assert not slow.lags
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 # ---- draining
@@ -459,7 +462,7 @@ def test_draining_waits_for_the_requests_of_all_collectors_while_new_ones_wait()
         await settle()
         old = [collector.start() for collector in collectors]
         await settle()
-        drained = roster.drained(timeout_s=5)
+        drained = roster.drained(timeout_s=60)
         entering = asyncio.create_task(drained.__aenter__())
         await settle()
         new = [collector.start() for collector in collectors]
@@ -476,7 +479,7 @@ def test_draining_waits_for_the_requests_of_all_collectors_while_new_ones_wait()
         assert [len(collector.clients["a"].requests) for collector in collectors] == [1, 1]
         await stop(*new)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_draining_does_not_begin_before_every_collector_holds_its_requests_back():
@@ -495,7 +498,7 @@ def test_draining_does_not_begin_before_every_collector_holds_its_requests_back(
         await asyncio.wait_for(entering, 1)
         await drained.__aexit__(None, None, None)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_draining_goes_on_without_requests_that_take_too_long(caplog):
@@ -510,7 +513,7 @@ def test_draining_goes_on_without_requests_that_take_too_long(caplog):
         assert "1 requests outlast 0 s of draining" in caplog.text
         await stop(request)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_draining_continues_after_the_update_what_was_interrupted_during_it():
@@ -520,8 +523,8 @@ def test_draining_continues_after_the_update_what_was_interrupted_during_it():
         await settle()
         request = collector.start()
         await settle()
-        async with asyncio.timeout(1):
-            drained = roster.drained(timeout_s=5)
+        async with asyncio.timeout(60):
+            drained = roster.drained(timeout_s=60)
             entering = asyncio.create_task(drained.__aenter__())
             await settle()
             collector.clients["a"].grow()
@@ -537,7 +540,7 @@ def test_draining_continues_after_the_update_what_was_interrupted_during_it():
             await request
         assert collector.pool.tokens_generated == 2
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_draining_idle_engines_takes_no_time_and_an_error_ends_it():
@@ -546,17 +549,17 @@ def test_draining_idle_engines_takes_no_time_and_an_error_ends_it():
         collector = Generating(roster)
 
         async def fail() -> None:
-            async with asyncio.timeout(1), roster.drained(timeout_s=5):
+            async with asyncio.timeout(60), roster.drained(timeout_s=60):
                 raise KeyError
 
         with pytest.raises(KeyError):
             await fail()
-        async with asyncio.timeout(1), roster.drained(timeout_s=5):
+        async with asyncio.timeout(60), roster.drained(timeout_s=60):
             assert collector.pool.held
         await settle()
         assert not collector.pool.held
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 # ---- totals
@@ -576,7 +579,7 @@ def test_totals_are_of_all_collectors_also_of_those_that_are_gone():
         assert roster.in_use == 2
         assert (roster.tokens_generated, roster.tokens_continued, roster.requests_resent) == (17, 5, 3)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_what_users_get_counts_as_generated_and_not_as_requests_of_rollouts():
@@ -593,7 +596,7 @@ def test_what_users_get_counts_as_generated_and_not_as_requests_of_rollouts():
         assert (roster.in_use, roster.live_in_use) == (3, 0)
         assert (roster.tokens_generated, roster.tokens_continued, roster.requests_resent) == (110, 34, 3)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_two_collectors_of_one_name_are_a_mistake():
@@ -603,4 +606,4 @@ def test_two_collectors_of_one_name_are_a_mistake():
         with pytest.raises(ValueError, match="there is a collector same already"):
             roster.joined("same")
 
-    asyncio.run(main())
+    clock.run(main())

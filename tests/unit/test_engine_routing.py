@@ -4,6 +4,7 @@ import asyncio
 
 import msgspec
 
+from slipstream.backend.simulate import clock
 from slipstream.rollout.engine.client import EngineLost
 from slipstream.rollout.engine.routing import LostEngine
 from tests.unit.driven_pool import (
@@ -35,7 +36,7 @@ def test_of_records_that_arrive_out_of_order_the_one_with_the_largest_number_cou
         await settle()
         assert (first.running, second.running) == (0, 2)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_records_that_were_missed_are_not_missing():
@@ -56,7 +57,7 @@ def test_records_that_were_missed_are_not_missing():
         second.end()
         assert await task == COMPLETION
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_requests_of_an_engine_that_the_driver_has_given_up_go_on_elsewhere_at_once():
@@ -74,7 +75,7 @@ def test_requests_of_an_engine_that_the_driver_has_given_up_go_on_elsewhere_at_o
         other.end(whole(2))
         assert await task == whole(1, 2)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_server_that_was_started_again_is_another_engine():
@@ -92,7 +93,7 @@ def test_a_server_that_was_started_again_is_another_engine():
         new.end()
         assert await task == COMPLETION
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_late_loss_of_a_server_is_not_held_against_its_next_start():
@@ -113,7 +114,7 @@ def test_a_late_loss_of_a_server_is_not_held_against_its_next_start():
         assert driver.pool.status().lost == (LostEngine("engine", 2, "it does not answer"),)
         task.cancel()
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_an_engine_that_is_lost_serves_again_after_its_next_start():
@@ -131,7 +132,7 @@ def test_an_engine_that_is_lost_serves_again_after_its_next_start():
         new.end()
         assert await task == COMPLETION
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_record_that_repeats_an_engine_keeps_its_connection_and_its_load():
@@ -145,7 +146,7 @@ def test_a_record_that_repeats_an_engine_keeps_its_connection_and_its_load():
         await settle()
         assert (first.running, other.running, first.closed) == (2, 2, 0)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_the_driver_is_told_which_record_is_in_force():
@@ -157,7 +158,7 @@ def test_the_driver_is_told_which_record_is_in_force():
             assert driver.reports == before + 1
             assert driver.pool.status().number == driver.record.number
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_closing_a_pool_closes_every_connection():
@@ -169,7 +170,7 @@ def test_closing_a_pool_closes_every_connection():
         assert [engine.closed for engine in engines] == [1, 1, 1]
         assert len(asyncio.all_tasks()) == 1
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 # ---- the limit, and holding requests back
@@ -194,7 +195,7 @@ def test_the_limit_may_change_while_requests_run():
             await settle()
         assert await asyncio.gather(*tasks) == [COMPLETION] * 6
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_while_requests_are_held_new_ones_wait_however_long_and_running_ones_end():
@@ -223,7 +224,7 @@ def test_while_requests_are_held_new_ones_wait_however_long_and_running_ones_end
             engine.end(n=2)
         assert await asyncio.gather(*new) == [COMPLETION] * 4
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_what_is_interrupted_while_requests_are_held_is_continued_afterwards():
@@ -246,7 +247,7 @@ def test_what_is_interrupted_while_requests_are_held_is_continued_afterwards():
         other.end(whole(2))
         assert await task == whole(1, 2)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_clocks_are_told_once_that_requests_are_held_and_once_that_they_go_on():
@@ -259,4 +260,4 @@ def test_clocks_are_told_once_that_requests_are_held_and_once_that_they_go_on():
             assert driver.pool.held == held
         assert said == [True, False, True]
 
-    asyncio.run(main())
+    clock.run(main())

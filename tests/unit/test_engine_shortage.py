@@ -85,7 +85,7 @@ def test_a_server_that_cannot_be_asked_counts_as_well(few_descriptors):
 
 def test_a_request_that_can_never_be_sent_fails_and_says_why(few_descriptors):
     async def main():
-        async with test_engine_client.serving(REPLY, timeout_s=0.2) as (server, client):
+        async with test_engine_client.serving(REPLY, timeout_s=0.2, answer_timeout_s=0.2) as (server, client):
             sockets = use_up_descriptors()
             (generated, resumed) = await asyncio.gather(
                 client.generate([1], SAMPLING, GrowingCompletion(), version=0),
@@ -195,7 +195,7 @@ print(make_room({requests}), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 )
 def test_a_collector_raises_its_limit_on_open_files_and_says_if_that_is_too_low(soft, hard, requests, room):
     code = ROOM.format(soft=soft, hard=hard, requests=requests)
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert ended.stdout.split() == [str(room), str(hard)], ended.stderr
     warning = f"may open {hard} files, but {requests} requests and 256 descriptors for the rest"
     assert (warning in ended.stderr) == (room < requests)

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from slipstream.backend.simulate import clock
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine import roster, supervisor
 from slipstream.rollout.engine.client import EngineAddress, EngineLost
@@ -51,7 +52,7 @@ class FakeHandle:
         if self.start_errors and (error := self.start_errors.pop(0)) is not None:
             raise error
         self._exited = asyncio.get_running_loop().create_future()
-        return EngineAddress(self.name, f"http://127.0.0.1:{self.starts}", 1, 100, 100, timeout_s=1)
+        return EngineAddress(self.name, f"http://127.0.0.1:{self.starts}", 1, 100, 100, timeout_s=60)
 
     async def wait_exit(self) -> int:
         return await asyncio.shield(self._exited)
@@ -124,7 +125,7 @@ class World:
         return [client.address.url for client in self.roster.clients]
 
 
-async def until(condition, timeout_s: float = 3.0) -> None:
+async def until(condition, timeout_s: float = 60.0) -> None:
     """Poll, for the tests' own sake: everything under test is event driven."""
     async with asyncio.timeout(timeout_s):
         while not condition():
@@ -150,7 +151,7 @@ async def supervised(n: int = 1, restarts: int | None = 3, pause_s: float = 0.0,
 
 async def failure(world: World) -> Exception:
     """What ends the supervisor's run, which comes in an ExceptionGroup."""
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(60):
         with pytest.raises(ExceptionGroup) as caught:
             await world.running
     (error,) = caught.value.exceptions
@@ -165,12 +166,12 @@ def test_all_engines_serve_before_the_run_begins():
             assert len(world.urls) == 1
             assert not world.serving.is_set()
             world.handles[1].may_start.set()
-            await asyncio.wait_for(world.serving.wait(), 1)
+            await asyncio.wait_for(world.serving.wait(), 60)
             assert len(world.urls) == 2
             assert world.supervisor.restarts == 0
             assert world.notes == []
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_an_engine_is_in_the_roster_only_after_it_is_synced():
@@ -184,7 +185,7 @@ def test_an_engine_is_in_the_roster_only_after_it_is_synced():
             await settle()
             assert len(world.urls) == 1
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_server_that_exits_is_started_again_and_synced_anew():
@@ -202,7 +203,7 @@ def test_a_server_that_exits_is_started_again_and_synced_anew():
             assert world.notes == ["engine-0 is started again: its server exited with code -9"]
             assert world.supervisor.restarts == 1
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_condemned_engine_leaves_the_roster_and_is_started_again():
@@ -215,7 +216,7 @@ def test_a_condemned_engine_leaves_the_roster_and_is_started_again():
             assert world.handles[0].starts == 1
             assert world.notes == ["engine-1 is started again: receive of version 3: no answer"]
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_server_that_stands_still_is_started_again_although_nobody_asks_it_for_anything():
@@ -226,7 +227,7 @@ def test_a_server_that_stands_still_is_started_again_although_nobody_asks_it_for
             await until(lambda: world.urls == ["http://127.0.0.1:2"])
             assert world.notes == ["engine-0 is started again: it does not say that it is well"]
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_an_engine_that_hangs_is_shown_and_it_alone_is_started_again():
@@ -249,7 +250,7 @@ def test_an_engine_that_hangs_is_shown_and_it_alone_is_started_again():
                 "(process 7) is stopped by a signal (stacks of its processes: F)"
             ]
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 @pytest.mark.parametrize("when", ["serving", "syncing", "starting"])
@@ -264,7 +265,7 @@ def test_an_engine_that_gives_way_leaves_whatever_it_does_and_returns_to_another
                 world.roster.condemn(world.roster.clients[1], "no answer")
                 world.supervisor._engines["engine-1"].restarts._limit = RestartLimit("r", 9, 60.0, "served")
                 await until(lambda: engine.starts == 2)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await world.supervisor.give_way(["engine-1"], "it gives way to the trainer")
             assert engine.node is None
             assert engine.unfit == []
@@ -277,7 +278,7 @@ def test_an_engine_that_gives_way_leaves_whatever_it_does_and_returns_to_another
             await until(lambda: len(world.urls) == 2)
             assert engine.node == "another node"
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_an_engine_that_does_not_give_way_in_time_is_killed_and_returns_to_another_node(monkeypatch):
@@ -324,7 +325,7 @@ def test_the_first_verdict_on_an_engine_is_the_one_reported():
             await until(lambda: world.notes)
             assert world.notes == ["engine-0 is started again: it missed version 3"]
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_the_exit_code_is_reported_rather_than_what_the_clients_noticed():
@@ -337,7 +338,7 @@ def test_the_exit_code_is_reported_rather_than_what_the_clients_noticed():
             await until(lambda: world.notes)
             assert world.notes == ["engine-0 is started again: its server exited with code 137"]
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_an_engine_whose_request_is_lost_is_started_again():
@@ -374,7 +375,7 @@ def test_engines_that_are_lost_under_requests_of_users_do_not_end_the_run():
                 * 4
             )
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_losses_without_requests_of_users_are_counted_beside_a_gateway(monkeypatch):
@@ -389,7 +390,7 @@ def test_losses_without_requests_of_users_are_counted_beside_a_gateway(monkeypat
             assert isinstance(await failure(world), EngineGone)
 
     monkeypatch.setattr(roster, "REPORT_S", 0.01)
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_late_loss_of_the_old_server_does_not_condemn_the_new_one():
@@ -415,7 +416,7 @@ def test_a_late_loss_of_the_old_server_does_not_condemn_the_new_one():
             assert world.urls == ["http://127.0.0.1:2"]
             assert not world.running.done()
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_late_verdict_by_name_does_not_condemn_the_server_that_is_starting():
@@ -432,14 +433,19 @@ def test_a_late_verdict_by_name_does_not_condemn_the_server_that_is_starting():
             assert world.urls == ["http://127.0.0.1:2"]
             assert not world.running.done()
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_running_requests_of_a_condemned_engine_are_ended_and_cost_it_one_restart():
     """With real clients: the old server accepts requests and never answers."""
 
     async def main():
+        asked = 0
+
         async def silent(reader, writer):
+            nonlocal asked
+            await reader.readline()
+            asked += 1
             await reader.read()
             writer.close()
 
@@ -454,7 +460,7 @@ def test_running_requests_of_a_condemned_engine_are_ended_and_cost_it_one_restar
             world.handle.start = start
             await world.serving.wait()
             requests = [asyncio.create_task(world.generate()) for _ in range(5)]
-            await asyncio.sleep(0.05)
+            await until(lambda: asked == 5)
             world.supervisor.condemn("engine-0", "it missed version 3")
             await until(lambda: world.handle.starts == 2)
             await until(lambda: world.pool.requests_resent == 5)
@@ -488,7 +494,7 @@ def test_an_engine_that_is_lost_as_soon_as_it_is_admitted_is_noticed():
             await until(lambda: world.handle.starts == 2 and world.urls)
             assert world.urls == ["http://127.0.0.1:2"]
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_an_engine_that_lost_a_request_is_in_the_roster_once_after_its_restart():
@@ -504,20 +510,20 @@ def test_an_engine_that_lost_a_request_is_in_the_roster_once_after_its_restart()
             assert world.urls == ["http://127.0.0.1:2"]
             assert world.supervisor.restarts == 1
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_refused_sync_is_a_restart():
     async def main():
         async with supervised() as world:
             world.refusals = ["join for version 4: no answer"]
-            await asyncio.wait_for(world.serving.wait(), 1)
+            await asyncio.wait_for(world.serving.wait(), 60)
             assert world.handle.starts == 2
             assert world.urls == ["http://127.0.0.1:2"]
             (note,) = world.notes
             assert "could not be brought to the current version: join for version 4" in note
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_sync_that_raises_ends_the_run():
@@ -529,7 +535,7 @@ def test_a_sync_that_raises_ends_the_run():
             assert str(await failure(world)) == "the trainer is gone"
             assert world.urls == []
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 @pytest.mark.parametrize("restarts", [0, 2])
@@ -548,7 +554,7 @@ def test_an_engine_that_fails_too_often_ends_the_run(restarts):
             assert world.handle.starts == restarts + 1
             assert world.urls == []
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_each_engine_has_its_own_budget():
@@ -560,7 +566,7 @@ def test_each_engine_has_its_own_budget():
             await until(lambda: world.supervisor.restarts == 3 and len(world.urls) == 3)
             assert not world.running.done()
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_first_start_that_fails_ends_the_run_with_its_reason():
@@ -571,7 +577,7 @@ def test_a_first_start_that_fails_ends_the_run_with_its_reason():
             assert not world.serving.is_set()
             assert world.handle.starts == 1
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_restart_that_fails_is_tried_again_within_the_budget():
@@ -591,7 +597,7 @@ def test_a_restart_that_fails_is_tried_again_within_the_budget():
             assert "engine-0 has failed 4 times" in str(error)
             assert str(error).endswith("the last time: its server exited with code 1")
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 @pytest.mark.parametrize("restarts", [10, None])
@@ -617,7 +623,7 @@ def test_an_engine_that_dies_at_each_start_for_the_same_reason_ends_the_run(rest
             assert "port 3000 is taken" in str(error) and "port 3001" not in str(error)
             assert world.handle.starts == 3
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_an_engine_that_is_refused_in_the_same_way_again_ends_the_run():
@@ -628,7 +634,7 @@ def test_an_engine_that_is_refused_in_the_same_way_again_ends_the_run():
             assert "it has not served in between" in str(error)
             assert world.handle.starts == 2
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_an_engine_that_serves_in_between_is_started_again_after_the_same_failure():
@@ -639,7 +645,7 @@ def test_an_engine_that_serves_in_between_is_started_again_after_the_same_failur
                 world.handle.exit(-9)
             await until(lambda: world.urls == ["http://127.0.0.1:6"])
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_when_one_engine_ends_the_run_the_others_leave_the_roster():
@@ -654,7 +660,7 @@ def test_when_one_engine_ends_the_run_the_others_leave_the_roster():
                 with pytest.raises(EngineLost, match="given up"):
                     await client.resume()
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 @pytest.mark.parametrize("phase", ["starting", "syncing", "serving", "condemned"])
@@ -671,10 +677,10 @@ def test_a_cancelled_supervisor_ends_and_empties_the_roster(phase):
                 await settle()
             world.running.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await asyncio.wait_for(world.running, 1)
+                await asyncio.wait_for(world.running, 60)
             assert world.urls == []
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_cancellation_as_the_exit_is_noticed_is_not_swallowed():
@@ -691,9 +697,9 @@ def test_a_cancellation_as_the_exit_is_noticed_is_not_swallowed():
                     await asyncio.sleep(0)
                 world.running.cancel()
                 with pytest.raises(asyncio.CancelledError):
-                    await asyncio.wait_for(world.running, 1)
+                    await asyncio.wait_for(world.running, 60)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_stopping_ends_every_server_also_when_one_refuses():
@@ -710,7 +716,7 @@ def test_stopping_ends_every_server_also_when_one_refuses():
             await world.supervisor.stop()
             assert [handle.stops for handle in world.handles] == [1, 0, 1]
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_an_engine_that_is_withdrawn_is_brought_up_to_date_without_a_restart():
@@ -731,7 +737,7 @@ def test_an_engine_that_is_withdrawn_is_brought_up_to_date_without_a_restart():
             assert world.handle.starts == 1
             assert world.synced == [client.address.url] * 2
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_an_engine_that_dies_while_it_is_withdrawn_is_started_again():
@@ -745,7 +751,7 @@ def test_an_engine_that_dies_while_it_is_withdrawn_is_started_again():
             await until(lambda: world.urls == ["http://127.0.0.1:2"])
             assert not world.roster.withdrawn
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_without_a_limit_an_engine_is_started_again_as_often_as_it_takes_and_after_a_pause():
@@ -759,7 +765,7 @@ def test_without_a_limit_an_engine_is_started_again_as_often_as_it_takes_and_aft
                 assert asyncio.get_running_loop().time() - lost >= 0.05
             assert not world.running.done()
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def noted(world: World, text: str) -> bool:
@@ -801,7 +807,7 @@ def test_engines_whose_nodes_are_lost_wait_for_others_and_the_run_ends_when_no_n
             assert "the node of engine-2" in str(error) and "--resume" in str(error)
             assert sum(handle.starts for handle in world.handles) == (3 if noticed == "exit" else 6)
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_an_engine_whose_node_is_lost_is_started_on_another_one_and_brought_up_to_date():
@@ -817,7 +823,7 @@ def test_an_engine_whose_node_is_lost_is_started_on_another_one_and_brought_up_t
                 assert world.notes.count("engine-0 is placed on another node") == start - 1
             assert not world.running.done() and world.handles[1].starts == 1
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_below_the_smallest_number_requests_wait_and_a_node_in_time_lets_the_run_go_on():
@@ -837,7 +843,7 @@ def test_below_the_smallest_number_requests_wait_and_a_node_in_time_lets_the_run
             await until(lambda: len(world.urls) == 2)
             assert not world.running.done()
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_run_begins_with_its_first_engines_and_the_others_come_when_there_is_room():
@@ -850,7 +856,7 @@ def test_a_run_begins_with_its_first_engines_and_the_others_come_when_there_is_r
                 await until(lambda number=number: len(world.urls) == 4 - number)
             assert [handle.starts for handle in world.handles] == [1, 1, 1]
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_engines_that_have_joined_take_the_place_of_further_ones_until_they_leave():
@@ -872,7 +878,7 @@ def test_engines_that_have_joined_take_the_place_of_further_ones_until_they_leav
             assert list(world.supervisor.where()) == ["engine-0", "engine-1"]
             assert not world.running.done() and world.supervisor.restarts == 0
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_an_engine_that_has_joined_and_fails_ends_nothing():
@@ -887,7 +893,7 @@ def test_an_engine_that_has_joined_and_fails_ends_nothing():
             assert "no answer" in await world.supervisor.keep_joined(broken)
             assert len(world.urls) == 1 and not world.running.done()
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_a_node_on_which_a_further_engine_does_not_start_is_given_up_and_the_run_goes_on():
@@ -910,7 +916,7 @@ def test_a_node_on_which_a_further_engine_does_not_start_is_given_up_and_the_run
             late.exit(1)
             assert isinstance(await failure(world), EngineGone), "it had served there"
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_an_engine_whose_node_is_lost_before_it_has_served_ends_the_run():
@@ -921,4 +927,4 @@ def test_an_engine_whose_node_is_lost_before_it_has_served_ends_the_run():
             world.handles[1].start_errors.append(NodeLost("Ray has lost node2"))
             assert isinstance(await failure(world), NodeLost)
 
-    asyncio.run(main())
+    clock.run(main())

@@ -5,6 +5,7 @@ from contextlib import aclosing
 
 import pytest
 
+from slipstream.backend.simulate import clock
 from slipstream.rollout.engine.client import Aborted, EngineError, EngineLost, RequestRefused
 from slipstream.rollout.engine.sampling import LiveSampling, request_fields
 from slipstream.rollout.gateway.engines import PIECE, RETRY_ENGINES_S, RETRY_FULL_S, EngineTokens
@@ -54,10 +55,10 @@ class Asking:
 
 def run(main) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await main()
 
-    asyncio.run(limited())
+    clock.run(limited())
 
 
 def test_a_completion_is_handed_on_as_it_grows_with_the_engines_own_spans_at_the_end():

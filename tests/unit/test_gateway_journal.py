@@ -292,7 +292,7 @@ def test_a_second_process_is_kept_out_and_a_killed_one_loses_nothing_durable(tmp
                 told = int(process.stdout.readline())
         finally:
             os.kill(process.pid, signal.SIGKILL)
-            rest, _ = process.communicate(timeout=20)
+            rest, _ = process.communicate(timeout=240)
         told = max([told, *map(int, rest.split("\n")[:-1])])
         rows = stored(path)
         numbers = [number for number, *_ in rows]
@@ -352,7 +352,7 @@ def test_a_log_that_is_gone_after_a_kill_is_noticed(tmp_path):
     process.stdout.readline()
     process.stdout.readline()
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=20)
+    process.communicate(timeout=240)
     (tmp_path / "journal.sqlite-wal").unlink()
     assert "it was not closed, and journal.sqlite-wal is gone" in damaged(path)
 

@@ -160,7 +160,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
         env=environment(NO_COLOR="1"),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 

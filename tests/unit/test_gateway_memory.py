@@ -72,7 +72,7 @@ class Client:
     """Stands for an engine in the roster of the driver."""
 
     name = "engine-0"
-    address = EngineAddress("engine-0", "http://127.0.0.1:9", 1, VOCAB, 4096, timeout_s=5)
+    address = EngineAddress("engine-0", "http://127.0.0.1:9", 1, VOCAB, 4096, timeout_s=60)
 
 
 class Gateway:
@@ -81,7 +81,10 @@ class Gateway:
     def __init__(self, folder: Path) -> None:
         self.journal = TurnJournal.open(folder / "gateway" / "gateway-0.sqlite", "gateway-0")
         self.pool = EnginePool(
-            wait_timeout_s=5, isolate_versions=False, connect=lambda _: Engine(), report=lambda: link.report()
+            wait_timeout_s=60,
+            isolate_versions=False,
+            connect=lambda _: Engine(),
+            report=lambda: link.report(),
         )
         self.link = link = DriverLink(self.journal, self.pool, lambda: DriverAddress.read(folder))
         names = iter(range(1 << 30))
@@ -227,6 +230,6 @@ def test_turns_that_are_over_leave_nothing_behind(tmp_path: Path, monkeypatch):
 
     asyncio.run(main())
     before, after = looks
-    grown = {name: (before[name], count) for name, count in after.items() if count > before[name] + 20}
+    grown = {name: (before[name], count) for name, count in after.items() if count > before[name] + 100}
     # Of the turns that expire behind the last batch, which one is, chance decides; there is a limit to them.
     assert {name: counts for name, counts in grown.items() if ".SinceLastBatch." not in name} == {}

@@ -8,6 +8,7 @@ import pytest
 
 from slipstream.rollout.gateway import port
 from slipstream.rollout.gateway.port import PortServer
+from tests.unit.doubles import PutForward
 
 REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nab"
 HALVES = [b"", REQUEST[:9], REQUEST[:-12], REQUEST[:-1], REQUEST + REQUEST[:9], REQUEST + REQUEST[:-1]]
@@ -37,14 +38,14 @@ async def serving(most: int | None = None):
 async def answered(reader: asyncio.StreamReader) -> bool:
     """Read one answer. Return False if the connection is closed instead."""
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
     except (asyncio.IncompleteReadError, ConnectionError):
         return False
 
 
 async def closed(reader: asyncio.StreamReader) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         try:
             while await reader.read(100):
                 pass
@@ -67,20 +68,23 @@ def test_a_connection_that_sends_no_whole_request_is_closed(sent, monkeypatch):
     asyncio.run(main())
 
 
-def test_a_connection_that_rests_between_requests_stays(monkeypatch):
-    monkeypatch.setattr(port, "HEAD_S", 0.3)
-
+def test_a_connection_that_rests_between_requests_stays():
     async def main():
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, PutForward)
         async with serving() as address:
             reader, writer = await asyncio.open_connection(*address)
             for _ in range(3):
                 writer.write(REQUEST)
                 assert await answered(reader)
                 idle, _ = await asyncio.open_connection(*address)
+                await asyncio.sleep(0.05)  # it is accepted
+                loop.forward_s += 1.5 * port.HEAD_S
                 await closed(idle)  # the time of one that has sent nothing is up
             writer.close()
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=PutForward) as runner:
+        runner.run(main())
 
 
 @pytest.mark.parametrize("sent", HALVES)

@@ -242,7 +242,7 @@ async def test_closing_cancels_all_turns_and_waits_until_they_are_durable():
     await asyncio.sleep(0)
     assert not closing.done()
     scene.log.release()
-    await asyncio.wait_for(closing, 5)
+    await asyncio.wait_for(closing, 60)
     assert len(scene.answers.ended) == 2
 
 

@@ -21,7 +21,7 @@ class Work:
 
     def __call__(self) -> str:
         self.begun.set()
-        assert self.may_end.wait(10)
+        assert self.may_end.wait(60)
         return "done"
 
 

@@ -95,7 +95,7 @@ class World:
         self.pool = NoPool()
         self.address: DriverAddress | None = None
         self.key = new_key()
-        self.roster = EngineRoster(lambda: 0, limit=8)
+        self.roster = EngineRoster(lambda: 0, limit=8, gateway_timeout_s=60.0)
 
     @asynccontextmanager
     async def gateway(self):
@@ -126,7 +126,7 @@ def world(tmp_path, monkeypatch):
 
     def make(main) -> None:
         async def limited() -> None:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 await main(World(tmp_path))
 
         asyncio.run(limited())
@@ -157,7 +157,9 @@ def test_entries_arrive_in_order_and_are_acknowledged_when_they_are_durable(worl
     world(main)
 
 
-def test_a_client_hears_what_the_driver_has_made_of_its_rewards(world):
+def test_a_client_hears_what_the_driver_has_made_of_its_rewards(world, monkeypatch):
+    monkeypatch.setattr(journal_module, "OUTCOME_S", 60.0)
+
     async def main(world: World):
         async with world.driver(Intake()), world.gateway() as (journal, _):
             numbers = journal.append([turn("a"), reward(1), reward(1)])
@@ -440,11 +442,13 @@ def test_kills_of_either_side_lose_and_double_nothing(tmp_path, seed):
             processes[role].stdin.close()
             processes[role].stdout.close()
             processes[role] = start(role, tmp_path)
-        time.sleep(0.2)
-        listen()
+        deadline = time.monotonic() + 60
+        while len(told) <= 20 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            listen()
         gateway = processes["gateway"]
         os.set_blocking(gateway.stdout.fileno(), True)
-        rest, _ = gateway.communicate("enough\n", timeout=30)
+        rest, _ = gateway.communicate("enough\n", timeout=120)
         *numbers, last = rest.split("\n")[:-1]
         told.update(int(line) for line in numbers if line.isdigit())
         last = int(last.split()[1])

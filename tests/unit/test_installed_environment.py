@@ -54,7 +54,7 @@ def chosen(venv: Path, asked: str = "", *, nvidia: bool) -> subprocess.Completed
         env={"PATH": str(tools)},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=240,
         check=False,
     )
 
@@ -116,7 +116,7 @@ def test_make_passes_the_choice_on(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert made.returncode == 2
@@ -185,7 +185,7 @@ def test_the_module_runs_as_a_file_before_anything_is_installed(tmp_path):
         [sys.executable, "-I", "-S", str(script), "tpu"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert ended.returncode == 1

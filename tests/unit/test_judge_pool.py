@@ -17,7 +17,6 @@ import pytest
 import uvloop
 
 from slipstream.configs.schema import JudgingConfig, PluginConfig
-from slipstream.rollout.reward.judge import judge_process
 from slipstream.rollout.reward.judge.judge_pool import (
     JudgePool,
     JudgesClosed,
@@ -27,7 +26,7 @@ from slipstream.rollout.reward.judge.judge_pool import (
 from slipstream.rollout.tokens.trajectory import Prompt
 from tests.environment import environment
 from tests.unit.judge_rewards import described
-from tests.unit.judging import Judging, score, trajectory
+from tests.unit.judging import HANGS_S, Judging, score, trajectory
 
 
 @pytest.fixture
@@ -100,7 +99,9 @@ def test_a_judge_loads_neither_the_schema_nor_anything_heavy():
         from slipstream.rollout import reward
         assert not {"pydantic", "torch", "ray", "aiohttp", "yaml"} & set(sys.modules), "the worker"
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60, env=environment())
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=240, env=environment()
+    )
 
 
 # -- Attempts
@@ -168,7 +169,7 @@ def test_a_caller_that_is_cancelled_frees_the_place_of_its_question(judging):
         assert all(task.cancelled() for task in asking)
         return await score(pool, 5, "0.5"), pool.status()
 
-    pool = judging.pool("Overlapping", concurrency=2, timeout_s=60)
+    pool = judging.pool("Overlapping", concurrency=2)
     reward, status = judging.use(pool, ask)
     assert reward == 0.5
     assert (status.running, status.waiting, status.failed_attempts, status.restarts) == (0, 0, 0, 0)
@@ -187,8 +188,9 @@ def test_a_cancelled_caller_costs_the_others_nothing_when_its_question_ends_the_
 
 
 def test_time_in_the_queue_does_not_count(judging):
-    answers = judging.ask(["uses_a_tenth_of_a_second"] * 8)
-    assert answers == [1.0] * 8
+    count = round(1.2 * HANGS_S / 0.1)
+    answers = judging.ask(["uses_a_tenth_of_a_second"] * count, timeout_s=HANGS_S)
+    assert answers == [1.0] * count
     assert judging.status.failed_attempts == 0
 
 
@@ -229,19 +231,23 @@ def test_a_pool_that_is_closed_as_soon_as_it_is_open_leaves_nothing(judging):
             r"(?s)in __init__.*ConnectionError: the server of the judge is down",
         ),
         ("RefusesToStart", {"how": "leaves_by_sys_exit"}, "(?s)in leaves_by_sys_exit.*SystemExit: 7"),
-        (
+        pytest.param(
             "RefusesToStart",
             {"how": "sleeps"},
-            r"(?s)took longer than 1 s to start \(rollout.judging.start_timeout_s\).*in sleeps",
+            r"(?s)took longer than 40 s to start \(rollout.judging.start_timeout_s\).*in sleeps",
+            marks=pytest.mark.slow,
         ),
+        ("RefusesToStart", {"how": "sleeps"}, r"took longer than 3 s to start \(rollout"),
         ("RefusesToStart", {"how": "exits"}, "exit code 3"),
         ("RefusesToStart", {"how": "crashes"}, "(?s)SIGSEGV.*in crashes"),
         ("RefusesToStart", {"how": threading.Lock}, "its args .* are no plain data"),
     ],
 )
 def test_a_reward_that_cannot_start_is_an_error_at_the_start(judging, reward, args, expected):
+    hanging = re.search(r"longer than (\d+) s", expected)  # in 40 s its imports are over
+    limit_s = int(hanging[1]) if hanging else 240
     with pytest.raises(JudgeStartFailed, match=expected) as failed:
-        judging.ask(["1"], reward, args, processes=2, start_timeout_s=1)
+        judging.ask(["1"], reward, args, processes=2, start_timeout_s=limit_s)
     assert f"tests.unit.judge_rewards.{reward}" in str(failed.value)
 
 
@@ -315,7 +321,7 @@ def test_a_reward_that_ends_its_process_while_it_is_idle_is_not_started_for_ever
 
 def test_open_questions_end_with_the_pool(judging):
     async def run():
-        async with judging.pool("Overlapping", timeout_s=60) as pool:
+        async with judging.pool("Overlapping") as pool:
             asking = [asyncio.create_task(score(pool, n, "awaits_for_ever")) for n in range(3)]
             await asyncio.sleep(0)
         await asyncio.wait(asking)
@@ -333,7 +339,7 @@ def test_a_pool_ends_at_once_although_a_reward_does_not(judging, culprit):
         async with judging.pool(timeout_s=600) as pool:
             asking = asyncio.create_task(score(pool, 0, culprit))
             await asyncio.sleep(0.05)
-            async with asyncio.timeout(judge_process.GRACE_S + judge_process.KILL_S):
+            async with asyncio.timeout(60):
                 await pool.__aexit__(None, None, None)
         await asyncio.wait({asking})
 
@@ -361,7 +367,7 @@ def wait_for_end(pid: int) -> None:
     except ProcessLookupError:
         return
     try:
-        assert select.select([descriptor], [], [], 20)[0], f"process {pid} goes on"
+        assert select.select([descriptor], [], [], 60)[0], f"process {pid} goes on"
     finally:
         os.close(descriptor)
 

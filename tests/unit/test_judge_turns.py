@@ -21,13 +21,13 @@ def user(text: str) -> list[dict]:
 
 def verdicts(folder, questions, judge="Told", args=None, **settings):
     plugin = PluginConfig(path=f"tests.unit.live_judges.{judge}", args=args or {})
-    limits = {"timeout_s": 1.0, "retry_after_s": 0.01, "attempts": 1} | settings
+    limits = {"timeout_s": 60.0, "retry_after_s": 0.01, "attempts": 1} | settings
     pool = JudgePool(LiveJudgingConfig(**limits), plugin, folder, "live", of_turns=True)
 
     async def ask():
         async with pool:
             asked = [pool.judge(TURN, question) for question in questions]
-            return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
+            return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 120)
 
     return asyncio.run(ask())
 
@@ -45,14 +45,15 @@ def test_a_function_with_its_parameters_is_a_judge(tmp_path):
     ("said", "cause"),
     [
         ("raise", "the server of the judge is down"),
-        ("sleep", r"longer than 1 s \(live.judging.timeout_s\)"),
+        ("sleep", r"longer than 3 s \(live.judging.timeout_s\)"),
         ("die", "ended its judge process with exit code 3"),
         ("number", "expected a Verdict or None"),
         ("score nan", "expected a finite number"),
     ],
 )
 def test_whatever_is_no_verdict_is_a_failure_that_says_why(tmp_path, said, cause):
-    [failure, other] = verdicts(tmp_path, [user(said), user("score 1")])
+    limit_s = 3.0 if said == "sleep" else 60.0
+    [failure, other] = verdicts(tmp_path, [user(said), user("score 1")], timeout_s=limit_s)
     assert isinstance(failure, JudgingFailed)
     assert re.search(cause, str(failure))
     assert "live.judging.attempts: 1" in str(failure)

@@ -11,7 +11,7 @@ from slipstream.rollout.reward.loading import EPISODES, GROUPS, check_judge, loa
 from slipstream.rollout.reward.value import MOST_PARTS, RESERVED, Judgement, NoNumber, judgement_of
 from slipstream.rollout.system.plugins import PluginError
 from slipstream.rollout.tokens.trajectory import Prompt
-from tests.unit.judging import Judging, trajectory
+from tests.unit.judging import HANGS_S, TIMEOUT_S, Judging, trajectory
 
 PROMPT = Prompt(5, "2+2?")
 
@@ -138,7 +138,7 @@ def test_a_function_with_the_parameters_of_a_group_is_a_reward_of_groups(judging
         ("return [1, None]", "episode 1: it returned None"),
         ("return np.array([1, np.nan])", "episode 1: it returned nan"),
         ("return {'reward': 1}", "of type dict, expected a list"),
-        ("sleeps", r"longer than 1 s \(rollout.judging.timeout_s\)"),
+        ("sleeps", r"longer than 3 s \(rollout.judging.timeout_s\)"),
     ],
 )
 def test_a_group_without_a_number_for_each_episode_is_a_failed_attempt_of_the_whole(judging, said, reason):
@@ -150,7 +150,8 @@ def test_a_group_without_a_number_for_each_episode_is_a_failed_attempt_of_the_wh
         assert re.search(reason, str(failed)) and "the group of prompt 5" in str(failed)
         return other
 
-    assert [each.reward for each in judging.use(judging.pool("Lengths"), ask)] == [0]
+    pool = judging.pool("Lengths", timeout_s=HANGS_S if said == "sleeps" else TIMEOUT_S)
+    assert [each.reward for each in judging.use(pool, ask)] == [0]
 
 
 def test_a_group_is_asked_about_again(judging):

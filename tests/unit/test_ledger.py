@@ -614,7 +614,7 @@ def test_a_second_process_is_refused_while_the_first_one_runs(tmp_path):
             with pytest.raises(LedgerBusy, match="another process is running this run"):
                 opener()
         other = child(f"open_ledger(Path({str(tmp_path)!r}), **BATCH)")
-        assert "LedgerBusy" in other.communicate(timeout=60)[1]
+        assert "LedgerBusy" in other.communicate(timeout=240)[1]
     finally:
         ledger.close()
     open_for_reading(tmp_path / LEDGER).close()
@@ -688,7 +688,7 @@ def test_a_crash_between_payload_and_rows_leaves_a_sound_ledger(tmp_path, call, 
         asyncio.run(main())
         """
     )
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=240)
     assert process.returncode == -9, errors
     acknowledged = output.split()
     written: list[int] = []
@@ -790,7 +790,7 @@ def test_a_crash_while_the_ledger_is_created_leaves_none(tmp_path):
         open_ledger(Path({str(tmp_path)!r}), **BATCH)
         """
     )
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == -9
     assert not (tmp_path / LEDGER).exists()
     assert in_ledger(tmp_path, nothing).epoch == 0

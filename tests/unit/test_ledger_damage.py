@@ -492,7 +492,7 @@ def opened_as_nobody(folder: Path) -> str:
             print(error)
         """
     )
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=240)
     assert output, errors
     return output
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from slipstream.backend.simulate import clock as virtual_clock
 from slipstream.rollout.ledger.lease import folder_lease as leases
 from slipstream.rollout.ledger.lease.driver_file import (
     Driver,
@@ -144,7 +145,7 @@ def test_the_lease_is_renewed_while_the_event_loop_is_busy(tmp_path):
     async def busy() -> None:
         lease.keep()
         with lease.held(lambda loss: None):
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 60
             while driver_of(tmp_path).counter < 3:  # no await: the loop is blocked
                 assert time.monotonic() < deadline
 
@@ -222,7 +223,7 @@ def test_a_folder_whose_next_term_was_begun_is_watched_though_the_driver_has_end
         await watching
 
     with pytest.raises(LedgerBusy):
-        asyncio.run(meet())
+        virtual_clock.run(meet())
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"term": "x"}', b"\xff"])
@@ -326,9 +327,10 @@ def test_the_loss_is_reported_from_the_thread(tmp_path):
     losses: list[Fenced] = []
     lease.keep()
     with lease.held(lambda loss: (losses.append(loss), lost.set())):
-        begin_term(tmp_path, 2)
-        edit(tmp_path, term=2, owner="another", host="there")
-        assert lost.wait(30)
+        with lease._lock:  # no renewal is under way, which would be written over the other driver's
+            begin_term(tmp_path, 2)
+            edit(tmp_path, term=2, owner="another", host="there")
+        assert lost.wait(60)
     assert "on there has taken the run over" in str(losses[0])
     assert driver_of(tmp_path).owner == "another"
 
@@ -410,7 +412,7 @@ def test_a_thread_that_cannot_renew_reports_it_once_the_lease_has_run_out(tmp_pa
     losses: list[Fenced] = []
     lease.keep()
     with lease.held(lambda loss: (losses.append(loss), lost.set())):
-        assert lost.wait(30)
+        assert lost.wait(60)
     assert "another process may take the run over" in str(losses[0])
 
 

@@ -67,7 +67,7 @@ def judged(folder: Path, judges: Judges, *said: str, until: int | None = None, *
         judging = asyncio.create_task(
             LiveJudging(judge, limits, run.live.verdicts, judges.open, listener.note).run()
         )
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while run.core.live.states[TurnState.READY] < (len(said) if until is None else until):
                 await asyncio.sleep(0.005)
                 if judging.done():
@@ -153,7 +153,7 @@ def test_a_turn_that_cannot_be_read_fails_and_no_other(tmp_path):
             CodeJudge(), LiveJudgingConfig(), run.live.verdicts, judges.open, Listener().note
         )
         task = asyncio.create_task(judging.run())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while run.core.live.states[TurnState.READY] < 1 or run.core.live.states[TurnState.WAITING]:
                 await asyncio.sleep(0.005)
         task.cancel()
@@ -172,7 +172,7 @@ def test_an_outage_of_real_judge_processes_is_no_score(tmp_path):
     file = tmp_path / "up"
     plugin = PluginConfig(path="tests.unit.live_judges.DownUntil", args={"path": str(file), "at_start": True})
     settings = LiveJudgingConfig(
-        attempts=1, retry_after_s=0.01, processes=1, concurrency=2, start_timeout_s=20
+        attempts=1, retry_after_s=0.01, processes=1, concurrency=2, start_timeout_s=120
     )
     folder = tmp_path / "run"
     folder.mkdir()
@@ -187,7 +187,7 @@ def test_an_outage_of_real_judge_processes_is_no_score(tmp_path):
         await run.hear(talk)
         judging = LiveJudging(CodeJudge(ask_again_s=0.05), settings, run.live.verdicts, pool, told.note)
         task = asyncio.create_task(judging.run())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while not told.notes:
                 await asyncio.sleep(0.01)
             assert run.core.live.states[TurnState.WAITING] == 1
@@ -223,7 +223,7 @@ def test_a_turn_that_waits_too_long_fails_also_while_the_judges_are_down(tmp_pat
         task = asyncio.create_task(
             LiveJudging(judge, LiveJudgingConfig(), run.live.verdicts, judges.open, Listener().note).run()
         )
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while run.core.live.states[TurnState.WAITING]:
                 await asyncio.sleep(0.005)
         task.cancel()

@@ -304,7 +304,7 @@ def test_an_entry_is_acknowledged_only_when_it_is_on_disk(in_run):
         assert run.live.durable("gateway") == 0
         told = asyncio.Event()
         run.live.when_durable(told.set)
-        await asyncio.wait_for(told.wait(), 5)
+        await asyncio.wait_for(told.wait(), 60)
         assert run.live.durable("gateway") == 2
 
     in_run(act)
@@ -925,7 +925,7 @@ def test_a_batch_waits_for_turns_no_longer_than_it_shall(in_run):
         await asyncio.sleep(0.02)
         assert not waiting.done(), "there is nothing to train: nobody is to blame"
         await run.hear(talk)
-        assert await asyncio.wait_for(waiting, 5) == []
+        assert await asyncio.wait_for(waiting, 60) == []
         assert len(run.batches.live) == 1
         await run.batches.step_begins()
         run.batches.published(run.batches.next_version)
@@ -940,7 +940,7 @@ def test_a_full_batch_waits_for_nothing(in_run):
 
     async def act(run):
         await run.hear(talk)
-        batch = await asyncio.wait_for(run.step(), 5)
+        batch = await asyncio.wait_for(run.step(), 60)
         assert len(batch.trajectories) == 4
         assert len(set(batch.group_N.tolist())) == 4
 
@@ -954,23 +954,23 @@ def test_a_batch_holds_its_groups_and_as_many_turns_as_there_are(in_run):
     async def act(run):
         await run.ready_group(0.5)
         await run.hear(talk)
-        batch = await asyncio.wait_for(run.step(), 5)
+        batch = await asyncio.wait_for(run.step(), 60)
         assert trained(batch) == [[[3, 4, 5]], [talk.sampled[first]]]
         assert batch.group_N.tolist() == [0, number(first)]
         assert batch.turn_advantages == {1: (0.25,)}
         assert [trajectory.reward for trajectory in batch.trajectories] == [0.5, 0.25]
         await run.ready_group()
-        batch = await asyncio.wait_for(run.step(), 5)
+        batch = await asyncio.wait_for(run.step(), 60)
         assert trained(batch) == [[[3, 4, 5]]], "no turn is ready, and none is waited for any longer"
         assert batch.turn_advantages == {}
         for session in "abc":
             talk.say(session=session, spans=((2, 2),), score=1.0)
         await run.hear(talk, first=4)
-        waiting = asyncio.create_task(run.batches.next(5))
+        waiting = asyncio.create_task(run.batches.next(60))
         await asyncio.sleep(0.1)
         assert not waiting.done(), "turns never take the place of groups"
         await run.ready_group()
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, 60)
         assert len(run.batches.live) == 2
         await run.batches.step_begins()
         run.batches.published(run.batches.next_version)
@@ -1134,7 +1134,7 @@ def test_a_session_that_is_forgotten_in_training_is_kept_until_its_step_is_over(
 
     async def act(run):
         await run.hear(talk)
-        await run.batches.next(5)
+        await run.batches.next(60)
         talk.add(Forgotten(None, "key"))
         await run.hear(talk, first=4)
         await run.batches.step_begins()
@@ -1156,7 +1156,7 @@ def test_a_session_that_was_forgotten_in_a_step_that_is_lost_is_over_after_a_res
 
     async def act(run):
         await run.hear(talk)
-        await run.batches.next(5)
+        await run.batches.next(60)
         await run.batches.step_begins()
         talk.add(Forgotten("a", "key"))
         await run.hear(talk, first=4)
@@ -1197,7 +1197,7 @@ def test_while_the_ledger_goes_back_entries_and_verdicts_wait(in_run):
         core = core_of(recovered, 2, 4)
         run.live.restored(core, recovered.live)
         run.core = core
-        await asyncio.wait_for(told.wait(), 5)
+        await asyncio.wait_for(told.wait(), 60)
         assert run.live.durable("gateway") == len(talk.entries)
         await run.ledger.flushed()
         assert core.live.states == {TurnState.WAITING: 1, TurnState.READY: 2, TurnState.TRAINING: 0}
@@ -1232,7 +1232,7 @@ def test_users_are_learned_from_again_when_the_engines_serve_the_restored_weight
         heard = len(talk.entries)
         new = talk.say(spans=((4, 2),), session="new", score=1.0)
         await run.hear(talk, first=heard + 1)
-        batch = await asyncio.wait_for(run.step(), 5)
+        batch = await asyncio.wait_for(run.step(), 60)
         assert talk.sampled[new] in [turn for turns in trained(batch) for turn in turns]
         assert (run.gate.core.version, run.gate.core.step) == (5, 1)
 

@@ -52,7 +52,7 @@ class Scripted:
         if isinstance(act, Exception):
             raise act
         if isinstance(act, threading.Event):
-            act.wait(30)
+            act.wait(60)
 
 
 def record(step: int) -> MetricsRecord:
@@ -60,7 +60,7 @@ def record(step: int) -> MetricsRecord:
 
 
 def queued(tracker: Scripted, notes: list[str], **settings: Any) -> QueuedTracker:
-    return QueuedTracker(tracker, notes.append, **{"timeout_s": 20.0, "retry_s": 0.01, **settings})
+    return QueuedTracker(tracker, notes.append, **{"timeout_s": 60.0, "retry_s": 0.01, **settings})
 
 
 def test_records_arrive_in_order_and_the_end_waits_for_them():
@@ -78,7 +78,7 @@ def test_an_outage_is_told_once_and_its_end_lets_records_through():
     sink = queued(tracker, notes)
     sink.put(record(1))
     sink.put(record(2))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while tracker.records != [1, 2] and time.monotonic() < deadline:
         time.sleep(0.01)
     sink.close()

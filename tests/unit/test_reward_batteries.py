@@ -245,7 +245,7 @@ PROGRAMS = [
 
 
 def test_programs_get_what_a_person_gives_them():
-    reward = CodeTests(sandbox={"type": "local", "wall_s": 10})
+    reward = CodeTests(sandbox={"type": "local", "wall_s": 60})
 
     async def ask():
         free = asyncio.Semaphore(2)

@@ -12,7 +12,7 @@ from slipstream.rollout.tokens.trajectory import Prompt
 from tests import reward_hacks
 from tests.unit.judging import Judging, trajectory
 
-LIMITS = {"type": "local", "wall_s": 5, "cpu_s": 2, "memory_mb": 128}
+LIMITS = {"type": "local", "wall_s": 60, "cpu_s": 2, "memory_mb": 128}
 SUMS = [{"input": "2 3\n", "output": "5\n"}, {"input": "2 -3", "output": "-1"}]
 DOUBLES = ["assert double(2) == 4", "assert double(-1) == -2"]
 
@@ -51,7 +51,7 @@ def score(label, program, **args):
     ],
 )
 def test_a_program_gets_the_share_of_the_cases_that_it_passes(label, program, share):
-    assert score(label, program, sandbox=LIMITS | {"cpu_s": 1, "wall_s": 3}) == share
+    assert score(label, program, sandbox=LIMITS | {"cpu_s": 1}) == share
 
 
 @pytest.mark.parametrize(("program", "reward"), [(ADDS, 1.0), ("print(5)", 0.0), ("print(6)", 0.0)])
@@ -190,8 +190,6 @@ def test_programs_run_side_by_side_in_a_judge_process_and_leave_nothing(tmp_path
         return await asyncio.gather(*(about(*each) for each in enumerate(programs)), return_exceptions=True)
 
     args = {"reward": "share", "sandbox": LIMITS | {"cpu_s": 1}}
-    *rewards, failed = judging.use(
-        judging.pool_of("slipstream.rollout.reward.CodeTests", args, timeout_s=60.0), ask
-    )
+    *rewards, failed = judging.use(judging.pool_of("slipstream.rollout.reward.CodeTests", args), ask)
     assert rewards == [1.0, 0.0, 0.5]
     assert isinstance(failed, JudgingFailed) and re.search("prompt 3: label.*found NoneType", str(failed))

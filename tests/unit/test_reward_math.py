@@ -114,13 +114,13 @@ def test_off_the_main_thread_only_its_own_time_limit_fails():
     def work() -> None:
         outcomes.append(score("4", "\\boxed{4}"))
         try:
-            score("4", "\\boxed{4}", timeout_s=5)
+            score("4", "\\boxed{4}", timeout_s=60)
         except RuntimeError as error:
             outcomes.append(str(error))
 
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(30)
+    thread.join(120)
     assert outcomes[0] == 1.0
     assert "timeout_s works in the main thread only" in str(outcomes[1])
 
@@ -138,8 +138,8 @@ def test_a_judge_process_ends_a_comparison_that_does_not_end(tmp_path, monkeypat
             *(about(number, response) for number, response in enumerate(responses)), return_exceptions=True
         )
 
-    pool = judging.pool_of("slipstream.rollout.reward.MathVerify", timeout_s=3.0)
+    pool = judging.pool_of("slipstream.rollout.reward.MathVerify", timeout_s=8.0)
     failed, *rewards = judging.use(pool, ask)
     assert isinstance(failed, JudgingFailed)
-    assert "longer than 3 s (rollout.judging.timeout_s)" in str(failed)
+    assert "longer than 8 s (rollout.judging.timeout_s)" in str(failed)
     assert rewards == [1.0, 0.0]

@@ -45,7 +45,7 @@ def ask(
 ) -> tuple[Any, Server]:
     """Return what the reward returns or raises, and the server."""
     server = Server(answers)
-    settings = {"retry_after_s": 0.01, "timeout_s": 10.0} | args
+    settings = {"retry_after_s": 0.01, "timeout_s": 60.0} | args
 
     async def main() -> Any:
         app = web.Application(client_max_size=1 << 24)
@@ -66,7 +66,7 @@ def ask(
                 await session[1].close()
             await runner.cleanup()
 
-    return asyncio.run(asyncio.wait_for(main(), 30)), server
+    return asyncio.run(asyncio.wait_for(main(), 120)), server
 
 
 @pytest.mark.parametrize(
@@ -244,14 +244,12 @@ def test_in_a_judge_process_a_broken_server_costs_its_own_question_only(tmp_path
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
         try:
-            async with judging.pool_of(
-                "slipstream.rollout.reward.Remote", {"url": url}, timeout_s=10.0
-            ) as pool:
+            async with judging.pool_of("slipstream.rollout.reward.Remote", {"url": url}) as pool:
                 return await work(pool)
         finally:
             await runner.cleanup()
 
-    failed, good = asyncio.run(asyncio.wait_for(main(), 60))
+    failed, good = asyncio.run(asyncio.wait_for(main(), 120))
     assert isinstance(failed, JudgingFailed) and "it returned None" in str(failed)
     assert good == 0.75
     judging.assert_nothing_is_left()

@@ -109,6 +109,6 @@ def test_in_a_judge_process_the_parts_arrive_as_metrics(tmp_path, monkeypatch, p
     async def ask(pool):
         return await pool.score(Prompt(3, "?", "4"), "4", trajectory())
 
-    judgement = judging.use(judging.pool_of(f"{REWARDS}.Weighted", {"parts": parts}, timeout_s=10.0), ask)
+    judgement = judging.use(judging.pool_of(f"{REWARDS}.Weighted", {"parts": parts}), ask)
     expected = score(parts)
     assert judgement == Judgement(expected.pop("reward"), tuple(expected.items()))

@@ -45,7 +45,7 @@ def heaps(setting: str) -> int:
         env={name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     return ended.stdout.count("<heap nr=")

@@ -20,7 +20,7 @@ def test_a_held_port_is_for_its_server_and_for_nobody_else():
         address = ("127.0.0.1", port_of(holder))
         with pytest.raises(OSError, match="in use"):
             other.bind(address)
-        with socket.create_server(address) as server, socket.create_connection(address, timeout=5) as client:
+        with socket.create_server(address) as server, socket.create_connection(address, timeout=60) as client:
             accepted, _ = server.accept()
             accepted.sendall(b"here")
             assert client.recv(4) == b"here"

@@ -35,10 +35,10 @@ def python(code: str, *args: str) -> list[str]:
 
 
 def run(command: list[str], given: bytes = b"") -> ProgramEnd:
-    return asyncio.run(asyncio.wait_for(run_program(command, os.environ, given), 30))
+    return asyncio.run(asyncio.wait_for(run_program(command, os.environ, given), 60))
 
 
-def left_behind(file: Path, timeout_s: float = 20.0) -> list[int]:
+def left_behind(file: Path, timeout_s: float = 60.0) -> list[int]:
     """Return the processes whose numbers a program has written."""
     deadline = time.monotonic() + timeout_s
     while not file.exists() or not file.read_text():
@@ -47,7 +47,7 @@ def left_behind(file: Path, timeout_s: float = 20.0) -> list[int]:
     return list(map(int, file.read_text().split()))
 
 
-def gone(pids: list[int], timeout_s: float = 20.0) -> bool:
+def gone(pids: list[int], timeout_s: float = 60.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while any(psutil.pid_exists(pid) for pid in pids):
         if time.monotonic() > deadline:
@@ -82,7 +82,7 @@ def test_nothing_is_left_of_a_program_that_has_ended(tmp_path, factory):
     with asyncio.Runner(loop_factory=factory) as runner:
         file = tmp_path / "pids"
         program = run_program(python(LEAVE_BEHIND, str(file)), os.environ, b"")
-        end = runner.run(asyncio.wait_for(program, 30))
+        end = runner.run(asyncio.wait_for(program, 60))
     assert end.code == 0, end.errors
     assert gone(left_behind(file), 0.0)
 
@@ -94,7 +94,7 @@ def test_nothing_is_left_of_a_program_that_is_cancelled(tmp_path):
         task = asyncio.create_task(run_program(command, os.environ, b""))
         pids = await asyncio.to_thread(left_behind, file)
         task.cancel()
-        await asyncio.wait({task}, timeout=20)
+        await asyncio.wait({task}, timeout=60)
         assert task.cancelled()
         return pids
 

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -36,8 +36,17 @@ from tests.sandbox_attacks import (
     processes_with,
 )
 
-ROOMY = limits_of(LocalSandboxConfig())
+ROOMY = limits_of(LocalSandboxConfig(wall_s=60))
 TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_temporary_folder() -> Iterator[None]:
+    """Keep sandboxes of other processes from coming and going where these tests look for leftovers."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
 
 
 @asynccontextmanager
@@ -66,7 +75,7 @@ def outcome(result: ExecResult) -> tuple[int, str, str]:
 
 async def gone(text: str) -> list[str]:
     """Wait for processes to end whose command line contains a text. Return those that do not."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + TIMEOUT_S
     while (left := processes_with(text)) and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
     return left
@@ -164,14 +173,14 @@ def test_folders_that_the_recipe_names_can_be_read_and_not_written(tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["data.txt"]
 
 
-def test_a_shorter_time_can_be_asked_for_and_a_longer_one_cannot():
+@pytest.mark.parametrize(("own_s", "asked_s"), [(99.0, 0.2), (0.2, 99.0)])
+def test_a_shorter_time_can_be_asked_for_and_a_longer_one_cannot(own_s: float, asked_s: float):
     async def use(sandbox: LocalSandbox) -> None:
-        for wall_s in (0.2, 99.0):
-            result = await sandbox.exec(["sleep", "9"], wall_s=wall_s)
-            assert (result.limit, result.exit_code) == ("wall", -signal.SIGKILL)
-            assert min(wall_s, 0.6) <= result.seconds < 5
+        result = await sandbox.exec(["sleep", "1000"], wall_s=asked_s)
+        assert (result.limit, result.exit_code) == ("wall", -signal.SIGKILL)
+        assert 0.2 <= result.seconds < 99.0
 
-    in_sandbox(use, Limits(0.6, 5.0, 1 << 28, 64, 64, 1 << 20, 1 << 20, 1 << 10))
+    in_sandbox(use, Limits(own_s, 5.0, 1 << 28, 64, 64, 1 << 20, 1 << 20, 1 << 10))
 
 
 def test_output_beyond_the_limit_is_cut_and_says_so():
@@ -273,7 +282,7 @@ def test_a_cancelled_command_is_killed_and_closes_its_sandbox():
 
     async def use(sandbox: LocalSandbox) -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(sandbox.exec(["sh", "-c", f": {token}; sleep 1000"], wall_s=9), 0.5)
+            await asyncio.wait_for(sandbox.exec(["sh", "-c", f": {token}; sleep 1000"]), 0.5)
         with pytest.raises(SandboxFailed, match="closed"):
             await sandbox.exec(["true"])
         assert not await gone(token)
@@ -369,7 +378,13 @@ def pid_of(name: str) -> list[int]:
     keeper = f", {os.getpid()})"
     lines = [line for line in processes_with("sandbox.keeper import keep") if keeper in line]
     pids = [int(line.split()[1].rstrip(":")) for line in lines]
-    return [pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().strip() == name]
+    return [pid for pid in pids if name_of(pid) == name]
+
+
+def name_of(pid: int) -> str | None:
+    with suppress(OSError):  # it has just ended
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return None
 
 
 @pytest.mark.parametrize("name", ["sandbox-keeper", "sandbox-box", "sandbox-init"])

@@ -9,16 +9,18 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
 from pydantic import ValidationError
 
-from slipstream.configs.schema.sandbox import RemoteSandboxConfig
+from slipstream.backend.simulate import clock
+from slipstream.configs.schema.sandbox import RemoteSandboxConfig, SandboxLimits
 from slipstream.rollout.sandbox.interface import ExecResult, SandboxFailed, SandboxRefused
 from slipstream.rollout.sandbox.open import make_sandbox, sandbox_settings
 from slipstream.rollout.sandbox.remote import RemoteSandbox
-from slipstream.rollout.sandbox.serve import LONGEST_IDLE_S
+from slipstream.rollout.sandbox.serve import LONGEST_IDLE_S, SandboxServer, _InUse, _Served
 from tests.environment import ROOT
 from tests.sandbox_attacks import keepers_of, processes_with
 
@@ -71,8 +73,8 @@ def in_sandbox(use: Callable[[RemoteSandbox], Awaitable[object]], url: str, **ot
     asyncio.run(run())
 
 
-def gone(find: Callable[[], list[str]], seconds: float = 10) -> list[str]:
-    deadline = time.monotonic() + seconds
+def gone(find: Callable[[], list[str]]) -> list[str]:
+    deadline = time.monotonic() + TIMEOUT_S
     while (left := find()) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
@@ -100,15 +102,16 @@ def test_a_remote_sandbox_does_what_a_local_one_does(url: str):
 
 
 def test_limits_hold_on_the_servers_side(url: str):
-    async def reach_its_own(sandbox: RemoteSandbox) -> None:
-        assert (await sandbox.exec(["sleep", "200"])).limit == "wall"
-
-    async def reach_others(sandbox: RemoteSandbox) -> None:
-        assert (await sandbox.exec(["sleep", "200"], wall_s=0.1)).limit == "wall"
+    async def use(sandbox: RemoteSandbox) -> None:
+        assert (await sandbox.exec(["sleep", "1000"], wall_s=0.1)).limit == "wall"
         assert (await sandbox.exec(["python", "-c", "b'x' * 10**9"])).limit == "memory"
 
-    in_sandbox(reach_its_own, url, wall_s=0.7)
-    in_sandbox(reach_others, url, wall_s=300, memory_mb=64)
+    in_sandbox(use, url, wall_s=TIMEOUT_S, memory_mb=64)
+
+    async def outlast(sandbox: RemoteSandbox) -> None:
+        assert (await sandbox.exec(["sleep", "1000"])).limit == "wall"
+
+    in_sandbox(outlast, url, wall_s=0.2)
 
 
 @pytest.mark.parametrize("path", ["../x", "/etc/passwd", "", "a/../../x", "link/passwd", "missing"])
@@ -162,7 +165,7 @@ def test_a_client_that_hangs_up_ends_its_command(url: str):
         program = f"import os; os.execvp('sleep', ['{token}', '1000'])"
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(sandbox.exec(["python", "-c", program]), 1)
-        assert not await asyncio.to_thread(gone, lambda: processes_with(token), 5)
+        assert not await asyncio.to_thread(gone, lambda: processes_with(token))
         with pytest.raises(SandboxFailed, match="closed"):
             await sandbox.exec(["true"])
 
@@ -171,7 +174,6 @@ def test_a_client_that_hangs_up_ends_its_command(url: str):
 
 def test_a_sandbox_that_nobody_asks_is_closed(url: str):
     async def use(sandbox: RemoteSandbox) -> None:
-        await sandbox.exec(["sleep", "1.5"])  # a command is no idleness
         await asyncio.sleep(2)
         with pytest.raises(SandboxFailed, match="no such sandbox"):
             await sandbox.exec(["true"])
@@ -183,6 +185,23 @@ def test_no_idle_s_is_longer_than_a_server_keeps_a_sandbox():
     assert settings("http://host", idle_s=LONGEST_IDLE_S).idle_s == LONGEST_IDLE_S
     with pytest.raises(ValidationError, match="idle_s"):
         settings("http://host", idle_s=LONGEST_IDLE_S + 1)
+
+
+def test_a_command_is_no_idleness():
+    async def run() -> None:
+        server = SandboxServer("key", 1, SandboxLimits(), (), False)
+        sandbox = AsyncMock()
+        served = server._served[NAME] = _Served(sandbox, 10.0)
+        for _ in range(2):
+            with _InUse(server, NAME, served):
+                await asyncio.sleep(100)
+            await asyncio.sleep(9)
+            assert server.serves(NAME)
+        await asyncio.sleep(2)
+        assert not server.serves(NAME)
+        sandbox.close.assert_awaited_once()
+
+    clock.run(run())
 
 
 @pytest.mark.parametrize(
@@ -247,7 +266,7 @@ def test_a_server_that_ends_leaves_nothing_and_its_client_is_told(end: signal.Si
             with pytest.raises(SandboxFailed):
                 await command
 
-        in_sandbox(use, address, wall_s=300, answer_timeout_s=1)
+        in_sandbox(use, address, wall_s=300)
         server.wait(TIMEOUT_S)
         assert not gone(lambda: processes_with(token) + keepers_of(server.pid))
 

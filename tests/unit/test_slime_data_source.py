@@ -80,7 +80,7 @@ async def drawing(
     task = asyncio.create_task(source.run())
     waiting = asyncio.create_task(drawn.wait())
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             task.result()
@@ -161,7 +161,7 @@ def test_no_group_is_admitted_before_its_prompt_is_there(tmp_path):
         assert not gate.may_admit()
         waiting = asyncio.create_task(gate.changed())
         await prompts.add([b'{"prompt": "a"}'])
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await waiting
         assert gate.may_admit()
         assert gate.admit()[1] == Prompt(0, "a", None, {})

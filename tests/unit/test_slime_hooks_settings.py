@@ -107,14 +107,14 @@ def test_everything_that_is_wrong_with_hooks_is_found_at_once(recipe):
         "{custom_generate_function: user_hooks.without_params, custom_rm: user_hooks.not_async, "
         "rollout_sample_hook: [user_hooks.sample_hook, user_hooks.number, hangs_hook.f, raises_hook.f, "
         "user_hooks.missing], "
-        "dynamic_sampling_filter: exits_hook.f, import_timeout_s: 1}"
+        "dynamic_sampling_filter: exits_hook.f, import_timeout_s: 5}"
     )
     problems = hook_problems(load_recipe(recipe, [f"rollout.hooks={hooks}"]))
     expected = [
         ("custom_generate_function: user_hooks.without_params", "too many positional arguments"),
         ("custom_rm: user_hooks.not_async", "async def"),
         ("rollout_sample_hook: user_hooks.number", "is a int"),
-        ("rollout_sample_hook: hangs_hook.f", "not imported within 1 s"),
+        ("rollout_sample_hook: hangs_hook.f", "not imported within 5 s"),
         ("rollout_sample_hook: raises_hook.f", "RuntimeError: no license"),
         ("rollout_sample_hook: user_hooks.missing", "has no 'missing'"),
         ("dynamic_sampling_filter: exits_hook.f", "ends the process"),

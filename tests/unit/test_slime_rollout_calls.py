@@ -127,7 +127,7 @@ class World:
         )
 
     async def collect(self, *groups: int):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             try:
                 return await asyncio.gather(*map(self.group, groups))
             finally:
@@ -245,7 +245,7 @@ def test_a_function_that_breaks_its_contract_is_a_failed_attempt(functions, name
 def test_episodes_that_fail_may_be_tried_again(functions):
     async def check():
         world = World(functions, "raises")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             failed = await world.group(1)
             again = await world.episode(1, 1)
         await world.workflow.close()
@@ -260,7 +260,7 @@ def test_a_function_that_does_not_return_ends_the_process(functions):
     async def check():
         world = World(functions, "hangs", limit_s=0.3)
         task = asyncio.create_task(world.group(1))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not world.given_up:
                 await asyncio.sleep(0.02)
         functions.RELEASE.set()
@@ -280,7 +280,7 @@ def test_a_cancelled_group_is_not_drawn(functions):
         second = asyncio.create_task(world.group(2))
         await asyncio.sleep(0)
         first.cancel()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await second
         await world.workflow.close()
 

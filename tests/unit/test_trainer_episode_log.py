@@ -231,7 +231,7 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path):
     )
     assert process.stdout is not None
     process.stdout.readline()
-    for _ in range(200):
+    for _ in range(3000):
         if any(path.stat().st_size > 300_000 for path in episode_files(tmp_path)):
             break
         threading.Event().wait(0.02)
@@ -249,7 +249,7 @@ def test_the_step_waits_for_nothing_and_what_is_left_out_is_said(tmp_path):
     held, notes = threading.Event(), []
 
     def decoder():
-        held.wait(10)
+        held.wait(60)
         return decode
 
     log = EpisodeLog(EpisodeLogConfig(), files(tmp_path, max_bytes=10**6), decoder, notes.append)

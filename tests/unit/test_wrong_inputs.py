@@ -72,8 +72,8 @@ def test_an_import_that_does_not_end_is_told_with_everything_else(tmp_path, monk
     monkeypatch.syspath_prepend(tmp_path)
     rollout = {**VALID["rollout"], "reward": "my_hanging.Reward", "workflow": "my_nothing.Flow"}
     config = RunConfig.model_validate({**VALID, "rollout": rollout})
-    problems = imported_plugin_problems(config, timeout_s=2.0)
-    assert "rollout.reward: my_hanging.Reward: it is not imported within 2 s" in problems[0]
+    problems = imported_plugin_problems(config, timeout_s=5.0)
+    assert "rollout.reward: my_hanging.Reward: it is not imported within 5 s" in problems[0]
     assert "rollout.workflow: my_nothing.Flow: cannot import my_nothing" in problems[-1]
 
 

@@ -34,7 +34,7 @@ class AskTwice(vf.Harness[vf.HarnessConfig]):
         if data.word == "fail":
             raise RuntimeError("the world has ended")
         messages = [{"role": "user", "content": data.prompt}]
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {secret}"}, timeout=30) as client:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {secret}"}, timeout=60) as client:
             for _ in range(5 if data.word == "limit" else 2):
                 body = {"model": ctx.model, "messages": messages}
                 reply = await client.post(f"{endpoint}/chat/completions", json=body)

@@ -34,7 +34,7 @@ def status(server: Server, method: str, path: str, key: Key | None) -> int:
     body = b"{}" if method in ("POST", "PUT", "PATCH") else None
     request = urllib.request.Request(server.address.url + path, body, headers, method=method)
     try:
-        with OPENER.open(request, timeout=30) as response:
+        with OPENER.open(request, timeout=60) as response:
             return response.status
     except urllib.error.HTTPError as error:
         return error.code
