@@ -440,14 +440,9 @@ def test_a_rank_that_is_not_the_sender_writes_nothing(tmp_path):
 
 def export_with_a_silent_rank(rank) -> str:
     """Return the sender's error when rank 1 never sends."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{rank.address}:{rank.port}",
-        rank=rank.rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))  # both are here
+    # Both have come when the store is there, so that little time is needed to meet.
+    store = dist.TCPStore(rank.address, rank.port, 2, rank.rank == 0, timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=2, timeout=timedelta(seconds=4))
     hf = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 8}
     hf |= {
         "num_attention_heads": 2,

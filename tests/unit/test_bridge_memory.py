@@ -121,11 +121,10 @@ def answer(pipe: Connection) -> object:
     return pipe.recv()
 
 
-def named_memory(pid: int, handle: HostHandle) -> list[str]:
+def named_memory(pid: int, handle: HostHandle | None = None) -> list[str]:
     """Shared memory of a process that has a name, by which it outlives the process."""
-    return [
-        name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{pid}_") or handle.token in name
-    ]
+    marks = [f"torch_{pid}_"] + ([] if handle is None else [handle.token])
+    return [name for name in os.listdir("/dev/shm") if any(mark in name for mark in marks)]
 
 
 def offer(pipe: Connection) -> None:

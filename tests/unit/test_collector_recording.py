@@ -686,7 +686,7 @@ def test_tokens_in_doubt_never_leave():
         await asyncio.wait({asking[1], sending})
         await serving.pool.close()
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 # ---- requests of clients
