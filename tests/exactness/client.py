@@ -30,6 +30,7 @@ REFUSALS = (
     "prompt is too long",
     "exceeds the context window",
     "no engine has room",
+    "no engine is free",
     "were lost while they ran this request",
 )
 """Texts of refusals for which the script of a run gives reasons."""
