@@ -79,14 +79,14 @@ def _trimmed(messages: list[Message], step: int) -> list[Message]:
 
 
 def _answered_by_itself(messages: list[Message], step: int) -> list[Message]:
-    """Say something before the last question, and answer that, as aider does."""
+    """Say something before the last question, and answer that, once to three times, as aider does."""
     if messages[-1]["role"] != "user":
         return messages
     own: list[Message] = [
         {"role": "user", "content": "No files are shared."},
         {"role": "assistant", "content": "Ok."},
     ]
-    return [*messages[:-1], *own, messages[-1]]
+    return [*messages[:-1], *own * (1 + step % 3), messages[-1]]
 
 
 def _with(message: Message, text: str) -> Message:

@@ -375,3 +375,50 @@ def test_of_many_sessions_with_one_answer_that_with_the_same_question_is_found_w
         gateway.talk(history, "Done<|end|>", session=f"s{n}")
     begun = gateway.begin([system("s"), user("find 3"), user(REMINDER), assistant("Done"), user("on")])
     assert begun.session == "s3"
+
+
+FILES = [user("No files are shared."), assistant("Ok.")]
+MAP = [user("Here is the repository."), assistant("I won't edit those files.")]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("naming", NAMINGS)
+@pytest.mark.parametrize("rewrite", [date_in_the_system, other_ids, without_ids, reminder_before_all])
+@pytest.mark.parametrize("own", [FILES, MAP + FILES, MAP + FILES + FILES + MAP])
+@pytest.mark.parametrize("place", [-1, -2, -3])
+def test_exchanges_of_an_agents_own_do_not_hide_results_that_came_before(
+    place, own, rewrite, naming, restarts
+):
+    """``place``: the exchanges stand before the last so many messages, after the answer with the calls."""
+    gateway, history = Gateway(), [user("find it")]
+    expected: dict[int, list[str]] = {}
+    before = 0
+    for step in range(4):
+        sent = rewrite([*history[:place], *own, *history[place:]] if step else history, step)
+        calls = "".join(written_call({"name": "f", "arguments": {"at": step, "of": n}}) for n in range(2))
+        text = f"answer {step}{calls}<|end|>"
+        message = parsed(text)
+        for n, call in enumerate(message["tool_calls"]):
+            call["id"] = f"call_{step}_{n}"
+        begun = gateway.begin(sent, **naming)
+        turn = gateway.end(begun, text, message=message)
+        if before:
+            expected[before] = [m["content"] for m in history[-3:]]
+        before = turn
+        results = [tool(f"result {step}.{n}") | {"tool_call_id": f"call_{step}_{n}"} for n in range(2)]
+        history += [message, *results, user(f"question {step}")]
+        if restarts:
+            gateway.restart()
+    assert gateway.next_states() == expected
+
+
+@pytest.mark.parametrize("naming", NAMINGS)
+def test_what_is_said_before_the_beginning_of_an_answer_is_the_next_state(naming):
+    gateway, history = Gateway(), [user("question 0")]
+    turns = []
+    for step in range(3):
+        given = [assistant("The ")]
+        sent = date_in_the_system([*history, *given], step)
+        turns.append(gateway.end(gateway.begin(sent, **naming), f"answer {step}<|end|>"))
+        history += [assistant(f"The answer {step}"), user(f"question {step + 1}")]
+    assert gateway.next_states() == {turns[0]: ["question 1"], turns[1]: ["question 2"]}

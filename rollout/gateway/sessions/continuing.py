@@ -6,7 +6,7 @@ The predecessor of a request is, in this order,
    answer;
 2. the turn that has made a tool call whose id the request repeats last;
 3. the turn with the answer that the request repeats last, although something before it has been rewritten;
-   where the client has answered a message of its own since, the answer before that, if its turn waits;
+   where the client has answered messages of its own since, the answer before those, if its turn waits;
 4. the newest turn after the last known message: its answer has been rewritten;
 5. none: the conversation is new.
 
@@ -18,7 +18,7 @@ The prompt is as much of the predecessor's chain as its text repeats, and then w
 where something is not repeated, or where another trained turn continues the predecessor already.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -52,6 +52,9 @@ from slipstream.rollout.tokens.conversation.sameness import (
     role_of,
     text_of,
 )
+
+MOST_OWN = 8
+"""Answers of a client's own after one of the policy's."""
 
 MOST_STEPS = 64
 """Messages before an answer among which its question is looked for."""
@@ -123,12 +126,29 @@ def last_answer(messages: Sequence[ChatMessage]) -> int:
     return max(answers, default=-1)
 
 
-def answer_before(messages: Sequence[ChatMessage], last: int) -> int:
-    """Return the place of the answer before the last one, where the client may have answered a message of its
-    own; -1: no message stands between them.
+def known_answer(messages: Sequence[ChatMessage], last: int, is_known: Callable[[int], bool]) -> int:
+    """Return the place of the last known answer in a conversation, from ``last`` back; -1: none is known, or
+    something else than exchanges of the client's own follows it.
     """
-    before = last_answer(messages[: max(last, 0)])
-    return before if before < last - 1 else -1
+    for _ in range(MOST_OWN):
+        if last < 0 or is_known(last):
+            return last
+        before = last_answer(messages[:last])
+        last = before if before < last - 1 else -1
+    return -1
+
+
+def said_since(messages: Sequence[ChatMessage], place: int) -> Sequence[ChatMessage]:
+    """Return what has been said to the answer in a place: all that follows but exchanges of the client's own,
+    an answer of its own to a message of its own each. A result that one of them follows is none.
+    """
+    said: list[ChatMessage] = []
+    for message in messages[place + 1 : -1]:
+        if role_of(message) != "assistant":
+            said.append(message)
+        elif said and role_of(said[-1]) == "user":
+            said.pop()
+    return [*said, *messages[place + 1 :][-1:]]
 
 
 def predecessor_of_chat(
@@ -158,7 +178,7 @@ def _rewritten(
     """
     reaction = messages[last + 1 :]
     if (turn := _with_call(session, messages, last)) is not None:
-        return Predecessor(turn, reaction if last >= 0 else _from_results(messages), turn)
+        return Predecessor(turn, _said_to_calls(messages, turn), turn)
     if last < 0:
         turn, new = _last_answered(session), _last_of_user(messages)
         is_reaction = turn is not None and new and _is_same_agent(turn, messages)
@@ -166,21 +186,38 @@ def _rewritten(
     turn, equals = _with_answer(session, messages, marks, last)
     if not equals and marks[last].alone not in session.answers:
         # aider says which files there are, and "Ok." to that, between each answer and the next question
-        own, owns = _with_answer(session, messages, marks, answer_before(messages, last))
-        if own is not None and own.waits and owns == 1:
-            return Predecessor(own, reaction, own)
+        place = known_answer(messages, last, lambda place: marks[place].alone in session.answers)
+        own = _answered_at(session, messages, marks, place)
+        if own is not None and own.waits:
+            return Predecessor(own, said_since(messages, place), own)
     if equals != 1:
         answered = _last_answered(session)
-        is_meant = answered is not None and answered.node.mark.alone == marks[last].alone
+        is_meant = answered is not None and marks[last].alone in {n.mark.alone for n in answered.endings}
         before = turn or _behind_known(session, marks)
         return Predecessor(before, reaction, answered if is_meant else None)
     return Predecessor(turn, reaction, turn)
 
 
-def _from_results(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-    """Return a conversation from its first result of a tool call on."""
-    place = next(place for place, message in enumerate(messages) if results_of(message) is not None)
-    return messages[place:]
+def _said_to_calls(messages: Sequence[ChatMessage], turn: ChainTurn) -> Sequence[ChatMessage]:
+    """Return what has been said to the answer with a turn's calls; without it, from their results on."""
+    ids = set(ids_of_calls(turn.message)) - {None, ""}
+    for place in range(len(messages) - 1, -1, -1):
+        if not ids.isdisjoint(ids_of_calls(messages[place])):
+            return said_since(messages, place)
+    place = next(place for place, message in enumerate(messages) if results_of(message) in ids)
+    return said_since(messages, place - 1)
+
+
+def _answered_at(
+    session: SessionState, messages: Sequence[ChatMessage], marks: Sequence[Mark], place: int
+) -> ChainTurn | None:
+    """Return the turn whose answer a conversation has in a place; None: none, or several may be."""
+    if place < 0:
+        return None
+    if (turn := _with_call(session, messages, place)) is not None:
+        return turn
+    turn, equals = _with_answer(session, messages, marks, place)
+    return turn if equals == 1 else None
 
 
 def _with_call(session: SessionState, messages: Sequence[ChatMessage], last: int) -> ChainTurn | None:
@@ -251,12 +288,17 @@ def _with_answer(
 
 
 def _repeated(turn: ChainTurn, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int) -> int:
-    """Return how many messages up to its answer a turn has in common with a conversation, the last one first.
+    """Return how many messages a turn has in common with a conversation, as ``_in_common`` counts them."""
+    return max(_in_common(node, messages, marks, last) for node in turn.endings)
+
+
+def _in_common(answer: MessageNode, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int) -> int:
+    """Return how many messages up to an answer are those of a conversation up to a place, the last one first.
     Each but the answer may be rewritten. Left out are messages that are reminders alone, and the calls and
     results between a question and its answer, if the conversation has none there.
     """
     length, place = 0, last
-    node: MessageNode | None = turn.node
+    node: MessageNode | None = answer
     while node is not None and place >= 0:
         message = messages[place]
         if node.mark.alone == marks[place].alone or (length and is_rewritten(node.message, message)):

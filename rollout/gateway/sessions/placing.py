@@ -22,8 +22,8 @@ from slipstream.rollout.gateway.conversations import (
     UnknownTurn,
 )
 from slipstream.rollout.gateway.sessions.continuing import (
-    answer_before,
     asked_before,
+    known_answer,
     last_answer,
     repeats_at,
 )
@@ -408,15 +408,13 @@ class SessionTable:
         """Return the session of a conversation whose history was rewritten; None: none, or several may be.
 
         A conversation that begins as a stored one is not rewritten: None. The session has the answer that the
-        conversation repeats last, after the same message, if only rewritten. The client may have answered a
-        message of its own since: then the session's turn must wait.
+        conversation repeats last, after the same message, if only rewritten. The client may have answered
+        messages of its own since: then the session's turn must wait.
         """
         if any((key, mark.history) in self._histories for mark in marks):
             return None
-        place = last_answer(messages)
-        is_own = place > 0 and (key, marks[place].alone) not in self._answers
-        if is_own:
-            place = answer_before(messages, place)
+        last = last_answer(messages)
+        place = known_answer(messages, last, lambda place: (key, marks[place].alone) in self._answers)
         found = self._with_answer(key, messages, marks, place)
         if len(found) <= MOST_COMPARED:
             found = [
@@ -428,7 +426,7 @@ class SessionTable:
             self._counters.ambiguous += 1
             for session in found:
                 session.doubt()
-        if len(found) != 1 or (is_own and not _waits_at(found[0], messages, marks, place)):
+        if len(found) != 1 or (place < last and not _waits_at(found[0], messages, marks, place)):
             return None
         return found[0]
 

@@ -122,7 +122,7 @@ class Restoring:
             turn.number = number
             turn.continue_anchor()
             session.add_turn(turn)
-            for node in session.endings(turn.node):
+            for node in turn.endings:
                 self._table.list_answer(session, node)
             self._table.account(session, size)
         if bytes(entry.exchange):

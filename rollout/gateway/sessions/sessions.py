@@ -388,7 +388,7 @@ class Sessions:
         )
         reason = self._count(turn, entry, prompt)
         session.add_turn(turn)
-        for node in session.endings(turn.node):
+        for node in turn.endings:
             self._table.list_answer(session, node)
         self._table.account(session, size)
         self._take_reaction(running, turn, answer.choice)

@@ -64,6 +64,9 @@ class ChainTurn:
     paired: bool = False
     """Its next state is recorded."""
 
+    endings: Sequence[MessageNode] = ()
+    """Its answer; and, if the client had given its beginning, both as the one message that clients may
+    repeat. Empty until its session stores it."""
     anchor: "ChainTurn | None" = None
     """The nearest trained turn whose chain this one repeats whole, through turns that are not trained."""
 
@@ -239,9 +242,10 @@ class SessionState:
     def add_turn(self, turn: ChainTurn) -> None:
         """Store a turn whose messages are stored."""
         self.turns.append(turn)
-        for node in self.endings(turn.node):
+        turn.endings = self._endings(turn.node)
+        for node in turn.endings:
             node.turns.append(turn)
-        self._keep_reasoning(turn.node.mark.alone, turn.message)
+            self._keep_reasoning(node.mark.alone, turn.message if node is turn.node else node.message)
         self.waiting += turn.waits
         self.size += _TURN_BYTES
         for segment in (turn.tail, None if turn.tail is None else turn.tail.before):
@@ -252,7 +256,7 @@ class SessionState:
         if known is not None and known.get("reasoning_content") != answer.get("reasoning_content"):
             self.answers[alone] = None
 
-    def endings(self, answer: MessageNode) -> list[MessageNode]:
+    def _endings(self, answer: MessageNode) -> list[MessageNode]:
         """Return an answer; and, if the client had given its beginning, both as the one message that clients
         may repeat."""
         merged = _merged(answer)
