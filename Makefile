@@ -35,7 +35,7 @@ GPU ?=
 # Tests start many processes, and each of them would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-numerics test-cluster test-runs test-fast test-unit-0 test-unit-1 test-slime test-verifiers test-agents test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs diagnoses soak gateway-memory tasks staleness-study lint format docs docs-serve install clean constraints lock lock-check
+.PHONY: quickstart test test-numerics test-cluster test-runs test-clients test-fast $(UNITS) test-slime test-verifiers test-agents test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs diagnoses soak gateway-memory tasks staleness-study lint format docs docs-serve install clean constraints lock lock-check
 .DELETE_ON_ERROR:
 
 # One GPU is enough: trainer and engine take turns on it. FlashInfer would first compile its sampling kernels.
@@ -47,13 +47,13 @@ quickstart: install
 	@kind=$$(sh $(ENVIRONMENT)/kind.sh '$(VENV)' '$(GPU)') && \
 	  $(BIN)/slipstream train configs/recipes/quickstart.yaml $$([ $$kind = cpu ] || echo '$(ON_ONE_GPU)')
 
-# Five lanes for two cores, so that none is idle: whole runs, clusters and judges often wait for processes to start.
+# Seven lanes for two cores, so that none is idle: whole runs, clusters and judges often wait for processes to start.
 # Ray's workers have a niceness of 15, and so have the tests beside whole runs: else those would stand still while
 # there are others.
 test: install $(VENV)/.triton $(VENV)/.docs
 	bash tests/cluster/install_slurm.sh
-	@$(MAKE) --jobs=5 --keep-going --output-sync=target --no-print-directory BESIDE='nice -n 15' CLUSTER= \
-	  test-runs test-numerics test-cluster test-unit-0 test-unit-1
+	@$(MAKE) --jobs=7 --keep-going --output-sync=target --no-print-directory BESIDE='nice -n 15' CLUSTER= \
+	  test-runs test-clients test-numerics test-cluster $(UNITS)
 
 test-numerics: install
 	$(BESIDE) $(BIN)/python -m pytest tests/integration tests/gpu
@@ -65,14 +65,18 @@ test-cluster: install
 	$(BIN)/python -m pytest tests/cluster $(CLUSTER)
 
 test-runs: install
-	$(BIN)/python -m pytest tests/runs tests/clients tests/agents
+	$(BIN)/python -m pytest tests/runs
+
+test-clients: install
+	$(BIN)/python -m pytest tests/clients tests/agents
 
 test-fast: install $(VENV)/.triton $(VENV)/.docs
-	@$(MAKE) --jobs=2 --keep-going --output-sync=target --no-print-directory test-unit-0 test-unit-1
+	@$(MAKE) --jobs=3 --keep-going --output-sync=target --no-print-directory $(UNITS)
 
-# Every second file of the unit tests.
-test-unit-0 test-unit-1: install $(VENV)/.triton $(VENV)/.docs
-	$(BESIDE) $(BIN)/python -m pytest $$(ls tests/unit/test_*.py | awk 'NR % 2 == $(@:test-unit-%=%)')
+# Every third file of the unit tests.
+UNITS := test-unit-0 test-unit-1 test-unit-2
+$(UNITS): install $(VENV)/.triton $(VENV)/.docs
+	$(BESIDE) $(BIN)/python -m pytest $$(ls tests/unit/test_*.py | awk 'NR % 3 == $(@:test-unit-%=%)')
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow
