@@ -114,8 +114,10 @@ def started(folder: Path, mode: str = "healthy", **changes):
 
 
 def report(folder: Path) -> dict:
-    """What the stand-in said about itself."""
-    return json.loads((folder / "logs/engine-0.log").read_text().splitlines()[-1])
+    """What the stand-in said about itself. A thread writes it into the file, perhaps after it is healthy."""
+    log = folder / "logs/engine-0.log"
+    wait_until(lambda: log.read_text().endswith("\n"))
+    return json.loads(log.read_text().splitlines()[-1])
 
 
 def alive(pid: int) -> bool:
