@@ -21,7 +21,7 @@ from typing import BinaryIO
 from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.checkpoint.manifest import CHUNK
 from slipstream.rollout.system.disk import describe
-from slipstream.rollout.system.durable import sync_folder, write_durably
+from slipstream.rollout.system.durable import write_durably
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,9 @@ class Share:
 
 
 class NodeFolder:
-    """The shares of one run on this node, in ``path``. All ranks of the node use it."""
+    """The shares of one run on this node, in ``path``, which is made in a folder that is there already. All
+    ranks of the node use it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,23 +67,26 @@ class NodeFolder:
     def write(self, share: Share, chunks: Iterable[memoryview]) -> None:
         """Write a share, whose bytes are ``chunks``, read it back from the disk, and let it count.
 
-        Raises CheckpointError. The earlier shares are unchanged then.
+        Raises CheckpointError. All shares that were there are unchanged then.
         """
         path = self.data(share.version, share.rank)
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
         try:
+            if not self.path.parent.is_dir():  # making it would fill the disk that is mounted above it
+                raise CheckpointError(f"{self.path.parent} is no folder on {socket.gethostname()}: make it")
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as file:
+            with draft.open("wb") as file:
                 for chunk in chunks:
                     file.write(chunk)
                 file.flush()
                 os.fsync(file.fileno())
-            if problem := _problem(path, share):
+            if problem := _problem(draft, share):
                 raise CheckpointError(f"{path} was written and {problem}")
+            draft.replace(path)
             write_durably(path.with_suffix(".json"), share.encoded())
-            sync_folder(self.path)
         except OSError as error:
             with suppress(OSError):
-                path.unlink(missing_ok=True)  # the disk may be full
+                draft.unlink(missing_ok=True)  # the disk may be full
             raise CheckpointError(f"cannot write {path}: {describe(error)}") from error
 
     def share(self, version: int, rank: int) -> Share | None:

@@ -176,7 +176,7 @@ class NodeCheckpoints:
         for name, (dtype, shape, start) in share.tensors.items():
             kind = cast("torch.dtype", getattr(torch, dtype))
             part = content[start : start + prod(shape) * kind.itemsize]
-            tensors[name] = part.view(kind).view(*shape)
+            tensors[name] = part.view(kind).view(list(shape))
         return tensors
 
 
