@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,13 +17,18 @@ import pytest
 
 from slipstream.backend.checkpoint.node_folder import NodeFolder, Share
 from slipstream.backend.cluster.local_ranks import RankFailed
+from slipstream.backend.megatron.export_plan import export_plan
 from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.backend.memory.checkpoint_size import share_bytes
 from slipstream.backend.trainer.checkpointed_rank import node_folder
+from slipstream.bridge.families import model_spec
+from slipstream.bridge.hf.index import ITEMSIZE
 from slipstream.configs.schema import RunConfig
 from tests.integration.test_trainer_checkpoint import Case, draw, own_weights, train, trainer_of
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 
+REST = "rest"
 TOKENS = {version: f"token {version}" for version in (1, 2, 3)}
 
 
@@ -102,15 +108,16 @@ def restored(rank: RankSpec, config: RunConfig, disks: Disks) -> dict[str, Any]:
 
     def lose_all() -> None:
         for node in (0, 1):
-            shutil.rmtree(disks.node(node))
-        disks.node(1).touch()  # where the folder of rank 1 would have to be
+            shutil.rmtree(folders[node].path)
+        disks.node(1).rmdir()
 
     with trainer_of(rank, disks.config(config, rank.rank)) as trainer:
         found["killed"] = after(lambda: None)
         found["next step"] = draw(), train(trainer, 1)
         found["damaged"] = after(lambda: damage(0, 0))
+        found["share"] = folders[rank.rank].share(2, rank.rank)
         found["mended"] = folders[0].problem(2, 0, TOKENS[2])
-        found["lost"] = after(lambda: shutil.rmtree(disks.node(1)))
+        found["lost"] = after(lambda: shutil.rmtree(folders[1].path))
         found["both damaged"] = after(damage_both)
         found["step"] = trainer.step
         before = own_weights(trainer)
@@ -125,14 +132,19 @@ def disks(tmp_path_factory: pytest.TempPathFactory) -> Disks:
     disks = Disks(tmp_path_factory.mktemp("disks"))
     for version in (1, 2, 3, 4):
         disks.shared(version).mkdir(parents=True)
+    for rank in (0, 1):
+        disks.node(rank).mkdir()
     return disks
 
 
 @pytest.fixture(scope="module")
-def found(disks: Disks) -> list[dict[str, Any]]:
+def config(disks: Disks) -> RunConfig:
     make_checkpoint(disks.root / "tied", tied=True, num_hidden_layers=2)
-    case = Case({"data": 2}, dtype="bfloat16", distributed=True, others=True)
-    config = case.config(disks.root)
+    return Case({"data": 2}, dtype="bfloat16", distributed=True, others=True).config(disks.root)
+
+
+@pytest.fixture(scope="module")
+def found(disks: Disks, config: RunConfig) -> list[dict[str, Any]]:
     with pytest.raises(RankFailed):
         run_ranks(2, killed_while_it_writes, config, disks)
     return run_ranks(2, restored, config, disks)
@@ -170,6 +182,19 @@ def test_a_damaged_share_and_a_lost_disk_are_made_up_for_by_the_next_nodes_copy(
         assert rank["mended"] is None
 
 
+def test_a_share_has_the_bytes_that_the_plan_states(found, config: RunConfig):
+    """The plan counts the padding of Megatron's buffers, and the rank that holds most."""
+    plan = export_plan(config.actor, "bfloat16", config.weights.transport, model_spec(config.model.path))
+    stated = share_bytes(config.actor, config.critic, "bfloat16", plan)
+    shares = [rank["share"].tensors for rank in found]
+    written = [
+        sum(prod(shape) * ITEMSIZE[dtype] for name, (dtype, shape, _) in tensors.items() if name != REST)
+        for tensors in shares
+    ]
+    assert max(written) <= stated
+    assert stated == pytest.approx(max(written), rel=0.1)
+
+
 def test_without_a_sound_copy_an_older_version_is_taken(found):
     for rank in found:
         version, notes, _ = rank["both damaged"]
@@ -188,5 +213,5 @@ def test_a_disk_that_is_missing_harms_no_checkpoint_of_the_run_folder(found):
     first, second = found
     assert first["problems"] == []
     assert len(second["problems"]) == 2, "its own share, and the copy of the other one"
-    assert all("Not a directory" in problem for problem in second["problems"])
+    assert all("node1 is no folder on" in problem for problem in second["problems"])
     assert first["from the run folder"] == second["from the run folder"] == 1
