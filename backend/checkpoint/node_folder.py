@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.checkpoint.manifest import CHUNK
+from slipstream.configs.schema import RunConfig
 from slipstream.rollout.system.disk import describe
 from slipstream.rollout.system.durable import write_durably
 
@@ -122,6 +123,16 @@ class NodeFolder:
 
     def _of(self, version: int) -> Path:
         return self.path / f"v{version:08d}"
+
+
+def node_folder(config: RunConfig) -> NodeFolder | None:
+    """Return where this node keeps shares of the run's checkpoints; None: it keeps none."""
+    local = config.checkpoint.local_dir
+    if local is None:
+        return None
+    run = config.run.folder.absolute()
+    # Runs in other folders may have the same name.
+    return NodeFolder(local / f"{run.name}-{zlib.crc32(bytes(run)):08x}")
 
 
 def next_nodes(places: Sequence[str]) -> list[int | None]:

@@ -21,8 +21,15 @@ from torch import Tensor
 
 from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.checkpoint.manifest import CHUNK
-from slipstream.backend.checkpoint.node_folder import NodeFolder, Share, next_nodes, sources
+from slipstream.backend.checkpoint.node_folder import (
+    NodeFolder,
+    Share,
+    next_nodes,
+    node_folder,
+    sources,
+)
 from slipstream.backend.megatron.checkpoint_writer import HostCopies, agree
+from slipstream.configs.schema import RunConfig
 
 T = TypeVar("T")
 
@@ -178,6 +185,12 @@ class NodeCheckpoints:
             part = content[start : start + prod(shape) * kind.itemsize]
             tensors[name] = part.view(kind).view(list(shape))
         return tensors
+
+
+def node_checkpoints(config: RunConfig) -> NodeCheckpoints | None:
+    """Return what keeps this rank's shares of a run; None: nothing does. Collective."""
+    folder = node_folder(config)
+    return folder and NodeCheckpoints(folder, timeout_s=config.checkpoint.timeout_s)
 
 
 def _share(version: int, token: str, rank: int, copies: HostCopies[str]) -> Share:

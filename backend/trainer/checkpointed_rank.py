@@ -1,26 +1,11 @@
 """The part of a trainer rank that saves and loads checkpoints."""
 
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.backend.checkpoint.node_folder import NodeFolder
-from slipstream.configs.schema import RunConfig
-
 if TYPE_CHECKING:
     from slipstream.backend.megatron.checkpoint import RankCheckpoints
-
-
-def node_folder(config: RunConfig) -> NodeFolder | None:
-    """Return where this node keeps shares of the run's checkpoints; None: it keeps none."""
-    local = config.checkpoint.local_dir
-    if local is None:
-        return None
-    run = config.run.folder.absolute()
-    return NodeFolder(
-        local / f"{run.name}-{zlib.crc32(bytes(run)):08x}"
-    )  # runs in other folders have this name too
 
 
 class CheckpointedRank:

@@ -33,7 +33,7 @@ from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch, check
 from slipstream.backend.megatron.export_plan import export_plan
 from slipstream.backend.megatron.finite import require_finite
 from slipstream.backend.megatron.parallel import RankSpec, initialize
-from slipstream.backend.trainer.checkpointed_rank import CheckpointedRank, node_folder
+from slipstream.backend.trainer.checkpointed_rank import CheckpointedRank
 from slipstream.backend.trainer.episode_log import StepLogProbs, open_episode_log
 from slipstream.backend.trainer.hooks import rank_hooks
 from slipstream.backend.trainer.learning_rate import learning_rate
@@ -74,7 +74,7 @@ class TrainerRank(CheckpointedRank):
         self._hooks = rank_hooks(config, self._device)
         # Megatron can only be imported now.
         from slipstream.backend.megatron import checkpoint, fusions, groups, head, model
-        from slipstream.backend.megatron.node_checkpoint import NodeCheckpoints
+        from slipstream.backend.megatron.node_checkpoint import node_checkpoints
         from slipstream.backend.megatron.packed_model import LanguageModel
         from slipstream.backend.megatron.resting import Resting
         from slipstream.backend.megatron.trained import Trained
@@ -119,7 +119,6 @@ class TrainerRank(CheckpointedRank):
         trained = {checkpoint.POLICY: self._trained}
         if self._scorers.critic is not None:
             trained[checkpoint.CRITIC] = self._scorers.critic.trained
-        folder = node_folder(config)
         self._checkpoints = checkpoint.RankCheckpoints(
             trained,
             self._scorers.average,
@@ -128,7 +127,7 @@ class TrainerRank(CheckpointedRank):
             seed=config.run.seed,
             # The other ranks wait in a collective meanwhile, which must not time out first.
             finish_timeout_s=config.run.step_timeout_s / 2,
-            nodes=folder and NodeCheckpoints(folder, timeout_s=config.checkpoint.timeout_s),
+            nodes=node_checkpoints(config),
         )
         self._resting = Resting(self._device)
         self._plan = export_plan(actor, config.model.dtype, config.weights.transport, self._spec)

@@ -15,12 +15,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from slipstream.backend.checkpoint.node_folder import NodeFolder, Share
+from slipstream.backend.checkpoint.node_folder import NodeFolder, Share, node_folder
 from slipstream.backend.cluster.local_ranks import RankFailed
 from slipstream.backend.megatron.export_plan import export_plan
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.backend.memory.checkpoint_size import share_bytes
-from slipstream.backend.trainer.checkpointed_rank import node_folder
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.index import ITEMSIZE
 from slipstream.configs.schema import RunConfig
