@@ -147,8 +147,23 @@ class Trainer:
         self.did_forget = True
 
 
+class History(NoHistory):
+    """Remembers up to which version the ledger may forget what was trained."""
+
+    released = 0
+
+    def release(self, version: int) -> None:
+        self.released = version
+
+
 def checkpoints_of(
-    trainer: Trainer, folder: Path, notes: list[str], *, on_nodes: bool = True, every: int = 1
+    trainer: Trainer,
+    folder: Path,
+    notes: list[str],
+    *,
+    on_nodes: bool = True,
+    every: int = 1,
+    history: NoHistory | None = None,
 ) -> Any:
     @asynccontextmanager
     async def turn():
@@ -164,7 +179,7 @@ def checkpoints_of(
         CheckpointFolder(folder, keep_last=2),
         trainer,  # type: ignore[arg-type]
         turn,
-        NoHistory(),
+        history or NoHistory(),
         listener,
         on_nodes=on_nodes,
     )
@@ -190,17 +205,18 @@ def test_nodes_keep_the_newest_versions_and_the_one_that_is_written(tmp_path: Pa
 
 def test_nodes_keep_what_the_run_folder_could_not_take(tmp_path: Path):
     """The ledger can go back to it: what was trained since the run folder's newest checkpoint is kept."""
-    trainer = Trainer()
-    checkpoints = checkpoints_of(trainer, tmp_path, [])
+    trainer, history = Trainer(), History()
+    checkpoints = checkpoints_of(trainer, tmp_path, [], history=history)
     asyncio.run(steps(checkpoints, range(1, 3)))
     trainer.error = CheckpointError("the run folder is full")
     asyncio.run(steps(checkpoints, range(3, 6)))
     assert trainer.kept[2:] == [[2, 3], [2, 3, 4], [3, 4, 5]]
     assert [*checkpoints.on_nodes()] == [3, 4, 5]
+    assert history.released == 1, "trajectories trained into later versions are still there"
     checkpoints.restored(5)
     trainer.error = None
     asyncio.run(steps(checkpoints, range(6, 7)))
-    assert [*checkpoints.on_nodes()] == [6]
+    assert [*checkpoints.on_nodes()] == [6] and history.released == 2
 
 
 def test_a_version_that_only_nodes_have_is_soon_followed_by_a_checkpoint(tmp_path: Path):
