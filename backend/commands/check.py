@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.memory.activations import Kernels
-from slipstream.backend.memory.checkpoint_size import CheckpointPlan, checkpoint_bytes
+from slipstream.backend.memory.checkpoint_size import CheckpointPlan, checkpoint_bytes, share_bytes
 from slipstream.backend.memory.engine_memory import EngineMemory, engine_memory
 from slipstream.backend.memory.trainer_memory import (
     StageMemory,
@@ -354,7 +354,9 @@ def planned(config: RunConfig, *, supervised: bool = False) -> Planned:
         memory = None if supervised else engine_memory(engine, transport, dtype, spec, _gpu_memory(config))
         size = checkpoint_bytes(actor, config.critic, dtype, spec)
         written_per_s = config.cluster.file_system_bytes_per_s
-        checkpoint = CheckpointPlan(size, written_per_s, config.checkpoint)
+        on_nodes = config.checkpoint.local_dir is not None
+        share = share_bytes(actor, config.critic, dtype, export) if on_nodes else 0
+        checkpoint = CheckpointPlan(size, written_per_s, config.checkpoint, share)
         return Planned(config, export, stages, memory, checkpoint)
     except (UnsupportedModel, plugins.PluginError) as error:
         raise WrongInput(f"model.path: {error}") from None

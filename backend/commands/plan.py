@@ -173,6 +173,12 @@ def _print_checkpoint(checkpoint: PlannedCheckpoint, console: Console) -> None:
         f"checkpoints: {size} every {checkpoint['every']} steps, {seconds:,.0f} s at {rate}, {verdict}; "
         f"{_size(checkpoint['kept_bytes'])} are kept",
     )
+    if share := checkpoint["share_bytes"]:
+        _line(
+            console,
+            f"checkpoints on disks of nodes (checkpoint.local_dir): {_size(share)} for each rank, as much "
+            f"for its copy, {_size(checkpoint['node_bytes'])} for each rank of a node at most",
+        )
     if pinned := checkpoint["pinned_bytes"]:
         _line(console, f"snapshots for checkpoints: {_size(pinned)} of host memory for each trainer rank")
 

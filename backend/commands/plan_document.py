@@ -109,6 +109,10 @@ class PlannedCheckpoint(TypedDict):
     """Bytes of the checkpoints that are kept, without those of ``checkpoint.keep_every``."""
     pinned_bytes: int
     """Bytes of pinned host memory that each rank of the trainer keeps for snapshots; 0: there are no GPUs."""
+    share_bytes: int
+    """Bytes of a rank's share on the disk of its node (``checkpoint.local_dir``); 0: none is written."""
+    node_bytes: int
+    """Bytes on the disk of a node for each of its ranks at most, copies for the node before included."""
 
 
 class PlannedPublication(TypedDict):
@@ -229,6 +233,7 @@ def _engines(config: RunConfig) -> PlacedEngines:
 def _checkpoint(config: RunConfig, checkpoint: CheckpointPlan) -> PlannedCheckpoint:
     settings = checkpoint.settings
     pins = settings.every and config.cluster.device == "gpu"
+    snapshot = checkpoint.share or ceil(checkpoint.bytes / config.actor.parallel.world_size)
     return {
         "bytes": checkpoint.bytes,
         "bytes_per_s": checkpoint.bytes_per_s,
@@ -237,7 +242,10 @@ def _checkpoint(config: RunConfig, checkpoint: CheckpointPlan) -> PlannedCheckpo
         "timeout_s": settings.timeout_s,
         "in_time": checkpoint.in_time,
         "kept_bytes": checkpoint.bytes * settings.keep_last if settings.every else 0,
-        "pinned_bytes": ceil(checkpoint.bytes / config.actor.parallel.world_size) if pins else 0,
+        "pinned_bytes": snapshot if pins else 0,
+        "share_bytes": checkpoint.share,
+        # Those that are kept and the one that is written; as many bytes for copies.
+        "node_bytes": 2 * checkpoint.share * (settings.keep_last + 1),
     }
 
 

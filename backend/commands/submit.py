@@ -97,6 +97,8 @@ def container_variables(config: RunConfig) -> dict[str, str]:
     if container is None:
         return {}
     mounts = [*container.mounts, *map(str, _named_folders(config))]
+    if config.checkpoint.local_dir is not None:  # the machine of the submission need not have it
+        mounts.append(str(config.checkpoint.local_dir))
     shown = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
     return {
         CONTAINER: container.runtime,

@@ -341,6 +341,7 @@ def _checkpoints(
         listener,
         last_step=state.control.step,
         feedback=state.feedback,
+        on_nodes=kept.local_dir is not None,
     )
 
 

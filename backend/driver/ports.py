@@ -91,6 +91,13 @@ class RestartableTrainer(Trainer, Protocol):
         """Load a checkpoint. Return the number of steps that were trained before it was taken."""
         ...
 
+    async def restore_from_nodes(self, tokens: Mapping[int, str]) -> tuple[int | None, Sequence[str]]:
+        """Load the newest of these versions that is whole on the disks of nodes; None: none is.
+
+        Return it, and why newer ones were passed over. ``tokens``: digest of each version's record.
+        """
+        ...
+
 
 class RunTrainer(RestartableTrainer, Protocol):
     """The trainer of a run, from its start to its last export. Its methods raise TrainerFailed."""
@@ -122,16 +129,24 @@ class RunTrainer(RestartableTrainer, Protocol):
 
     # ---- its checkpoints, which it writes while it trains on. These raise CheckpointError as well.
 
-    async def begin_checkpoint(self, folder: Path) -> None:
-        """Copy the state and start to write it into ``folder``. Training may go on when this returns."""
+    async def begin_checkpoint(self, folder: Path, tokens: Mapping[int, str] | None = None) -> None:
+        """Copy the state and start to write it into ``folder``. Training may go on when this returns.
+
+        ``tokens``: digest of the record of each version that the disks of nodes keep, this one first written
+        there; None: nodes keep nothing.
+        """
         ...
 
     async def checkpoint_written(self) -> None:
         """Wait until no rank writes any more, well or not. May be awaited beside any other call."""
         ...
 
-    async def finish_checkpoint(self) -> None:
-        """Make the checkpoint readable."""
+    async def finish_checkpoint(self) -> Sequence[str]:
+        """Make the checkpoint readable. Return what has failed on the disks of nodes."""
+        ...
+
+    async def forget_on_nodes(self) -> None:
+        """Delete what the disks of nodes have of the run's checkpoints."""
         ...
 
     # ---- what it leaves
@@ -210,6 +225,16 @@ class RestorableCheckpoints(Checkpoints, Protocol):
 
     async def newest(self, is_behind: Callable[[int], bool]) -> FoundCheckpoint | None:
         """Return the newest sound checkpoint of a version for which ``is_behind``; None: there is none."""
+        ...
+
+    def on_nodes(self) -> Mapping[int, str]:
+        """Return the tokens of versions that may be whole on the disks of nodes; none that the run folder has
+        a newer one of.
+        """
+        ...
+
+    def forget_on_nodes(self) -> None:
+        """Do not count on the disks of nodes until the next checkpoint."""
         ...
 
     def restored(self, step: int) -> None:

@@ -39,6 +39,7 @@ State:
 
     checkpoint         a rank's share of a checkpoint
     checkpoint_writer    ... written by a thread while training goes on
+    node_checkpoint      ... and all that the rank needs on disks of nodes
     weights              ... of the model's weights
     optimizer_state      ... of Adam's state
     random_state         ... of random generators

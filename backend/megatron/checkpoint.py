@@ -6,7 +6,8 @@ function of the training step, so the step is all of its state. Settings (weight
 optimizer) belong to the recipe, not to the checkpoint.
 """
 
-from collections.abc import Mapping
+import io
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict, cast
 
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.megatron import optimizer_state, random_state
-from slipstream.backend.megatron.checkpoint_writer import BackgroundSave
+from slipstream.backend.megatron.checkpoint_writer import BackgroundSave, HostCopies, agree
 from slipstream.backend.megatron.finite import require_finite
 from slipstream.backend.megatron.frozen import FrozenModel
+from slipstream.backend.megatron.node_checkpoint import NodeCheckpoints
 from slipstream.backend.megatron.random_state import RandomStates
 from slipstream.backend.megatron.trained import Trained
 from slipstream.backend.megatron.weights import ADAPTERS, content_of, differences, sharded_weights, take_over
@@ -30,6 +32,9 @@ from slipstream.configs.schema import ActorConfig
 
 POLICY, CRITIC, AVERAGE = "", "critic.", "average."
 """Prefixes of the names of each model's weights in the files."""
+
+REST = "rest"
+"""Name of what a rank's share has besides tensors: torch's file format, as uint8 [bytes]."""
 
 
 class _About(TypedDict):
@@ -46,7 +51,7 @@ class RankCheckpoints:
     """Saves and loads one rank's share. ``begin``, ``finish`` and ``load`` are collective.
 
     trained: models by the prefix of their names in the files, first the policy, whose prefix is empty.
-    average: the moving average of the policy.
+    average: the moving average of the policy. nodes: keeps shares on the disks of nodes; None: nothing does.
     """
 
     def __init__(
@@ -58,11 +63,15 @@ class RankCheckpoints:
         *,
         seed: int,
         finish_timeout_s: float,
+        nodes: NodeCheckpoints | None = None,
     ) -> None:
         self._trained = trained
         self._average = average
         self._seed = seed
         self._finish_timeout_s = finish_timeout_s
+        self._nodes = nodes
+        self._problems: list[str] = []
+        """What has failed of the shares of the checkpoint that is being written."""
         self._running: BackgroundSave | None = None
         self._pool = PinnedPool()
         weight = next(trained[POLICY].parts[0].parameters())
@@ -79,11 +88,13 @@ class RankCheckpoints:
 
     # ---- saving
 
-    def begin(self, folder: Path, *, step: int) -> None:
+    def begin(self, folder: Path, *, step: int, tokens: Mapping[int, str] | None = None) -> None:
         """Take a snapshot and start to write it into ``folder``; training may go on when this returns.
 
-        An earlier checkpoint that was begun and not finished is given up. Raises NotFinite on every rank,
-        before anything is written, unless all weights and optimizer states of all ranks are finite.
+        ``tokens``: of the versions that are kept on the disks of nodes, of which the newest is this one. No
+        share is written without them. An earlier checkpoint that was begun and not finished is given up.
+        Raises NotFinite on every rank, before anything is written, unless all weights and optimizer states of
+        all ranks are finite.
         """
         about: _About = {
             "step": step,
@@ -95,20 +106,58 @@ class RankCheckpoints:
         }
         state = self._state()
         self._require_finite(state)
-        state |= {"random": self._random_states(random_state.capture()), "about": about}
-        self._running = BackgroundSave.begin(state, folder, self._pool)
+        random = random_state.capture()
+        self._problems = problems = []
+        copies, around = None, None
+        if self._nodes is not None and tokens:
+            copies = self._host_copies(state, about, random)
+            around = self._nodes.written(tokens, copies, problems)
+        state |= {"random": self._random_states(random), "about": about}
+        try:
+            self._running = BackgroundSave.begin(state, folder, None if copies else self._pool, around)
+        except BaseException:
+            if copies is not None:
+                copies.close()
+            raise
+
+    def _host_copies(
+        self, state: Mapping[str, object], about: _About, random: RandomStates
+    ) -> HostCopies[str] | None:
+        """Return this rank's share, and put its copies into ``state``. None if there is no memory for it."""
+        leaves = _leaves(state)
+        rest = io.BytesIO()
+        torch.save({"step": about["step"], "updates": about["updates"], "random": random}, rest)
+        tensors = {name: _data(leaf).detach() for name, leaf in leaves.items()}
+        tensors[REST] = torch.frombuffer(rest.getbuffer(), dtype=torch.uint8)
+        try:
+            copies = HostCopies(tensors, self._pool)
+        except (RuntimeError, MemoryError) as error:
+            self._problems.append(f"no host memory for its share: {error}")
+            return None
+        for name, leaf in leaves.items():
+            leaf.data = copies.tensors[name]
+        return copies
 
     @property
     def written(self) -> bool:
         """True once this rank's writing has ended, successfully or not, or if nothing is being written."""
         return self._running is None or self._running.done
 
-    def finish(self) -> None:
-        """Wait for the writing and make the checkpoint readable. Raises CheckpointError on all ranks."""
+    def finish(self) -> Sequence[str]:
+        """Wait for the writing and make the checkpoint readable. Raises CheckpointError on all ranks.
+
+        Returns what has failed on the disks of nodes.
+        """
         if self._running is None:
             raise RuntimeError("no checkpoint is being written")
         running, self._running = self._running, None
         running.finish(self._finish_timeout_s)
+        return self._problems
+
+    def forget_on_nodes(self) -> None:
+        """Delete all shares on this node."""
+        if self._nodes is not None:
+            self._nodes.forget()
 
     # ---- loading
 
@@ -137,6 +186,34 @@ class RankCheckpoints:
             random_state.reseed(self._seed, about["step"], dist.get_rank())
         return about["step"]
 
+    def load_from_nodes(self, tokens: Mapping[int, str]) -> tuple[int | None, int, Sequence[str]]:
+        """Take over the newest version that is whole on the disks of nodes. Collective.
+
+        Returns the version, its training step, and why newer ones were passed over; the version is None, and
+        nothing is changed, if there is none. ``tokens``: of the versions that may be used. Raises
+        CheckpointError on all ranks.
+        """
+        if self._nodes is None:
+            return None, 0, ()
+        version, saved, notes = self._nodes.found(tokens)
+        if version is None:
+            return None, 0, notes
+        leaves = _leaves(self._state())
+        fits = {name: (tensor.dtype, tensor.shape) for name, tensor in saved.items() if name != REST} == {
+            name: (_data(leaf).dtype, _data(leaf).shape) for name, leaf in leaves.items()
+        }
+        agree(
+            None if fits else CheckpointError(f"the share of version {version} has other tensors than here")
+        )
+        with torch.no_grad():
+            for name, leaf in leaves.items():
+                _data(leaf).copy_(saved[name])
+        rest = torch.load(io.BytesIO(saved[REST].numpy().tobytes()), weights_only=True)
+        for prefix, model in self._trained.items():
+            optimizer_state.set_updates(model.optimizer, rest["updates"][prefix])
+        random_state.restore(rest["random"])
+        return version, rest["step"], notes
+
     def _check_content(self, folder: Path, saved: dict[str, object]) -> None:
         if differing := differences(self._content, saved):
             raise CheckpointError(
@@ -145,7 +222,10 @@ class RankCheckpoints:
             )
 
     def _require_finite(self, state: Mapping[str, object]) -> None:
-        tensors = [_tensors(entry) for entry in state.values()]
+        tensors = [
+            {name.partition(" ")[2]: _data(leaf) for name, leaf in _leaves({key: entry}).items()}
+            for key, entry in state.items()
+        ]
         require_finite("numbers of the checkpoint", tensors, self._device)
 
     @torch.no_grad()
@@ -165,12 +245,18 @@ class RankCheckpoints:
         return ShardedObject("random", states, (dist.get_world_size(),), (dist.get_rank(),))
 
 
-def _tensors(entry: object) -> dict[str, Tensor]:
-    """Return this rank's tensors in one entry of the state, by name."""
-    tensors: dict[str, Tensor] = {}
-    for name, value in cast("dict[str, object]", entry).items():
-        leaves = cast("list[object]", value) if isinstance(value, list) else [value]
-        for number, leaf in enumerate(leaves):
-            if isinstance(leaf, ShardedTensor | ShardedTensorFactory) and leaf.data is not None:
-                tensors[f"{name}, part {number}" if number else name] = leaf.data
-    return tensors
+def _leaves(state: Mapping[str, object]) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    """Return this rank's tensors, by the name of their entry of the state and their own."""
+    found: dict[str, ShardedTensor | ShardedTensorFactory] = {}
+    for key, entry in state.items():
+        for name, value in cast("dict[str, object]", entry).items():
+            leaves = cast("list[object]", value) if isinstance(value, list) else [value]
+            for number, leaf in enumerate(leaves):
+                if isinstance(leaf, ShardedTensor | ShardedTensorFactory) and leaf.data is not None:
+                    found[f"{key} {name}, part {number}" if number else f"{key} {name}"] = leaf
+    return found
+
+
+def _data(leaf: ShardedTensor | ShardedTensorFactory) -> Tensor:
+    assert leaf.data is not None
+    return leaf.data

@@ -13,9 +13,11 @@ with their process, and ``torch.save`` releases the GIL while it writes a tensor
 import io
 import os
 import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -33,7 +35,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -48,14 +50,45 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 """The tensors of a snapshot begin at a multiple of this many bytes."""
 
+NameT = TypeVar("NameT")
+
+
+class HostCopies(Generic[NameT]):
+    """Copies of tensors, one after another in one block of host memory. ``close`` gives the block back."""
+
+    def __init__(self, tensors: Mapping[NameT, torch.Tensor], pool: PinnedPool) -> None:
+        ends = list(accumulate((_aligned(tensor.nbytes) for tensor in tensors.values()), initial=0))
+        self.starts = dict(zip(tensors, ends, strict=False))
+        """The byte of ``content`` at which each tensor begins."""
+        devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
+        device = next(iter(devices), torch.device("cpu"))
+        self._pool, self._memory = pool, pool.take(max(ends[-1], 1), device)
+        self.content = self._memory[: ends[-1]]
+        """uint8 [bytes]: all of the tensors."""
+        self.tensors = {
+            name: _copied(tensor, self._memory, self.starts[name]) for name, tensor in tensors.items()
+        }
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def close(self) -> None:
+        self.tensors.clear()
+        self._pool.give_back(self._memory)
+
 
 class BackgroundSave:
     """One checkpoint that is being written."""
 
     def __init__(
-        self, writer: "_Writer", metadata: Metadata | None, common: bytes | None, folder: Path
+        self,
+        writer: "_Writer",
+        metadata: Metadata | None,
+        common: bytes | None,
+        folder: Path,
+        around: AbstractContextManager[None],
     ) -> None:
         self._writer = writer
+        self._around = around
         self._metadata = metadata
         """None except on rank 0."""
         self._folder = folder
@@ -68,15 +101,22 @@ class BackgroundSave:
         self._thread.start()
 
     @classmethod
-    def begin(cls, state: dict[str, object], folder: Path, pool: PinnedPool) -> "BackgroundSave":
+    def begin(
+        cls,
+        state: dict[str, object],
+        folder: Path,
+        pool: PinnedPool | None,
+        around: AbstractContextManager[None] | None = None,
+    ) -> "BackgroundSave":
         """Take a snapshot of ``state``, which is used up, and start to write it into ``folder``. Collective.
 
-        ``pool``: has the host memory of snapshots, of which one is as large as the next.
+        ``pool``: has the host memory of snapshots, of which one is as large as the next; None if ``state`` is
+        a copy already. ``around``: the thread writes inside of it.
 
         Raises CheckpointError on all ranks unless ``folder`` is a writable folder on each of them.
         """
         usable = os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
-        _agree(None if usable else CheckpointError(f"{folder} is not a folder that this rank can write into"))
+        agree(None if usable else CheckpointError(f"{folder} is not a folder that this rank can write into"))
         sharded, common = cast("tuple[dict[str, object], object]", save_preprocess(state))
         _share_among_replicas(sharded)
         by_key, *_ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
@@ -89,7 +129,7 @@ class BackgroundSave:
         )
         # Serialized now: Adam's number of updates in it advances with training.
         common_bytes = _serialized(common) if dist.get_rank() == 0 else None
-        return cls(writer, metadata, common_bytes, folder)
+        return cls(writer, metadata, common_bytes, folder, around or nullcontext())
 
     @property
     def done(self) -> bool:
@@ -103,7 +143,7 @@ class BackgroundSave:
         """
         self._thread.join(timeout_s)
         late = CheckpointError(f"writing into {self._folder} has not ended in {timeout_s:.0f} s")
-        _agree(self._error if self.done else late)
+        agree(self._error if self.done else late)
         first = dist.get_rank() == 0
         results: list[list[WriteResult]] = [[] for _ in range(dist.get_world_size())]
         dist.gather_object(self._results, results if first else None)
@@ -116,11 +156,12 @@ class BackgroundSave:
                 _sync(self._folder / CONFIG_FNAME)
             except OSError as raised:
                 error = raised
-        _agree(error)
+        agree(error)
 
     def _write(self, common: bytes | None) -> None:
         try:
-            self._results = self._writer.write_snapshot()
+            with self._around:
+                self._results = self._writer.write_snapshot()
             if common is not None:
                 (self._folder / COMMON_STATE_FNAME).write_bytes(common)
                 _sync(self._folder / COMMON_STATE_FNAME)
@@ -131,25 +172,21 @@ class BackgroundSave:
 class _Snapshot:
     """Stands for the planner; gives the writer copies in host memory instead of the tensors themselves."""
 
-    def __init__(self, plan: SavePlan, planner: SavePlanner, pool: PinnedPool) -> None:
+    def __init__(self, plan: SavePlan, planner: SavePlanner, pool: PinnedPool | None) -> None:
         # Byte items are serialized already.
-        found = {item.index: planner.resolve_data(item) for item in plan.items}
-        tensors = {index: data.detach() for index, data in found.items() if isinstance(data, torch.Tensor)}
-        ends = list(accumulate((_aligned(tensor.nbytes) for tensor in tensors.values()), initial=0))
-        devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
-        device = next(iter(devices), torch.device("cpu"))
-        self._pool, self._memory = pool, pool.take(max(ends[-1], 1), device)
-        copies = {
-            index: _copied(tensor, self._memory, start)
-            for (index, tensor), start in zip(tensors.items(), ends, strict=False)
-        }
-        self._data = found | copies
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        self._data = {item.index: planner.resolve_data(item) for item in plan.items}
+        self._copies: HostCopies[MetadataIndex] | None = None
+        if pool is not None:
+            tensors = {
+                index: data.detach() for index, data in self._data.items() if isinstance(data, torch.Tensor)
+            }
+            self._copies = HostCopies(tensors, pool)
+            self._data |= self._copies.tensors
 
     def close(self) -> None:
         self._data.clear()
-        self._pool.give_back(self._memory)
+        if self._copies is not None:
+            self._copies.close()
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
         return self._data[item.index]
@@ -170,7 +207,7 @@ def _copied(tensor: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Ten
 class _Writer(FileSystemWriter):
     """torch's writer of one file per rank in two steps: the plan and a snapshot now, the file later."""
 
-    def __init__(self, folder: Path, pool: PinnedPool) -> None:
+    def __init__(self, folder: Path, pool: PinnedPool | None) -> None:
         # One thread: with more, torch starts helpers whose errors are lost. No copies ahead: all are made.
         super().__init__(folder, thread_count=1, per_thread_copy_ahead=0)
         self._pool = pool
@@ -212,7 +249,7 @@ def _share_among_replicas(sharded: dict[str, object]) -> None:
     distribute_main_replicas_with_precomputed_distribution(sharded, group, shares)
 
 
-def _agree(error: Exception | None) -> None:
+def agree(error: Exception | None) -> None:
     """Raise CheckpointError on every rank if there is an error on any. Collective."""
     explanations: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(explanations, None if error is None else _explain(error))

@@ -5,7 +5,7 @@
     average  weights in single precision (``actor.kl.reference.type: average``)
 
 In bfloat16 a trained parameter has 2 + 4 + 8 bytes, in float32 4 + 8. Random states and the description are
-not counted.
+not counted. A rank's share on the disk of its node has all that the rank holds of these.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,11 @@ from math import ceil
 
 from slipstream.backend.memory.activations import FLOAT
 from slipstream.backend.memory.parameters import stage_parameters
+from slipstream.backend.memory.trainer_memory import state_bytes
 from slipstream.bridge.hf.index import ITEMSIZE
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.spec import ModelSpec, value_spec
+from slipstream.bridge.shards.plan import ExportPlan
 from slipstream.configs.schema import ActorConfig, CheckpointConfig, CriticConfig
 from slipstream.configs.schema.actor import LoraConfig
 
@@ -28,6 +30,8 @@ class CheckpointPlan:
     bytes_per_s: float
     """``cluster.file_system_bytes_per_s``"""
     settings: CheckpointConfig
+    share: int = 0
+    """Most bytes of a rank's share on the disk of its node (``checkpoint.local_dir``); 0: none is written."""
 
     @property
     def seconds(self) -> float:
@@ -52,6 +56,24 @@ def checkpoint_bytes(actor: ActorConfig, critic: CriticConfig | None, dtype: str
     if actor.kl is not None and actor.kl.reference.type == "average":
         total += _elements(spec) * FLOAT
     return total
+
+
+def share_bytes(actor: ActorConfig, critic: CriticConfig | None, dtype: str, plan: ExportPlan) -> int:
+    """Return the most bytes of a rank's share, padding of buffers included. Raises UnevenSplit."""
+    itemsize = ITEMSIZE[dtype]
+    of_critic = stage_parameters(value_spec(plan.spec), plan.layout) if critic else []
+    shares: list[int] = []
+    for stage, held in enumerate(stage_parameters(plan.spec, plan.layout, actor.lora)):
+        weights, _, optimizer = state_bytes(held, plan.layout, actor.optimizer, itemsize, stage)
+        shares.append(weights + optimizer)
+        if critic is not None:
+            weights, _, optimizer = state_bytes(
+                of_critic[stage], plan.layout, critic.optimizer, itemsize, stage
+            )
+            shares[-1] += weights + optimizer
+        if actor.kl is not None and actor.kl.reference.type == "average":
+            shares[-1] += (held.total + held.buffers) * FLOAT
+    return max(shares)
 
 
 def _trained(spec: ModelSpec, lora: LoraConfig | None, itemsize: int) -> int:

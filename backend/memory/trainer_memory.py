@@ -139,10 +139,10 @@ def trainer_memory(
     stages: list[StageMemory] = []
     for stage, held in enumerate(policy):
         kept, work = _activations(actor, spec.geometry, layout, stage, sharing, tokens)
-        weights, gradients, optimizer = _state(held, layout, actor.optimizer, itemsize, stage)
+        weights, gradients, optimizer = state_bytes(held, layout, actor.optimizer, itemsize, stage)
         values = 0
         if critic is not None and of_critic is not None:
-            values = sum(_state(of_critic[stage], layout, critic.optimizer, itemsize, stage))
+            values = sum(state_bytes(of_critic[stage], layout, critic.optimizer, itemsize, stage))
         stages.append(
             StageMemory(
                 stage=stage,
@@ -175,7 +175,7 @@ def _scores(actor: ActorConfig) -> bool:
     return actor.kl is not None or actor.teacher_model is not None
 
 
-def _state(
+def state_bytes(
     held: StageParameters, layout: Layout, optimizer: OptimizerConfig, itemsize: int, stage: int
 ) -> tuple[int, int, int]:
     """Return the bytes of weights, gradients and optimizer."""

@@ -9,7 +9,7 @@ first node lost, or no room ──► the job starts again: as above, and every 
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -267,6 +267,11 @@ class SimulatedCheckpoints:
     async def newest(self, is_behind: Callable[[int], bool]) -> FoundCheckpoint | None:
         assert self._newest is None or is_behind(self._newest.record.version)
         return self._newest
+
+    def on_nodes(self) -> Mapping[int, str]:
+        return {}
+
+    def forget_on_nodes(self) -> None: ...
 
     def restored(self, step: int) -> None:
         self._last_step = step

@@ -74,6 +74,7 @@ class TrainerRank(CheckpointedRank):
         self._hooks = rank_hooks(config, self._device)
         # Megatron can only be imported now.
         from slipstream.backend.megatron import checkpoint, fusions, groups, head, model
+        from slipstream.backend.megatron.node_checkpoint import node_checkpoints
         from slipstream.backend.megatron.packed_model import LanguageModel
         from slipstream.backend.megatron.resting import Resting
         from slipstream.backend.megatron.trained import Trained
@@ -126,6 +127,7 @@ class TrainerRank(CheckpointedRank):
             seed=config.run.seed,
             # The other ranks wait in a collective meanwhile, which must not time out first.
             finish_timeout_s=config.run.step_timeout_s / 2,
+            nodes=node_checkpoints(config),
         )
         self._resting = Resting(self._device)
         self._plan = export_plan(actor, config.model.dtype, config.weights.transport, self._spec)

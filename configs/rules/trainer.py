@@ -201,6 +201,13 @@ def context_needs_transformer_engine(config: RunConfig) -> Iterator[Violation]:
         )
 
 
+def checkpoints_are_taken(config: RunConfig) -> Iterator[Violation]:
+    local = config.checkpoint.local_dir
+    if local is not None and not config.checkpoint.every:
+        reason = "nothing is written there without checkpoints; set this to null, or checkpoint.every above 0"
+        yield Violation("checkpoint.local_dir", str(local), reason)
+
+
 def transformer_engine_is_installed() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
@@ -245,4 +252,5 @@ RULES = (
         ),
     ),
     Rule(context_needs_transformer_engine, ("actor.layer_spec", "actor.parallel.context")),
+    Rule(checkpoints_are_taken, ("checkpoint.local_dir", "checkpoint.every")),
 )

@@ -1,14 +1,21 @@
-"""``checkpoint``: how often the trainer's whole state is written, and which checkpoints are kept."""
+"""``checkpoint``: how often and where the trainer's whole state is written, and what is kept of it."""
 
-from pydantic import Field
+from pathlib import Path
+from typing import Annotated
 
-from slipstream.configs.schema.base import Section
+from pydantic import AfterValidator, Field
+
+from slipstream.configs.schema.base import PathSetting, Section
+
+
+def _absolute(path: Path) -> Path:
+    if not path.is_absolute():
+        raise ValueError("expected an absolute path, which every node of the trainer has")
+    return path
 
 
 class CheckpointConfig(Section):
-    """Checkpoints from which a run resumes. They are written to `checkpoints/` in the run folder while
-    training continues. `slipstream train RECIPE --resume` continues from the newest sound one
-    (docs/recovery.md)."""
+    """How often checkpoints are taken, and which are kept."""
 
     every: int = Field(
         default=10, ge=0, description="Number of training steps between two checkpoints; 0 writes none."
@@ -23,4 +30,19 @@ class CheckpointConfig(Section):
     )
     timeout_s: float = Field(
         default=1800, gt=0, description="Seconds after which the writing of one checkpoint is given up."
+    )
+
+
+class RunCheckpointConfig(CheckpointConfig):
+    """Checkpoints from which a run resumes. They are written to `checkpoints/` in the run folder while
+    training continues. `slipstream train RECIPE --resume` continues from the newest sound one
+    (docs/recovery.md)."""
+
+    local_dir: Annotated[PathSetting, AfterValidator(_absolute)] | None = Field(
+        default=None,
+        description="Folder on a disk of each node, such as `/scratch`. Every checkpoint is first written "
+        "there by each rank, with a copy on the trainer's next node, then to the run folder. A trainer that "
+        "is started again within the job takes the newest one that is whole on the nodes that are left. "
+        "Nodes keep at most `checkpoint.keep_last`, none older than the newest in the run folder, and none "
+        "after a run that ends in order. null: the run folder only.",
     )

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field
 
 from slipstream.configs.schema.actor import ActorConfig
 from slipstream.configs.schema.base import ModelSetting, PathSetting, Section
-from slipstream.configs.schema.checkpoint import CheckpointConfig
+from slipstream.configs.schema.checkpoint import RunCheckpointConfig
 from slipstream.configs.schema.cluster import Cluster, LocalCluster
 from slipstream.configs.schema.data import DataConfig, EvalConfig, PromptFile, data_files, eval_files
 from slipstream.configs.schema.gateway import GatewayConfig
@@ -196,7 +196,7 @@ class RunConfig(Section):
         "or an outage never becomes a score.",
     )
     weights: WeightsConfig = Field(default=WeightsConfig())
-    checkpoint: CheckpointConfig = Field(default=CheckpointConfig())
+    checkpoint: RunCheckpointConfig = Field(default=RunCheckpointConfig())
     log: LogConfig = Field(default=LogConfig())
     cluster: Cluster = Field(default=LocalCluster(), description="The machines that the run uses.")
     simulate: SimulateConfig | None = Field(

@@ -437,3 +437,15 @@ def test_a_failed_checkpoint_is_told_from_a_failed_trainer():
 
 def test_restoring_gives_the_step():
     assert asyncio.run(trainer(Rank(restore=[4]), Rank(restore=[4])).restore(Path("v4"))) == 4
+
+
+def test_what_has_failed_on_disks_of_nodes_names_the_rank():
+    first, second = Rank(finish_checkpoint=[[]]), Rank(finish_checkpoint=[["the disk is full", "no copy"]])
+    problems = asyncio.run(trainer(first, second).finish_checkpoint())
+    assert problems == ["rank 1: the disk is full", "rank 1: no copy"]
+
+
+def test_restoring_from_nodes_gives_the_version_and_what_was_passed_over():
+    answer = (4, ["version 5 is passed over"])
+    ranks = [Rank(restore_from_nodes=[answer]) for _ in "12"]
+    assert asyncio.run(trainer(*ranks).restore_from_nodes({4: "a", 5: "b"})) == answer

@@ -188,6 +188,11 @@ def test_plan_and_check_compare_the_time_of_a_checkpoint_with_its_time_out(recip
     assert checked.exit_code == 0, "the rate is an estimate"
     assert "checkpoint.timeout_s: 900: a checkpoint of" in " ".join(checked.output.split())
     assert "checkpoint.timeout_s" not in call("check", recipe).output
+    assert (found["share_bytes"], found["node_bytes"]) == (0, 0)
+    on_nodes = ("plan", recipe, "checkpoint.local_dir=/scratch", "--no-split")
+    share = json.loads(call(*on_nodes, "--json").stdout)["checkpoint"]["share_bytes"]
+    assert "checkpoints on disks of nodes (checkpoint.local_dir): " in call(*on_nodes).stdout
+    assert found["bytes"] / 8 < share < found["bytes"], "ranks share the optimizer's state, not the weights"
     none = call("plan", recipe, "checkpoint.every=0", files)
     assert "checkpoints: none is written" in none.stdout
 

@@ -176,6 +176,7 @@ def test_the_container_shows_the_folders_that_the_recipe_names(tmp_path, monkeyp
             **VALID,
             "run": {**VALID["run"], "root": str(tmp_path / "runs")},
             "model": {"path": str(tmp_path / "models/policy")},
+            "checkpoint": {"local_dir": "/scratch of nodes"},
             "data": {"path": str(tmp_path / "data/prompts.jsonl")},
             "actor": {"lora": {"rank": 1, "alpha": 1, "path": str(tmp_path / "adapters/first")}},
             "cluster": {
@@ -188,12 +189,12 @@ def test_the_container_shows_the_folders_that_the_recipe_names(tmp_path, monkeyp
     assert variables["SLIPSTREAM_CONTAINER"] == "pyxis"
     assert variables["SLIPSTREAM_CONTAINER_IMAGE"] == "/images/a b.sqsh"
     places = [tmp_path / name for name in ("runs", "data", "models/policy", "adapters/first")]
-    shown = [f"{folder}:{folder}" for folder in places]
+    shown = [f"{folder}:{folder}" for folder in (*places, "/scratch of nodes")]
     assert variables["SLIPSTREAM_CONTAINER_MOUNTS"].split(",") == ["/x:/y", "/z:/z", *shown]
     of_hub = config.model_copy(update={"model": config.model.model_copy(update={"path": Path("hf://a/b")})})
     monkeypatch.setenv("HF_HOME", str(tmp_path / "models"))
     places = [tmp_path / name for name in ("runs", "data", "adapters/first", "models")]
-    shown = [f"{folder}:{folder}" for folder in places]
+    shown = [f"{folder}:{folder}" for folder in (*places, "/scratch of nodes")]
     assert container_variables(of_hub)["SLIPSTREAM_CONTAINER_MOUNTS"].split(",")[2:] == shown
     assert printed(["sbatch"], variables).startswith(
         "SLIPSTREAM_CONTAINER=pyxis SLIPSTREAM_CONTAINER_IMAGE='"

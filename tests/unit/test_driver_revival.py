@@ -35,6 +35,10 @@ class World:
     """New numbers that restored weights need, one for each time that the way back was gone."""
     publications: list[Exception | None] = field(default_factory=list)
     places: list[Exception | None] = field(default_factory=list)
+    nodes: dict[int, Any] = field(default_factory=dict)
+    """Versions that were begun on the disks of nodes: whether they are whole, or an error of the ranks."""
+    impossible: set[int] = field(default_factory=set)
+    """Versions that the present weights do not descend from."""
     step = 0
     """Number of training steps that led to the present weights."""
 
@@ -53,6 +57,15 @@ class World:
     async def restore(self, folder: Path) -> int:
         self._fate(f"restore {folder}", self.restores)
         return 0
+
+    async def restore_from_nodes(self, tokens: dict[int, str]) -> tuple[int | None, list[str]]:
+        self.did.append(f"nodes {tokens}")
+        sound = None
+        for version in sorted(tokens, reverse=True):
+            if isinstance(found := self.nodes[version], Exception):
+                raise found
+            sound = sound or (version if found else None)
+        return sound, [f"version {version} is passed over" for version in tokens if not self.nodes[version]]
 
     async def respond(self) -> None:
         if self.responses and (error := self.responses.pop(0)) is not None:
@@ -82,13 +95,20 @@ class World:
             return None
         return SimpleNamespace(path=f"v{found}", record=SimpleNamespace(version=found), warnings=())
 
+    def on_nodes(self) -> dict[int, str]:
+        return {version: f"token {version}" for version in self.nodes}
+
+    def forget_on_nodes(self) -> None:
+        self.did.append("forget nodes")
+        self.nodes = {}
+
     def restored(self, step: int) -> None:
         """The next checkpoint is counted from here."""
 
     # the way back
 
     def is_possible(self, version: int) -> bool:
-        return True
+        return version not in self.impossible
 
     async def to(self, version: int) -> None:
         self.did.append(f"back to {version}")
@@ -326,3 +346,28 @@ def test_a_trainer_without_a_node_is_not_started_and_ends_the_run_when_none_is_f
         clock.run(until_restored(world, 1))
     assert isinstance(leaf(found.value), TrainerGone)
     assert "no other node can have 8 ranks" in str(leaf(found.value))
+
+
+def test_the_newest_version_that_is_whole_on_the_disks_of_nodes_is_taken_and_the_run_folder_not_read():
+    world = World(checkpoints=[AssertionError("read")], nodes={6: True, 8: False, 9: True}, impossible={9})
+    clock.run(until_restored(world, 1))
+    assert world.did[4:] == ["create", "connect", "nodes {6: 'token 6', 8: 'token 8'}", "back to 6"]
+    assert world.notes == [
+        "the trainer is started again from what its nodes hold: failure 0",
+        "version 8 is passed over",
+    ]
+    assert world.life.is_alive
+
+
+def test_without_a_whole_version_on_the_disks_of_nodes_the_run_folders_is_taken():
+    world = World(checkpoints=[4], nodes={6: False})
+    clock.run(until_restored(world, 1))
+    assert world.did[-2:] == ["back to 4", "restore v4"]
+
+
+@pytest.mark.parametrize("error", [CheckpointError("a disk is full"), TrainerFailed("killed meanwhile")])
+def test_after_a_failure_of_the_disks_of_nodes_the_next_attempt_takes_the_run_folders(error: Exception):
+    world = World(checkpoints=[4], nodes={6: error})
+    clock.run(until_restored(world, 1))
+    assert world.did[-3:] == ["back to 4", "connect", "restore v4"] and "forget nodes" in world.did
+    assert world.life.is_alive

@@ -463,14 +463,14 @@ def test_a_fenced_driver_neither_deletes_nor_commits_a_checkpoint(tmp_path: Path
             raise Fenced("fenced")
 
     class Trainer:
-        async def begin_checkpoint(self, folder: Path) -> None:
+        async def begin_checkpoint(self, folder: Path, tokens: None) -> None:
             (folder / "weights").write_text("of the fenced driver")
 
         async def checkpoint_written(self) -> None:
             """Nothing is left to write."""
 
-        async def finish_checkpoint(self) -> None:
-            """Nothing is left to do."""
+        async def finish_checkpoint(self) -> list[str]:
+            return []
 
     other = CheckpointFolder(tmp_path, keep_last=1).begin(4)
     checkpoints = TrainerCheckpoints(

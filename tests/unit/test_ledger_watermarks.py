@@ -242,11 +242,12 @@ def test_the_driver_writes_watermark_and_row(tmp_path):
     """``TrainerCheckpoints`` with a trainer that writes one file."""
 
     class Trainer:
-        async def begin_checkpoint(self, folder: Path) -> None:
+        async def begin_checkpoint(self, folder: Path, tokens: None) -> None:
             (folder / "weights").write_bytes(b"1")
 
         async def checkpoint_written(self) -> None: ...
-        async def finish_checkpoint(self) -> None: ...
+        async def finish_checkpoint(self) -> list[str]:
+            return []
 
     @asynccontextmanager
     async def turn() -> AsyncIterator[None]:

@@ -90,12 +90,18 @@ class BatchSaver:
     async def export_hf(self, folder: Path) -> None:
         raise NotImplementedError("there are no weights to write")
 
-    async def begin_checkpoint(self, folder: Path) -> None:
+    async def begin_checkpoint(self, folder: Path, tokens: Mapping[int, str] | None = None) -> None:
         raise NotImplementedError("there is no state to save")
 
     async def checkpoint_written(self) -> None: ...
 
-    async def finish_checkpoint(self) -> None: ...
+    async def finish_checkpoint(self) -> Sequence[str]:
+        return ()
+
+    async def forget_on_nodes(self) -> None: ...
 
     async def restore(self, folder: Path) -> int:
+        raise NotImplementedError("there is no state to restore")
+
+    async def restore_from_nodes(self, tokens: Mapping[int, str]) -> tuple[int | None, Sequence[str]]:
         raise NotImplementedError("there is no state to restore")

@@ -1,11 +1,14 @@
 """Takes checkpoints when they are due: written beside training, committed by one rename.
 
 step done ──► copy the trainer's state (training waits) ──► ranks write ──► ledger flushed ──► rename
+                                                              └ first to disks of nodes, if the recipe says so
+
+Restarted ranks find out which versions are whole on the disks of nodes: the driver knows only what was begun.
 """
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import asdict
 
@@ -62,18 +65,27 @@ class TrainerCheckpoints:
         listener: CheckpointListener,
         last_step: int = 0,
         feedback: Feedback | None = None,
+        *,
+        on_nodes: bool = False,
     ) -> None:
         """``last_step``: step of the checkpoint that the run was restored from. ``feedback``: None in a
-        supervised run."""
+        supervised run. ``on_nodes``: the disks of nodes have shares (``checkpoint.local_dir``)."""
         self._config = config
         self._folder = folder
         self._trainer = trainer
         self._turn = turn
         self._history = history
         self._listener = listener
-        self._last_step = last_step
+        self._last_step = self._committed_step = last_step
+        self._committed = 0
+        """Newest version that was committed here. The ledger may not be able to go back to an older one."""
         self._feedback = feedback
         self._writing: asyncio.Task[None] | None = None
+        self._uses_nodes = on_nodes
+        self._on_nodes: dict[int, str] = {}
+        """Digest of the record of each version that the disks of nodes may have, oldest first."""
+        self._has_told = False
+        """The user knows that the disks of nodes fail."""
 
     async def step_done(self, run: RunPosition) -> None:
         """Take a checkpoint if ``checkpoint.every`` steps have passed since the last one."""
@@ -92,6 +104,9 @@ class TrainerCheckpoints:
         self._writing = await self._begin(run) if due else None
         if self._writing is not None:
             await self._writing
+        if self._uses_nodes:
+            self._on_nodes.clear()
+            await self._trainer.forget_on_nodes()
 
     async def cancel(self) -> None:
         """Give up the checkpoint that is being written. Nothing half-written is ever read."""
@@ -122,9 +137,22 @@ class TrainerCheckpoints:
 
         return await asyncio.to_thread(self._folder.latest, reject)
 
+    def on_nodes(self) -> Mapping[int, str]:
+        """Return the tokens of versions that may be whole on the disks of nodes: the newest one that the run
+        folder has, and newer ones.
+        """
+        return {version: token for version, token in self._on_nodes.items() if version >= self._committed}
+
+    def forget_on_nodes(self) -> None:
+        """Do not count on the disks of nodes until the next checkpoint."""
+        self._on_nodes.clear()
+
     def restored(self, step: int) -> None:
-        """Count the steps until the next checkpoint from here: the trainer was restored to ``step``."""
-        self._last_step = step
+        """Count the steps until the next checkpoint from here: the trainer was restored to ``step``.
+
+        If the run folder has no checkpoint of it yet, the next one is due sooner.
+        """
+        self._last_step = min(step, self._committed_step)
 
     async def _begin(self, run: RunPosition) -> asyncio.Task[None] | None:
         """Begin a checkpoint. Return the task that writes it; None when it could not be begun."""
@@ -143,8 +171,9 @@ class TrainerCheckpoints:
         try:
             path = await asyncio.to_thread(self._folder.begin, record.version)
             async with self._turn():
-                await self._trainer.begin_checkpoint(path)
+                await self._trainer.begin_checkpoint(path, self._kept_on_nodes(record))
         except CheckpointError as error:
+            self._on_nodes.pop(record.version, None)
             await self._failed(record, error)
             return None
         except TrainerFailed:
@@ -154,14 +183,31 @@ class TrainerCheckpoints:
         self._last_step = record.step
         return asyncio.create_task(self._finish(record, began), name=f"checkpoint of {record.version}")
 
+    def _kept_on_nodes(self, record: CheckpointRecord) -> Mapping[int, str] | None:
+        """Return what the disks of nodes keep from now on, with this version; None: nothing."""
+        if not self._uses_nodes:
+            return None
+        before = list(self.on_nodes().items())[-self._config.keep_last :]
+        self._on_nodes = dict(before) | {record.version: record_digest(record)}
+        return self._on_nodes
+
+    def _tell(self, problems: Sequence[str]) -> None:
+        """Tell the user, once, what fails on the disks of nodes. The run folder has all checkpoints."""
+        if problems and not self._has_told:
+            self._has_told = True
+            self._listener.note(
+                f"checkpoint.local_dir: {'; '.join(problems)}. Such checkpoints are in the run folder alone"
+            )
+
     async def _finish(self, record: CheckpointRecord, began: float) -> None:
         try:
             with suppress(TimeoutError):  # finish_checkpoint then gives it up, with the reason
                 await asyncio.wait_for(self._trainer.checkpoint_written(), self._config.timeout_s)
-            await self._trainer.finish_checkpoint()
+            self._tell(await self._trainer.finish_checkpoint())
             # What the weights have learned must be in the ledger before a resume can start from them.
             await self._history.flushed()
             await asyncio.to_thread(self._folder.commit, record)
+            self._committed, self._committed_step = record.version, record.step
             self._history.checkpointed(record.version, record_digest(record))
             await asyncio.to_thread(self._folder.prune)
             versions = await asyncio.to_thread(self._folder.versions)

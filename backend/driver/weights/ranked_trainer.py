@@ -87,20 +87,29 @@ class RankedTrainer:
         """Write what the ranks write beside their steps."""
         await self._ranks.call("writing the episode log", "flush")
 
-    async def begin_checkpoint(self, folder: Path) -> None:
-        await self._ranks.call("starting a checkpoint", "begin_checkpoint", folder.absolute())
+    async def begin_checkpoint(self, folder: Path, tokens: Mapping[int, str] | None = None) -> None:
+        await self._ranks.call("starting a checkpoint", "begin_checkpoint", folder.absolute(), tokens)
 
     async def checkpoint_written(self) -> None:
         await self._ranks.wait_until("writing a checkpoint", "checkpoint_done", every_s=POLL_S)
 
-    async def finish_checkpoint(self) -> None:
+    async def finish_checkpoint(self) -> Sequence[str]:
         patience_s = FINISH_PATIENCE * self._step_timeout_s
-        await self._ranks.call("finishing a checkpoint", "finish_checkpoint", timeout_s=patience_s)
+        answers = await self._ranks.call("finishing a checkpoint", "finish_checkpoint", timeout_s=patience_s)
+        problems = cast("list[Sequence[str]]", answers)
+        return [f"rank {rank}: {text}" for rank, texts in enumerate(problems) for text in texts]
+
+    async def forget_on_nodes(self) -> None:
+        await self._ranks.call("deleting checkpoints on nodes", "forget_on_nodes")
 
     async def restore(self, folder: Path) -> int:
         [step, *_] = await self._ranks.call("loading a checkpoint", "restore", folder.absolute())
         assert isinstance(step, int)
         return step
+
+    async def restore_from_nodes(self, tokens: Mapping[int, str]) -> tuple[int | None, Sequence[str]]:
+        answers = await self._ranks.call("loading a checkpoint from nodes", "restore_from_nodes", tokens)
+        return cast("tuple[int | None, Sequence[str]]", answers[0])
 
     def kill(self) -> None:
         """End the ranks' processes. Calls that are under way raise TrainerFailed, and so do later ones."""

@@ -2,7 +2,7 @@
 
     lost ──► all ranks killed ──► new ranks start ────────────────────────► restored ──► published ──► alive
                   │                                                            ▲         under a new number
-                  └► checkpoint under way settled ──► newest sound checkpoint ─┤
+                  └► checkpoint under way settled ──► newest sound checkpoint ─┤ (or one of nodes' disks)
                                                               │                │
                      episodes called off ──► ledger, control core, assignments go back
 
@@ -10,7 +10,7 @@ docs/recovery.md has the states of this and what holds in each.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Generic
 
@@ -108,13 +108,17 @@ class Revival(Generic[ClientT]):
     async def _attempt(self, error: Exception) -> None:
         self._trainer.kill()
         await self._checkpoints.settled()
-        checkpoint = await self._newest(error)
+        on_nodes = self._on_nodes()
+        checkpoint = None if on_nodes else await self._newest(error)
         version = checkpoint.record.version if checkpoint else 0
-        self._count(version, error)
+        self._count("what its nodes hold" if on_nodes else _described(version), error)
         await self._place()
         async with self._weights.starting():
             self._trainer.create()
             with _beside(asyncio.ensure_future(self._trainer.connect())) as connecting:
+                if on_nodes:
+                    await connecting  # only the ranks know what their nodes hold
+                    version, checkpoint = await self._from_nodes(on_nodes, error)
                 await self._rewind.to(version)
                 self._began = self._step()
                 self._checkpoints.restored(self._rewind.step)
@@ -123,6 +127,30 @@ class Revival(Generic[ClientT]):
                 await self._trainer.restore(checkpoint.path)
         if (copy := await self._rewind.copy_begins()) is not None:
             await self._weights.publish_copy(copy)
+
+    def _on_nodes(self) -> dict[int, str]:
+        """Return the tokens of versions that the trainer may be restored to from the disks of its nodes."""
+        tokens = self._checkpoints.on_nodes()
+        return {version: tokens[version] for version in tokens if self._rewind.is_possible(version)}
+
+    async def _from_nodes(
+        self, tokens: Mapping[int, str], error: Exception
+    ) -> tuple[int, FoundCheckpoint | None]:
+        """Restore the trainer from the disks of its nodes, if one of the versions is whole there.
+
+        Return the version, and the checkpoint to restore if there is none.
+        """
+        try:
+            version, notes = await self._trainer.restore_from_nodes(tokens)
+        except (CheckpointError, TrainerFailed):
+            self._checkpoints.forget_on_nodes()  # the next attempt needs another source
+            raise
+        for note in notes:
+            self._note(note)
+        if version is not None:
+            return version, None
+        checkpoint = await self._newest(error)
+        return checkpoint.record.version if checkpoint else 0, checkpoint
 
     async def _newest(self, error: Exception) -> FoundCheckpoint | None:
         """Return the checkpoint to restore; None for the initial weights. Raises TrainerGone."""
@@ -134,16 +162,19 @@ class Revival(Generic[ClientT]):
             self._note(warning)
         return checkpoint
 
-    def _count(self, version: int, error: Exception) -> None:
-        """Count a failure before the trainer is restored from ``version``. Raises TrainerGone."""
+    def _count(self, source: str, error: Exception) -> None:
+        """Count a failure before the trainer is restored from ``source``. Raises TrainerGone."""
         if self._step() > self._began:
             self._restarts.progressed()
         self._began = self._step()
         failure = error.described if isinstance(error, TrainerFailed) else str(error)
         if (reason := self._restarts.refused(failure)) is not None:
             raise TrainerGone(f"the trainer {reason}") from error
-        source = f"version {version}" if version else "the initial weights"
         self._note(f"the trainer is started again from {source}: {error}")
+
+
+def _described(version: int) -> str:
+    return f"version {version}" if version else "the initial weights"
 
 
 @contextmanager
