@@ -1,7 +1,7 @@
 """``slipstream``, the command line: names and options of its commands. Groups of commands have modules.
 
-Exit codes: 0 done, 1 the work has failed, 2 the input was wrong, 3 a user has stopped it, 75 it goes on in a
-further start of its Slurm job.
+Exit codes: 0 done, 1 the work has failed, 2 the input was wrong, 3 a user has stopped it, 75 not yet: the
+same command goes on with it, as a further start of a Slurm job does.
 """
 
 import json

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.backend.commands.outcome import Failed, JobOver, WasStopped
+from slipstream.backend.commands.outcome import Failed, NotYet, WasStopped
 from slipstream.backend.commands.run import attended
 from slipstream.backend.driver.loops.stop import JobEnds, Stopped
 from slipstream.backend.driver.start import job
@@ -82,7 +82,7 @@ def test_a_start_that_is_refused_writes_nothing_into_the_folder(config):
     ("error", "outcome", "code", "cause"),
     [
         (Stopped(), WasStopped, 3, "stopped by a signal"),
-        (JobEnds(), JobOver, 75, "the time limit was near"),
+        (JobEnds(), NotYet, 75, "the time limit was near"),
         (RuntimeError("no engine\ncame up"), Failed, 1, "failed: RuntimeError: no engine came up"),
     ],
 )

@@ -89,12 +89,12 @@ def is_restart(folder: Path, variables: Mapping[str, str]) -> bool:
 
 
 def note_progress(variables: Mapping[str, str], step: int) -> None:
-    """Forget the earlier starts of the job: a further one goes on after ``step``. Does not wait for the disk."""
+    """Forget the earlier starts of the job: a further one goes on after ``step``. Waits for no disk."""
     _note_start(variables, f"checkpoint of step {step}", "w")
 
 
 def note_end(variables: Mapping[str, str], cause: str) -> None:
-    """Note what has ended this start of the job, on one line, and wait for the disk for ``NOTES_S`` at most."""
+    """Note what has ended this start of the job, on one line. Waits ``NOTES_S`` for the disk at most."""
     _note_start(variables, f"end: {' '.join(cause.split())[:LONGEST_CAUSE]}", "a")
     notes_written(NOTES_S)
 
