@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from slipstream.backend.cluster.actors import engine_spec
-from slipstream.backend.driver.processes.engines import INITIAL_VERSION, EngineLimits, adapters_of
+from slipstream.backend.cluster.engine_spec import adapters_of, engine_spec
+from slipstream.backend.driver.processes.engines import INITIAL_VERSION, EngineLimits
 from slipstream.backend.driver.processes.joined_engines import (
     ASKED,
     ASKED_AGAIN_S,
