@@ -158,10 +158,13 @@ def sft(
         check_options(resume, accept_changed_inputs, overwrite)
         supervised = load_supervised(Path(recipe), overrides or [])
         from slipstream.backend.commands.run import sft
+        from slipstream.backend.monitor.summary import commands_after_sft, print_commands
 
-        typer.echo(
-            sft(supervised, resume=resume, accept_changed_inputs=accept_changed_inputs, overwrite=overwrite)
+        checkpoint = sft(
+            supervised, resume=resume, accept_changed_inputs=accept_changed_inputs, overwrite=overwrite
         )
+        typer.echo(f"{supervised.run.run.name}: done; the checkpoint is {checkpoint}")
+        print_commands(commands_after_sft(checkpoint, supervised.learn), sys.stdout)
 
 
 for command in (jobs.submit, jobs.status, jobs.logs, jobs.stop):

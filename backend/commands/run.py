@@ -56,7 +56,9 @@ def sft(
     from slipstream.backend.driver.modes.sft import run_supervised
 
     options = _options(resume, accept_changed_inputs, overwrite)
-    return attended(supervised.run, partial(run_supervised, supervised, **options))
+    checkpoint = attended(supervised.run, partial(run_supervised, supervised, **options))
+    append_to_log(supervised.run.run.folder, f"done; the checkpoint is {checkpoint}")
+    return checkpoint
 
 
 def _options(resume: bool, accept_changes: bool, overwrite: bool) -> dict[str, bool]:
