@@ -421,7 +421,10 @@ def doctor(
     ] = Path(),
     nodes: Annotated[
         int | None,
-        typer.Option(help="Look at so many nodes of this Slurm allocation together, and at nothing else."),
+        typer.Option(
+            help="Look at so many nodes of this Slurm allocation together, in the site's container, and at "
+            "nothing else."
+        ),
     ] = None,
 ) -> None:
     """Look at this machine, and print what Slipstream finds on it."""
@@ -443,11 +446,12 @@ def doctor(
 
 def _doctor_of_nodes(count: int, folder: Path) -> None:
     from slipstream.backend.commands.nodes_doctor import allocated, examine_nodes
+    from slipstream.backend.commands.submit import this_site
 
     is_wrong, console = False, Console(soft_wrap=True, highlight=False)
     # As slurm/train.sbatch computes it.
     ray_port = 20000 + 2 * (int(os.environ.get("SLURM_JOB_ID") or 0) % 6000)
-    with closing(allocated(count, folder, os.environ)) as started:
+    with closing(allocated(count, folder, os.environ, this_site().container)) as started:
         for finding in examine_nodes(started, folder, ray_port):
             console.print(f"{finding.mark} {finding.what}: {escape(finding.state)}")
             if finding.advice:
