@@ -257,6 +257,20 @@ def test_an_engine_that_is_still_leaving_is_not_wrong_input_and_can_be_waited_fo
     asyncio.run(main())
 
 
+def test_an_engine_that_is_still_leaving_when_the_run_ends_has_left(tmp_path: Path):
+    async def main() -> None:
+        world = World(tmp_path)
+        async with world.joined.serving("127.0.0.1"), server(EXPECTED) as access:
+            world.may_sync.clear()
+            service = EngineService(tmp_path)
+            name = await service.join(access)
+            leaving = asyncio.create_task(service.remove(name, WAIT_S))
+            await until(lambda: world.joined.states()[0].leaving)
+        assert (await leaving).left in ("the run has ended", "it was asked to")
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_a_command_has_not_failed_whose_engine_has_served_until_the_run_ends(tmp_path: Path, is_heard: bool):
     async def main() -> None:

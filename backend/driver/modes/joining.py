@@ -119,10 +119,15 @@ class EngineService:
         Raises NotAnswered, and ConnectionError if there is no driver.
         """
         state = msgspec.json.decode(await self.ask("DELETE", f"/engines/{name}"), type=EngineState)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                while state.left is None:
-                    state = await self._state(name)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    while state.left is None:
+                        state = await self._state(name)
+        except ConnectionError:
+            if not self.is_over:
+                raise
+            state.left = RUN_ENDED
         return state
 
     async def _state(self, name: str) -> EngineState:
