@@ -251,6 +251,7 @@ BEING_IMPORTED = "import os\nos.write(1, b'importing\\n')\nos.read(0, 1)\n"
 """A module whose import takes until the end of the test."""
 
 AS_MODULE = [sys.executable, "-m", "slipstream.backend.cli"]
+AS_SERVER = [sys.executable, "-m", "slipstream.rollout.sandbox.serve"]
 AS_SCRIPT = [str(Path(sys.executable).with_name("slipstream"))]
 
 
@@ -261,8 +262,9 @@ AS_SCRIPT = [str(Path(sys.executable).with_name("slipstream"))]
         ("typer", AS_SCRIPT, signal.SIGINT, 130),
         ("typer", AS_MODULE, signal.SIGTERM, -signal.SIGTERM),
         ("msgspec", [*AS_MODULE, "engine", "list", "runs"], signal.SIGINT, 130),
+        ("msgspec", AS_SERVER, signal.SIGINT, 130),
     ],
-    ids=["module", "script", "sigterm", "imports of a command"],
+    ids=["module", "script", "sigterm", "imports of a command", "server of sandboxes"],
 )
 def test_a_command_that_is_ended_while_it_imports_shows_no_traceback(tmp_path, module, command, number, code):
     (tmp_path / f"{module}.py").write_text(BEING_IMPORTED)
