@@ -381,7 +381,7 @@ def doctor(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[st
         env=environment(NO_COLOR="1", **variables),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
