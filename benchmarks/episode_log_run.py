@@ -23,7 +23,7 @@ def say():
     used = resource.getrusage(resource.RUSAGE_SELF)
     print("driver_cpu_s", used.ru_utime + used.ru_stime, file=sys.stderr, flush=True)
 atexit.register(say)
-from slipstream.backend.cli import app
+from slipstream.backend.cli.app import app
 app()
 """
 

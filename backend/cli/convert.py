@@ -1,7 +1,10 @@
 """``slipstream convert``: checkpoints from Hugging Face's format into Megatron's, and back."""
 
+import shlex
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -56,7 +59,8 @@ def hf_to_megatron(
     from slipstream.backend.commands import convert
 
     options = convert.LayoutOptions(tensor, pipeline, virtual_pipeline, expert, expert_tensor, layers)
-    _convert(out, lambda: convert.hf_to_megatron(model, out, options, dtype, family or ()))
+    work = partial(convert.hf_to_megatron, model, out, options, dtype, family or ())
+    _convert(out, work, {_to_hf(out, out, model, family): "back into Hugging Face's format"})
 
 
 @app.command()
@@ -80,7 +84,10 @@ def megatron_to_hf(
     from slipstream.backend.commands import convert
 
     options = convert.LayoutOptions(tensor, pipeline, virtual_pipeline, expert, expert_tensor, layers)
-    _convert(out, lambda: convert.megatron_to_hf(checkpoint, out, model, options, family or ()))
+    from slipstream.backend.monitor.summary import model_commands
+
+    work = partial(convert.megatron_to_hf, checkpoint, out, model, options, family or ())
+    _convert(out, work, model_commands(out))
 
 
 @app.command()
@@ -104,19 +111,28 @@ def megatron_to_peft(
     from slipstream.backend.commands import convert
 
     options = convert.LayoutOptions(tensor, pipeline, virtual_pipeline, expert, expert_tensor, layers)
-    _convert(
-        out,
-        lambda: convert.megatron_to_hf(checkpoint, out, model, options, family or (), adapter_alone=True),
-    )
+    work = partial(convert.megatron_to_hf, checkpoint, out, model, options, family or (), adapter_alone=True)
+    merged = _to_hf(checkpoint, out, model, family)
+    _convert(out, work, {merged: "the whole model, with the adapter merged into it"})
 
 
-def _convert(out: Path, work: Callable[[], str]) -> None:
+def _to_hf(checkpoint: Path, out: Path, model: Path, family: list[str] | None) -> str:
+    """Return the command that makes an HF checkpoint of a Megatron checkpoint, beside ``out``."""
+    own = [word for each in family or () for word in ("--family", each)]
+    words = ["slipstream", "convert", "megatron-to-hf", str(checkpoint), f"{out}-hf", "--model", str(model)]
+    return shlex.join([*words, *own])
+
+
+def _convert(out: Path, work: Callable[[], str], then: Mapping[str, str]) -> None:
+    """Do the work, and print what it has made and the commands ``then``, which go on from it."""
     from slipstream.backend.cluster.local_ranks import RankFailed
+    from slipstream.backend.monitor.summary import print_commands
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing that was started stays
     with reported():
         try:
             typer.echo(work())
+            print_commands(then, sys.stdout)
         except (RankFailed, OSError) as error:
             notes: list[str] = getattr(error, "__notes__", [])
             raise Failed("\n".join([*notes, f"failed: {error}; there is no {out}"])) from None

@@ -30,7 +30,7 @@ def join_engine(
         typer.Option(help="Address at which the run reaches this machine; default: the one towards it."),
     ] = None,
 ) -> None:
-    """Start an engine on this machine for a run, until Ctrl-C or SIGTERM, with which it leaves."""
+    """Start an engine on this machine for a run, until the run ends, or Ctrl-C or SIGTERM: then it leaves."""
     with reported():
         from slipstream.backend.commands import engines
 
@@ -39,11 +39,16 @@ def join_engine(
 
 @app.command(name="remove")
 def remove_engine(
-    run: RunFolder, name: Annotated[str, typer.Argument(help="Name of an engine that has joined.")]
+    run: RunFolder,
+    name: Annotated[str, typer.Argument(help="Name of an engine that has joined.")],
+    wait: Annotated[
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="Longest wait for it. Then it leaves on: exit code 75."),
+    ] = 60.0,
 ) -> None:
     """Let an engine leave that has joined. Its requests go on elsewhere."""
     with reported():
         from slipstream.backend.commands import engines
 
-        engines.remove(run, name)
+        engines.remove(run, name, wait)
         typer.echo(f"{name} has left")

@@ -3,6 +3,7 @@
 placement      which node has which rank and engine
 ray_cluster    starts or joins Ray; ``configured_ray`` imports it
 object_store   how much shared memory Ray needs
+engine_spec    what the servers of engines are, of a recipe
 actors         makes the Ray actors: a ``trainer_actor`` for each rank, a ``collector_actor`` for each
                collector, ``rollout.engine.actor`` for each node of an engine
 handles        the actors as the driver calls them, with ``waits``

@@ -7,23 +7,15 @@ from typing import TypedDict, cast
 
 from slipstream.backend.cluster.collector_actor import CollectorActor
 from slipstream.backend.cluster.configured_ray import ray
+from slipstream.backend.cluster.engine_spec import engine_spec, judge_engine_spec
 from slipstream.backend.cluster.handles import CollectorActorHandle, EngineActorHandle, TrainerActorHandle
 from slipstream.backend.cluster.placement import Node, Placement
 from slipstream.backend.cluster.trainer_actor import TrainerActor
-from slipstream.bridge.engine.orders import TAKE
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.judge import OwnEngines
 from slipstream.rollout.collection.collector.spec import CollectorSpec
 from slipstream.rollout.engine.actor import EngineActor
 from slipstream.rollout.engine.adapters import AdapterServing
-from slipstream.rollout.engine.server_process import (
-    LIVE_SERVER_ARGS,
-    ROUTES_SERVER_ARGS,
-    ReplicaSpec,
-    ServerSpec,
-)
-from slipstream.rollout.system import gpu_environment
-from slipstream.rollout.system.network import LOOPBACK
 from slipstream.rollout.system.restarts import NodeLost
 
 MOST_STATIC = 0.8
@@ -94,42 +86,6 @@ class CollectorActors:
     async def collect(self, actor: CollectorActorHandle, spec: CollectorSpec) -> None:
         """Run a collector in an actor until its connection ends. Raises Ray's errors."""
         await actor.collect.remote(spec, self._config)
-
-
-def engine_spec(config: RunConfig, model: Path, device: str, adapters: AdapterServing | None) -> ServerSpec:
-    """Return what the servers of the policy's engines have in common, of which ``server_args`` makes
-    SGLang's arguments. Their actors choose ports and versions.
-
-    ``model``: the HF checkpoint from which they start. ``device``, ``adapters``: as of ``ServerSpec``.
-    """
-    engine, on_gpus = config.rollout.engine, device == "cuda"
-    environment = gpu_environment.environment(engine, config.actor.parallel, "engines")
-    return ServerSpec(
-        model.resolve(),
-        config.model.dtype,
-        device,
-        engine.tensor_parallel,
-        _host(config),
-        port=0,
-        version=0,
-        seed=config.run.seed,
-        data_parallel=engine.data_parallel,
-        expert_parallel=engine.expert_parallel,
-        pipeline_parallel=engine.pipeline_parallel,
-        nodes=engine.nodes,
-        args=({} if adapters is not None else weight_loader(config))
-        | ({} if config.gateway is None else dict(LIVE_SERVER_ARGS))
-        | (dict(ROUTES_SERVER_ARGS) if config.actor.routing_replay == "rollout" else {})
-        | engine.args,
-        environment=environment if on_gpus else {},
-        replica=None if adapters is not None else replica_of(config),
-        adapters=adapters,
-    )
-
-
-def _host(config: RunConfig) -> str:
-    """Return the address on which engines listen; empty: that of their node in the Ray cluster."""
-    return LOOPBACK if config.cluster.type == "local" else ""
 
 
 class EngineActors:
@@ -217,27 +173,13 @@ class JudgeEngineActors:
     def create(self, number: int, on: Node) -> EngineActorHandle:
         """Return the handle of a new actor for engine ``number``, which is ``on`` a node."""
         config, engines, placement = self._config, self._engines, self._placement
-        on_gpus = placement.device == "cuda"
-        environment = gpu_environment.environment(config.rollout.engine, config.actor.parallel, "engines")
+        spec = judge_engine_spec(config, engines, placement.device)
+        gpus = engines.tensor_parallel if placement.device == "cuda" else 0
         actor = (
             ray.remote(EngineActor)
-            .options(
-                **on_node(on, engines.tensor_parallel if on_gpus else 0),
-                max_concurrency=CALLS_AT_ONCE,
-            )
+            .options(**on_node(on, gpus), max_concurrency=CALLS_AT_ONCE)
             .remote(
-                ServerSpec(
-                    engines.path.resolve(),
-                    engines.dtype,
-                    placement.device,
-                    engines.tensor_parallel,
-                    _host(config),
-                    port=0,
-                    version=0,
-                    seed=config.run.seed + number,
-                    args=engines.args,
-                    environment=environment if on_gpus else {},
-                ),
+                replace(spec, seed=spec.seed + number),
                 name=self.name(number),
                 run=config.run.name,
                 umask=config.run.umask,
@@ -256,17 +198,3 @@ def static_fraction(share: float, left: Sequence[tuple[int, int]]) -> float:
     """
     wanted = [min(share * total / free, MOST_STATIC) for free, total in left]
     return max(share, min(wanted, default=share))
-
-
-def weight_loader(config: RunConfig) -> dict[str, object]:
-    """Return the engine argument that names the loader of the weights' transport, if it has one."""
-    takes_orders = config.weights.transport.type in ("shards", "tensor")
-    return {"custom_weight_loader": [TAKE]} if takes_orders else {}
-
-
-def replica_of(config: RunConfig) -> ReplicaSpec | None:
-    """Return where an engine keeps a copy of the weights, if the transport needs one."""
-    transport = config.weights.transport
-    if transport.type != "delta":
-        return None
-    return ReplicaSpec("slipstream.bridge.transport.replica.mount", str(transport.memory))

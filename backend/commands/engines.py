@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import msgspec
 
-from slipstream.backend.commands.outcome import Failed, WrongInput
-from slipstream.backend.driver.modes.joining import EngineService, NotAnswered, join
+from slipstream.backend.commands.outcome import Failed, NotYet, WrongInput
+from slipstream.backend.driver.modes.joining import EngineService, NotAnswered, join, leaving
 from slipstream.backend.driver.processes.joined_engines import EngineState
 from slipstream.backend.driver.start.inputs import InputError
 from slipstream.backend.driver.start.run_folder import RECIPE
@@ -33,16 +33,21 @@ def line(state: EngineState) -> str:
     standing = (
         "serves" if state.serves else "gets the version" if state.url else "starts, or waits for a node"
     )
+    standing = f"{standing}, then leaves" if state.leaving else standing
     return f"{state.name:<12} {'joined' if state.joined else 'of the run':<11} {standing:<27} {state.url}"
 
 
-def remove(run: Path, name: str) -> None:
-    """Wait until an engine that has joined has left. Raises WrongInput and Failed."""
-    _asked(lambda: EngineService(run).remove(name))
+def remove(run: Path, name: str, wait_s: float) -> None:
+    """Let an engine leave that has joined. Raises NotYet if that takes longer, WrongInput and Failed."""
+    state = _asked(lambda: EngineService(run).remove(name, wait_s))
+    if state.left is None:
+        raise NotYet(f"{leaving(state, wait_s)}; the same command waits on, with --wait for longer")
 
 
 def join_run(run: Path, host: str | None, say: Callable[[str], None]) -> None:
-    """Serve a run with an engine on this machine until a signal. Raises WrongInput and Failed."""
+    """Serve a run with an engine on this machine until a signal, or the end of the run. Raises WrongInput and
+    Failed.
+    """
 
     async def joined() -> str | None:
         service = EngineService(run)  # before the recipe is read: it may be no folder of a run

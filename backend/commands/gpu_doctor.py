@@ -290,13 +290,18 @@ def _agreement(machine: Facts) -> Finding:
     return Finding("NCCL settings", ", ".join(given), advice)
 
 
-def _infiniband(machine: Facts) -> Finding:
+def infiniband_ports(machine: Facts) -> dict[str, str]:
+    """Return the state of each port of an InfiniBand or RoCE adapter, by its name."""
     root = "/sys/class/infiniband"
-    ports = {
+    return {
         f"{device}/{port}": machine.text(f"{root}/{device}/ports/{port}/state") or "unreadable"
         for device in machine.names(root)
         for port in machine.names(f"{root}/{device}/ports")
     }
+
+
+def _infiniband(machine: Facts) -> Finding:
+    ports = infiniband_ports(machine)
     if not ports:
         advice = "one node needs none, several would use TCP; a container needs /dev/infiniband"
         return Finding("InfiniBand", "none", advice)

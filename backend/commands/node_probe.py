@@ -20,6 +20,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from slipstream.backend.commands.gpu_doctor import Facts, ThisMachine
+from slipstream.backend.commands.node_surroundings import surroundings
 from slipstream.rollout.ledger.storage.locks import lock_problem
 from slipstream.rollout.system.network import process_group_variables
 from slipstream.slurm.own_address import route_source
@@ -66,10 +68,14 @@ class Probe:
         clock: Callable[[], float] = time.time,
         versions: Callable[[], dict[str, str]] = installed,
         locks: Callable[[Path], str | None] = lock_problem,
+        machine: Facts | None = None,
     ) -> None:
-        """``address``: of the node, for the other nodes. ``folder``: of runs, for all nodes."""
+        """``address``: of the node, for the other nodes. ``folder``: of runs, for all nodes. ``machine``:
+        what surrounds the process; None: this machine.
+        """
         self._node, self._address, self._folder, self._local_disk = node, address, folder, local_disk
         self._clock, self._versions, self._locks = clock, versions, locks
+        self._machine = machine or ThisMachine()
         self._server = socket.create_server((address, 0))
         self._held: Any = None
         threading.Thread(target=self._serve, daemon=True).start()
@@ -124,6 +130,10 @@ class Probe:
             "free": _free_port(self._address),
             "versions": self._versions(),
         }
+
+    def do_look(self) -> object:
+        """Return what surrounds this process."""
+        return surroundings(self._machine)
 
     def do_meet(self, peers: Mapping[str, tuple[str, int]]) -> object:
         """Connect to every other node. The answer has, by node, the offset of its clock, or why it failed."""

@@ -1,6 +1,7 @@
 """``slipstream doctor --nodes``: whether the nodes of an allocation can run a job together, or why not.
 
-    hello ─► versions ─► meet: every pair, clocks ─► stream: pairs in turn ─► reduce ─► folder: shared, locks
+    hello ─► versions ─► look: container, devices, limits ─► meet: every pair, clocks
+          ─► stream: pairs in turn ─► reduce ─► folder: shared, locks
 
 Each question goes to the probes of all nodes at once (``node_probe.py``), and has a time limit.
 """
@@ -20,12 +21,17 @@ from typing import Any
 
 from slipstream.backend.commands.doctor import Finding
 from slipstream.backend.commands.node_probe import CONNECT_S, REDUCE_S, STREAM_S
+from slipstream.backend.commands.node_surroundings import findings_around, some, wrong
 from slipstream.backend.commands.outcome import WrongInput
-from slipstream.backend.commands.slurm_jobs import called
+from slipstream.backend.commands.slurm_jobs import CONTAINER, IMAGE, called, container_mounts
+from slipstream.configs.schema.cluster import ContainerConfig
 
 PROBE = "slipstream.backend.commands.node_probe"
 HELLO_S, WRITE_S = 60.0, 40.0
 """Longest time for the probes to start, and for all nodes to write."""
+
+CONTAINER_S = 300.0
+"""Longest time for the probes to start in a container, whose image pyxis unpacks on each node."""
 
 PAIRS_S = 25.0
 """Time in which pairs are measured; of large jobs, only some are."""
@@ -41,9 +47,6 @@ SLOW_LINK = 4.0
 SLOW_DISK = 50e6
 """Fewest bytes per second of all nodes together with which checkpoints are practical."""
 
-SHOWN = 4
-"""Largest number of nodes or pairs that a finding names."""
-
 Answers = Mapping[str, Any]
 """The answer of each node; Unanswered for one that has failed."""
 
@@ -57,14 +60,27 @@ class Unanswered(str):
 class Nodes:
     """The probes of all nodes. Close it, which ends them."""
 
-    def __init__(self, names: Sequence[str], commands: Sequence[Sequence[str]]) -> None:
-        """``commands``: start the probes; srun starts all with one."""
+    hosts: Mapping[str, str] = {}
+    """Host names by node, as Slurm knows them; empty: they are not compared."""
+
+    start_s = HELLO_S
+    """Longest time for the probes to start."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        commands: Sequence[Sequence[str]],
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """``commands``: start the probes; srun starts all with one. ``variables``: their environment; None:
+        that of this process.
+        """
         self.names = list(names)
         self._number = 0
         """Of the present question: a late answer to an earlier one counts for nothing."""
         self._lines: queue.Queue[str] = queue.Queue()
         self._processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
             for command in commands
         ]
         for process in self._processes:
@@ -115,8 +131,13 @@ class Nodes:
                 process.wait()
 
 
-def allocated(count: int, folder: Path, variables: Mapping[str, str]) -> Nodes:
-    """Start a probe on ``count`` nodes of the allocation of this process. Raises WrongInput and Failed."""
+def allocated(
+    count: int, folder: Path, variables: Mapping[str, str], container: ContainerConfig | None = None
+) -> Nodes:
+    """Start a probe on ``count`` nodes of the allocation of this process, in the container of its jobs.
+
+    ``container``: None: probes use the environment of this process. Raises WrongInput and Failed.
+    """
     nodes = variables.get("SLURM_JOB_NODELIST")
     if not nodes or shutil.which("srun") is None or shutil.which("scontrol") is None:
         raise WrongInput(
@@ -127,8 +148,10 @@ def allocated(count: int, folder: Path, variables: Mapping[str, str]) -> Nodes:
     if not 2 <= count <= len(names):
         raise WrongInput(f"--nodes: {count} found, from 2 to the allocation's {len(names)} nodes expected")
     names = names[:count]
-    addresses = [f"{name}={_address(name)}" for name in names]
+    shown = {name: _shown(name) for name in names}
+    addresses = [f"{name}={shown[name].get('NodeAddr', name)}" for name in names]
     local_disk = variables.get("SLIPSTREAM_TMP") or "/tmp"
+    options_inside, inside = in_container(container, [os.getcwd(), str(folder.absolute()), local_disk])
     # Line by line, as by default: with --unbuffered, answers of several nodes would come on one line.
     options = ["--overlap", "--mem=0", "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0", "--no-kill"]
     command = [
@@ -139,26 +162,58 @@ def allocated(count: int, folder: Path, variables: Mapping[str, str]) -> Nodes:
             "--ntasks-per-node=1",
             f"--nodelist={','.join(names)}",
         ],
-        *[*options, "--wait=0", sys.executable, "-m", PROBE],
+        *[*options, "--wait=0", *options_inside, *inside, "-m", PROBE],
         *[str(folder.absolute()), local_disk, *addresses],
     ]
-    return Nodes(names, [command])
+    told = dict(variables)
+    if container is not None:
+        told |= {CONTAINER: container.runtime, IMAGE: container.image, "PYTHONNOUSERSITE": "1"}
+    started = Nodes(names, [command], told)
+    started.hosts = {
+        name: fields["NodeHostName"] for name, fields in shown.items() if "NodeHostName" in fields
+    }
+    if container is not None:
+        started.start_s = CONTAINER_S
+    return started
 
 
-def _address(node: str) -> str:
-    shown = called("scontrol", "--oneliner", "show", "node", node).stdout
-    return next((word[9:] for word in shown.split() if word.startswith("NodeAddr=")), node)
+def in_container(container: ContainerConfig | None, folders: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return options of srun and the Python that it starts on each node, as slurm/train.sbatch has them.
+
+    ``folders``: those that the container shows beside its ``mounts``.
+    """
+    if container is None:
+        return [], [sys.executable]
+    mounts = container_mounts([*folders, *container.mounts])
+    if container.runtime == "pyxis":
+        options = {"image": container.image, "mounts": mounts, "workdir": folders[0]}
+        return [f"--container-{name}={value}" for name, value in options.items()], ["python3", "-P"]
+    enter = ["apptainer", "exec", "--nv", "--pwd", folders[0], "--bind", mounts, container.image]
+    return [], [*enter, "python3", "-P"]
+
+
+def _shown(node: str) -> dict[str, str]:
+    """Return what Slurm says of a node, by name."""
+    words = called("scontrol", "--oneliner", "show", "node", node).stdout.split()
+    return {name: value for name, given, value in (word.partition("=") for word in words) if given}
 
 
 def examine_nodes(nodes: Nodes, folder: Path, ray_port: int) -> Iterator[Finding]:
     """Yield the findings as they come. ``ray_port``: that of Ray's head in the job."""
-    hello = nodes.ask("hello", HELLO_S)
+    hello = nodes.ask("hello", nodes.start_s)
     if lost := _failed(hello):
-        yield _wrong(
-            "probes", f"not started on {lost}", "the environment must be under the same path on every node"
+        advice = (
+            "the environment must be under the same path on every node, and so must the image of "
+            "cluster.container, with Slipstream in it"
         )
+        yield wrong("probes", f"not started on {lost}", advice)
         return
     yield versions_of({node: answer["versions"] for node, answer in hello.items()})
+    looked = nodes.ask("look", STREAM_S)
+    if lost := _failed(looked):
+        yield wrong("surroundings", f"{lost}: {next(iter(_errors(looked)))}", "use one version of Slipstream")
+    else:
+        yield from findings_around(looked, nodes.hosts)
     peers = {node: answer["address"] for node, answer in hello.items()}
     first, host, port = nodes.names[0], *hello[nodes.names[0]]["address"][:1], hello[nodes.names[0]]["free"]
     yield head_port(nodes.ask("bind", STREAM_S, first=first, port=ray_port), first, ray_port)
@@ -194,7 +249,7 @@ def _folder(nodes: Nodes, first: str, folder: Path) -> Iterator[Finding]:
     marked = nodes.ask("mark", STREAM_S, first=first, text=text)
     try:
         if _failed(marked):
-            yield _wrong(
+            yield wrong(
                 "shared folder", str(marked[first]), f"choose another folder of runs: run.root is {folder}"
             )
             return
@@ -217,11 +272,11 @@ def versions_of(versions: Mapping[str, Mapping[str, str]]) -> Finding:
         for node, of_node in versions.items():
             by_version.setdefault(of_node.get(name, "not installed"), []).append(node)
         if len(by_version) > 1:
-            told = "; ".join(f"{version} on {_some(on)}" for version, on in sorted(by_version.items()))
+            told = "; ".join(f"{version} on {some(on)}" for version, on in sorted(by_version.items()))
             differing.append(f"{name}: {told}")
     if differing:
         advice = "let all nodes use one environment: SLIPSTREAM_VENV, or cluster.container"
-        return _wrong("versions", ". ".join(differing), advice)
+        return wrong("versions", ". ".join(differing), advice)
     return Finding("versions", f"equal on {len(versions)} nodes")
 
 
@@ -231,7 +286,7 @@ def head_port(bound: Answers, node: str, port: int) -> Finding:
         advice = (
             "another program listens there: leave out the node (--sbatch=--exclude=NODE), or submit again"
         )
-        return _wrong("port of Ray's head", f"{port} on {node}: {bound[node]}", advice)
+        return wrong("port of Ray's head", f"{port} on {node}: {bound[node]}", advice)
     return Finding("port of Ray's head", f"{port} is free on {node}")
 
 
@@ -250,13 +305,13 @@ def pairs_of(met: Answers) -> Finding:
         others = [peer for peer in met if peer != node]
         if len(others) > 1 and not any(reached[peer, node] for peer in others):
             nobody = "" if any(reached[node, peer] for peer in others) else ", and it reaches nobody"
-            return _wrong("connections", f"nobody reaches {node}{nobody}", OPEN_PORTS)
+            return wrong("connections", f"nobody reaches {node}{nobody}", OPEN_PORTS)
     told = [
         f"{a} does not reach {b} ({_reason(met[a], b)})"
         + (", but is reached from there" if reached[b, a] else "")
         for a, b in lost
     ]
-    return _wrong("connections", _some(told, "; "), OPEN_PORTS)
+    return wrong("connections", some(told, "; "), OPEN_PORTS)
 
 
 def _reason(answer: Any, peer: str) -> str:
@@ -281,7 +336,7 @@ def clocks_of(met: Answers) -> Finding:
     most = max(off.values())
     worst = [node for node, times in off.items() if times == most]
     advice = "the site has to set it: `chronyc tracking` or `timedatectl` on the node"
-    return _wrong("clocks", f"{_some(worst)}: off by up to {max(seen):.1f} s from the others", advice)
+    return wrong("clocks", f"{some(worst)}: off by up to {max(seen):.1f} s from the others", advice)
 
 
 def links_of(rates: Mapping[tuple[str, str], Any]) -> Finding:
@@ -289,16 +344,16 @@ def links_of(rates: Mapping[tuple[str, str], Any]) -> Finding:
     failed = {pair: rate for pair, rate in rates.items() if not isinstance(rate, float)}
     if failed:
         told = [f"{a} to {b}: {why}" for (a, b), why in failed.items()]
-        return _wrong(
+        return wrong(
             "links",
-            _some(told, "; "),
+            some(told, "; "),
             "connections are made, and data does not arrive: the MTU, or a firewall",
         )
     median = statistics.median(rates.values())
     slow = [f"{a} to {b}: {_rate(rate)}" for (a, b), rate in rates.items() if rate < median / SLOW_LINK]
     if slow:
-        told = f"{_some(slow, '; ')}, and half of all pairs have {_rate(median)} or more"
-        return _wrong(
+        told = f"{some(slow, '; ')}, and half of all pairs have {_rate(median)} or more"
+        return wrong(
             "links", told, "a cable, or another interface: compare cluster.network_interface on the nodes"
         )
     lowest, highest = min(rates.values()), max(rates.values())
@@ -309,7 +364,7 @@ def reduced_by(answers: Answers) -> Finding:
     """Return how fast all nodes add up a tensor together."""
     if failed := _failed(answers):
         advice = "NCCL and gloo use another interface than these connections: set cluster.network_interface"
-        return _wrong("all-reduce", f"{failed}: {next(iter(_errors(answers)))}", advice)
+        return wrong("all-reduce", f"{failed}: {next(iter(_errors(answers)))}", advice)
     return Finding("all-reduce", f"{_rate(min(answers.values()))} for each node, of {REDUCE_BYTES >> 20} MiB")
 
 
@@ -319,9 +374,9 @@ def shared_by(answers: Answers, folder: Path) -> list[Finding]:
         node for node, answer in answers.items() if isinstance(answer, Unanswered) or answer.get("unshared")
     ]
     if blind:
-        told = f"{folder} is not the same folder on {_some(blind)}"
+        told = f"{folder} is not the same folder on {some(blind)}"
         return [
-            _wrong("shared folder", told, "set run.root to a folder on a file system that all nodes share")
+            wrong("shared folder", told, "set run.root to a folder on a file system that all nodes share")
         ]
     shared = Finding("shared folder", f"all nodes see {folder}")
     bad = {node: answer["locks"] for node, answer in answers.items() if answer["locks"]}
@@ -330,30 +385,26 @@ def shared_by(answers: Answers, folder: Path) -> list[Finding]:
         advice = (
             "mount it with locks (Lustre: -o flock; NFS: version 4), or set run.root to another file system"
         )
-        return [shared, _wrong("file locks", _some(told, "; "), advice)]
+        return [shared, wrong("file locks", some(told, "; "), advice)]
     return [shared, Finding("file locks", f"keep {len(answers)} nodes apart")]
 
 
 def disks_of(answers: Answers, folder: Path) -> Iterator[Finding]:
     """Yield the rate at which all nodes write together, into the folder of runs and to their own disks."""
     if failed := _failed(answers):
-        yield _wrong("disk", f"{failed}: {next(iter(_errors(answers)))}", "is it full, or read-only?")
+        yield wrong("disk", f"{failed}: {next(iter(_errors(answers)))}", "is it full, or read-only?")
         return
     together = len(answers) * min(answer["folder"] for answer in answers.values())
     told = f"{_rate(together)} of all nodes together into {folder}"
     if together < SLOW_DISK:
-        yield _wrong("shared disk", told, "checkpoints would take long: set run.root to a faster file system")
+        yield wrong("shared disk", told, "checkpoints would take long: set run.root to a faster file system")
     else:
         yield Finding("shared disk", told, f"cluster.file_system_bytes_per_s: {together:.1e}")
     slow = [f"{node}: {_rate(a['local'])}" for node, a in answers.items() if a["local"] < SLOW_DISK]
     if slow:
-        yield _wrong("local disks", _some(slow, "; "), "set cluster.node_disk to a faster disk of the nodes")
+        yield wrong("local disks", some(slow, "; "), "set cluster.node_disk to a faster disk of the nodes")
     else:
         yield Finding("local disks", f"{_rate(min(a['local'] for a in answers.values()))} or more")
-
-
-def _wrong(what: str, state: str, advice: str) -> Finding:
-    return Finding(what, state, advice, wrong=True)
 
 
 def _errors(answers: Answers) -> dict[str, str]:
@@ -363,12 +414,7 @@ def _errors(answers: Answers) -> dict[str, str]:
 
 
 def _failed(answers: Answers) -> str:
-    return _some([node for node, answer in answers.items() if isinstance(answer, Unanswered)])
-
-
-def _some(names: Sequence[str], between: str = ", ") -> str:
-    more = f"{between}and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return between.join(names[:SHOWN]) + more
+    return some([node for node, answer in answers.items() if isinstance(answer, Unanswered)])
 
 
 def _rate(rate: float) -> str:

@@ -19,8 +19,8 @@ class WasStopped(Failed):
     exit_code = 3
 
 
-class JobOver(Failed):
-    """The run has stopped because its job ends, and a further start of the job goes on with it."""
+class NotYet(Failed):
+    """The same command goes on with it: a run that its job has ended, an engine that is still leaving."""
 
     exit_code = 75
     """EX_TEMPFAIL of sysexits.h: the same again is expected to get further."""

@@ -16,7 +16,8 @@ from slipstream.backend.commands.machine import (
     machine_problems,
 )
 from slipstream.backend.commands.outcome import WrongInput
-from slipstream.backend.commands.submit import CONTAINER, IMAGE, container_of
+from slipstream.backend.commands.slurm_jobs import CONTAINER, IMAGE
+from slipstream.backend.commands.submit import container_of
 from slipstream.backend.driver.loops.job_end import SHORTEST_S, seconds_left
 from slipstream.backend.monitor.trackers.opened import missing_packages
 from slipstream.configs.installed.environment import (

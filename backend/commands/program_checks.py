@@ -9,20 +9,18 @@ depend on others: most recipes set none.
 import json
 import pickle
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
+from slipstream.backend.cluster.engine_spec import adapters_of, engine_spec
 from slipstream.backend.megatron.layer_spec import layer_spec, layer_spec_on_gpus
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.model.layout import Layout
 from slipstream.configs.installed.environment import has_gpus
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.engine.server_process import (
-    LIVE_SERVER_ARGS,
-    ServerSpec,
-    let_import_sglang,
-    server_args,
-)
+from slipstream.rollout.engine.server_process import MeetingPoint, let_import_sglang, server_args
 from slipstream.rollout.system import plugins
 from slipstream.rollout.system.imports import ask
+from slipstream.rollout.system.network import LOOPBACK
 
 ANSWER_TIMEOUT_S = 120.0
 """Seconds for the import of a program and its answer."""
@@ -107,30 +105,25 @@ def megatron_answer(request: bytes) -> Iterator[str | None]:
     yield None
 
 
+def asked_arguments(config: RunConfig) -> dict[str, object]:
+    """Return the arguments of the first server of a policy's engine, as a run would start it."""
+    model, device = config.model, config.cluster.device
+    on_gpus = has_gpus() if device == "auto" else device == "gpu"
+    adapters = adapters_of(config, model_spec(model.path, plugins.resolved(model.families)))
+    spec = engine_spec(config, model.path, "cuda" if on_gpus else "cpu", adapters)
+    meeting = MeetingPoint(LOOPBACK, 1) if spec.nodes > 1 or spec.data_parallel > 1 else None
+    rests = on_gpus and config.rollout.engine.takes_turns
+    return server_args(replace(spec, host=LOOPBACK, meeting=meeting, rests=rests))
+
+
 def sglang_answer(request: bytes) -> Iterator[str | None]:
     """Yield what SGLang says of an engine's arguments; None: it takes them."""
     config: RunConfig = pickle.loads(request)
-    engine, device = config.rollout.engine, config.cluster.device
-    on_gpus = has_gpus() if device == "auto" else device == "gpu"
     let_import_sglang()
     from slipstream.rollout.engine.launch import check_arguments
 
-    spec = ServerSpec(
-        model_path=config.model.path,
-        dtype=config.model.dtype,
-        device="cuda" if on_gpus else "cpu",
-        tensor_parallel=engine.tensor_parallel,
-        host="127.0.0.1",
-        port=0,
-        version=0,
-        seed=config.run.seed,
-        data_parallel=engine.data_parallel,
-        expert_parallel=engine.expert_parallel,
-        pipeline_parallel=engine.pipeline_parallel,
-        args=({} if config.gateway is None else dict(LIVE_SERVER_ARGS)) | engine.args,
-    )
     try:
-        check_arguments(server_args(spec))
+        check_arguments(asked_arguments(config))
     except REFUSALS as error:
         yield str(error) or repr(error)
     yield None

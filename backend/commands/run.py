@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slipstream.backend.cluster.placement import place_trainer
-from slipstream.backend.commands.outcome import Failed, JobOver, WasStopped, WrongInput
+from slipstream.backend.commands.outcome import Failed, NotYet, WasStopped, WrongInput
 from slipstream.backend.commands.preflight import check_start
 from slipstream.backend.monitor.progress import Progress, append_to_log, open_progress
 from slipstream.backend.monitor.summary import (
@@ -56,7 +56,9 @@ def sft(
     from slipstream.backend.driver.modes.sft import run_supervised
 
     options = _options(resume, accept_changed_inputs, overwrite)
-    return attended(supervised.run, partial(run_supervised, supervised, **options))
+    checkpoint = attended(supervised.run, partial(run_supervised, supervised, **options))
+    append_to_log(supervised.run.run.folder, f"done; the checkpoint is {checkpoint}")
+    return checkpoint
 
 
 def _options(resume: bool, accept_changes: bool, overwrite: bool) -> dict[str, bool]:
@@ -66,7 +68,7 @@ def _options(resume: bool, accept_changes: bool, overwrite: bool) -> dict[str, b
 def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None, T]]) -> T:
     """Return the result of ``start(progress)`` while progress is shown in the terminal.
 
-    Raises WrongInput when the inputs or the cluster cannot be used, WasStopped or JobOver when the run was
+    Raises WrongInput when the inputs or the cluster cannot be used, WasStopped or NotYet when the run was
     stopped, and Failed, with every cause, when it has failed.
     """
     if _is_in_a_loop():  # as the cells of a notebook are
@@ -94,7 +96,7 @@ def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None
             print_summary(summary, sys.stdout, folder)
         if isinstance(error, JobEnds):
             note_end(os.environ, "the time limit was near")
-            raise JobOver(stopped) from None
+            raise NotYet(stopped) from None
         note_end(os.environ, "stopped by a signal")
         raise WasStopped(stopped) from None
     except (InputError, PlacementError) as error:

@@ -3,9 +3,13 @@
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slipstream.backend.commands.outcome import Failed
+
+CONTAINER, IMAGE, MOUNTS = "SLIPSTREAM_CONTAINER", "SLIPSTREAM_CONTAINER_IMAGE", "SLIPSTREAM_CONTAINER_MOUNTS"
+"""Variables by which slurm/train.sbatch knows the container of a job."""
 
 ANSWER_TIMEOUT_S = 30.0
 """Longest time for a command of Slurm, which answers in milliseconds unless its controller is down."""
@@ -45,6 +49,11 @@ class JobFacts:
     @property
     def is_over(self) -> bool:
         return self.state not in WAITS | RUNS | ENDING
+
+
+def container_mounts(folders: Iterable[str]) -> str:
+    """Return what apptainer and pyxis show of ``SOURCE`` and ``SOURCE:TARGET``."""
+    return ",".join(dict.fromkeys(path if ":" in path else f"{path}:{path}" for path in folders))
 
 
 def is_here() -> bool:

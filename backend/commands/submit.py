@@ -12,6 +12,7 @@ from pathlib import Path
 
 import slipstream.slurm
 from slipstream.backend.commands.outcome import Failed, WrongInput
+from slipstream.backend.commands.slurm_jobs import CONTAINER, IMAGE, MOUNTS, container_mounts
 from slipstream.backend.driver.loops.job_end import SHORTEST_S
 from slipstream.configs.document import read_document
 from slipstream.configs.load import load_site, site_file
@@ -23,9 +24,6 @@ from slipstream.configs.schema.paths import model_settings
 
 SBATCH_TIMEOUT_S = 120.0
 """Longest time for sbatch to accept or to refuse a job."""
-
-CONTAINER, IMAGE, MOUNTS = "SLIPSTREAM_CONTAINER", "SLIPSTREAM_CONTAINER_IMAGE", "SLIPSTREAM_CONTAINER_MOUNTS"
-"""Variables by which slurm/train.sbatch knows the container of a job."""
 
 MODULES, NODE_DISK, RESTARTS = "SLIPSTREAM_MODULES", "SLIPSTREAM_TMP", "SLIPSTREAM_RESTARTS"
 """Variables by which slurm/train.sbatch knows the modules, the local disk and the restarts of a job."""
@@ -99,11 +97,10 @@ def container_variables(config: RunConfig) -> dict[str, str]:
     mounts = [*container.mounts, *map(str, _named_folders(config))]
     if config.checkpoint.local_dir is not None:  # the machine of the submission need not have it
         mounts.append(str(config.checkpoint.local_dir))
-    shown = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
     return {
         CONTAINER: container.runtime,
         IMAGE: container.image,
-        MOUNTS: ",".join(dict.fromkeys(shown)),
+        MOUNTS: container_mounts(mounts),
     }
 
 
@@ -340,6 +337,12 @@ class Site:
 
     settings: Mapping[str, object]
     file: Path | None
+
+    @property
+    def container(self) -> ContainerConfig | None:
+        """The container of every job that its recipe gives no other one."""
+        given = self.settings.get("container")
+        return None if given is None else ContainerConfig.model_validate(given)
 
 
 def this_site() -> Site:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from slipstream.backend.cluster.actors import CollectorActors, EngineActors, create_ranks
+from slipstream.backend.cluster.engine_spec import adapters_of
 from slipstream.backend.cluster.placement import Placement
 from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.driver.loops.evaluation import Evaluation
@@ -21,7 +22,7 @@ from slipstream.backend.driver.loops.live_users import LiveUsers
 from slipstream.backend.driver.ports import RunListener, RunTrainer
 from slipstream.backend.driver.processes.collectors import Collectors
 from slipstream.backend.driver.processes.devices import Beside, Colocated, Devices, Separate
-from slipstream.backend.driver.processes.engines import EngineLimits, adapters_of, policy_engines
+from slipstream.backend.driver.processes.engines import EngineLimits, policy_engines
 from slipstream.backend.driver.processes.gateways import Gateways, gateway_command
 from slipstream.backend.driver.processes.joined_engines import JoinedEngines, barred, facts_of
 from slipstream.backend.driver.processes.judge_engines import judge_supervisor

@@ -189,7 +189,7 @@ async def _run(
 
 def _committed(stop: Stop, step: int, seconds: float) -> None:
     stop.checkpoint_done(seconds)
-    asyncio.get_running_loop().run_in_executor(None, note_progress, os.environ, step)
+    note_progress(os.environ, step)
 
 
 async def _course(

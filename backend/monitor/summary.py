@@ -3,7 +3,7 @@
 import json
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TextIO, cast
 
@@ -159,7 +159,11 @@ def print_summary(summary: RunSummary, stream: TextIO, folder: Path) -> None:
     """Print the summary of the run in a folder, a table on a terminal and plain lines elsewhere; then what
     the user may want to do next."""
     _print_totals(summary, stream, folder.name)
-    commands = next_commands(summary, folder)
+    print_commands(next_commands(summary, folder), stream)
+
+
+def print_commands(commands: Mapping[str, str], stream: TextIO) -> None:
+    """Print commands that go on from what has ended, with what each of them does."""
     width = max(map(len, commands))
     for command, does in commands.items():
         print(f"  {command:{width}}  # {does}", file=stream, flush=True)
@@ -168,10 +172,7 @@ def print_summary(summary: RunSummary, stream: TextIO, folder: Path) -> None:
 def next_commands(summary: RunSummary, folder: Path) -> dict[str, str]:
     """Return commands that go on from a run in a folder, with what each of them does."""
     run, policy, recipe = shlex.quote(str(folder)), folder / "checkpoint-hf", folder / "recipe.yaml"
-    commands = {
-        f"slipstream report {run}": "its curves and episodes as a page",
-        f"tensorboard --logdir {shlex.quote(str(folder.parent))}": "all runs beside each other",
-    }
+    commands = _commands_that_look(folder)
     before, after = summary.reward_before, summary.reward_after
     if before is not None and after is not None and after <= before:
         commands[f"slipstream diagnose {run}"] = "why the reward does not rise"
@@ -180,6 +181,33 @@ def next_commands(summary: RunSummary, folder: Path) -> dict[str, str]:
     if summary.exit == "done":
         commands["slipstream init my-task"] = "a recipe, a reward and data of your own"
     return commands
+
+
+def commands_after_sft(checkpoint: Path, learn: str) -> dict[str, str]:
+    """Return commands that go on from a supervised run, which has written ``checkpoint`` into its folder.
+
+    ``learn``: the setting of its recipe.
+    """
+    commands = _commands_that_look(checkpoint.parent)
+    if learn == "preferences":
+        return commands | {"slipstream settings critic": "whose path may be this reward model"}
+    return commands | model_commands(checkpoint)
+
+
+def model_commands(model: Path) -> dict[str, str]:
+    """Return commands that go on from an HF checkpoint of a policy."""
+    path = str(model)
+    return {
+        shlex.join(["slipstream", "eval", path, "RECIPE"]): "what the policy gets with a recipe",
+        shlex.join(["slipstream", "init", "my-task", "--model", path]): "a recipe that begins with it",
+    }
+
+
+def _commands_that_look(folder: Path) -> dict[str, str]:
+    return {
+        shlex.join(["slipstream", "report", str(folder)]): "its curves and episodes as a page",
+        shlex.join(["tensorboard", "--logdir", str(folder.parent)]): "all runs beside each other",
+    }
 
 
 def _print_totals(summary: RunSummary, stream: TextIO, name: str) -> None:

@@ -120,7 +120,7 @@ class ServerAccess:
 def server_args(spec: ServerSpec) -> dict[str, object]:
     """Return fields of SGLang's ServerArgs: our own, overridden by those for a CPU, then by ``spec.args``.
 
-    The recipe comes in with ``spec``, by ``engine_spec`` of ``backend.cluster.actors``.
+    The recipe comes in with ``spec``, by ``backend.cluster.engine_spec``.
     """
     arguments: dict[str, object] = {
         "model_path": str(spec.model_path),

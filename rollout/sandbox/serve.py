@@ -3,6 +3,11 @@
 So code of a policy runs on machines that have nothing else to lose. The protocol is in `protocol.py`.
 """
 
+from slipstream.rollout.system import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_at_once()
+
 import argparse
 import asyncio
 import hmac
@@ -348,4 +353,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interrupts.attended(main))

@@ -27,7 +27,7 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slipstream.backend.driver.start.job import note_progress
+from slipstream.backend.driver.start.job import NOTES_S, note_progress, notes_written
 
 CLEAN_UP_S = 1.0
 START = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
@@ -80,6 +80,7 @@ def main() -> int:
         return lose_a_node(Path(recipe_path).with_name("fail"))
     if START in recipe.get("checkpoint", []):
         note_progress(os.environ, 8 * (START + 1))
+        notes_written(NOTES_S)
     linger = recipe.get("linger", False)
     if linger is True or (linger and START in linger):
         terminated.wait(timeout=120)

@@ -7,7 +7,8 @@ import pytest
 from slipstream.backend.commands import program_checks
 from slipstream.backend.commands.check import check
 from slipstream.backend.commands.outcome import WrongInput
-from slipstream.backend.commands.program_checks import problem_of, program_answers
+from slipstream.backend.commands.program_checks import asked_arguments, problem_of, program_answers
+from slipstream.bridge.engine.orders import TAKE
 from slipstream.configs.load import load_recipe
 from slipstream.configs.rules.inputs import NO_INPUTS
 from slipstream.rollout.system.imports import ImportEnding
@@ -51,6 +52,16 @@ def test_sglang_is_asked_about_arguments_that_do_not_go_together(experts):
     )
     [problem] = problems(experts, *queue, *GPUS)
     assert problem.startswith("rollout.engine.args.schedule_policy = ") and "'fcfs'" in problem
+
+
+def test_sglang_is_asked_about_all_that_a_run_starts_its_engines_with(experts):
+    given = ("weights.transport={type: shards}", "actor.routing_replay=rollout", *GPUS)
+    nodes = ("rollout.engine={tensor_parallel: 2, nodes: 2}", "cluster.type=slurm")
+    chosen = [f"model.path={experts}", f"prepare={NO_INPUTS}", *given, *nodes]
+    arguments = asked_arguments(load_recipe(Path("quickstart"), chosen))
+    assert arguments["custom_weight_loader"] == [TAKE]
+    assert arguments["enable_return_routed_experts"] is True
+    assert (arguments["nnodes"], arguments["tp_size"], arguments["device"]) == (2, 2, "cuda")
 
 
 def test_a_program_is_not_asked_about_fields_that_stand_alone(experts, monkeypatch):

@@ -184,7 +184,15 @@ def test_slipstream_sft_trains_and_writes_a_checkpoint(recipe, tmp_path: Path):
     done = slipstream_sft(recipe())
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs/sft"
-    assert done.stdout.strip() == str(folder / "checkpoint-hf")
+    ended, *following = done.stdout.splitlines()
+    assert ended == f"sft: done; the checkpoint is {folder / 'checkpoint-hf'}"
+    assert [line.split()[:2] for line in following] == [
+        ["slipstream", "report"],
+        ["tensorboard", "--logdir"],
+        ["slipstream", "eval"],
+        ["slipstream", "init"],
+    ]
+    assert ended.partition(": ")[2] in (folder / "driver.log").read_text()
     assert json.loads((folder / "summary.json").read_text()) == {"exit": "done", "steps": 12}
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [record["train/loss"] for record in records if "train/loss" in record]

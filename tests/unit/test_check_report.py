@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.backend.cli import app
+from slipstream.backend.cli.app import app
 from slipstream.backend.commands.check import check, planned, read_recipe, shipped_model
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.quickstart.tokenizer import build_tokenizer

@@ -1,6 +1,7 @@
 """Exit codes and messages of the command line."""
 
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,9 +13,10 @@ import yaml
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from slipstream.backend.cli import app, main
+from slipstream.backend.cli import main
+from slipstream.backend.cli.app import app
 from slipstream.backend.cli.options import hiding_modules
-from tests.environment import environment
+from tests.environment import environment, killed_at_end
 from tests.models import make_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -243,3 +245,40 @@ def test_a_folder_that_is_gone_is_told(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         main()
     assert "is not there any more" in capsys.readouterr().err
+
+
+BEING_IMPORTED = "import os\nos.write(1, b'importing\\n')\nos.read(0, 1)\n"
+"""A module whose import takes until the end of the test."""
+
+AS_MODULE = [sys.executable, "-m", "slipstream.backend.cli"]
+AS_SERVER = [sys.executable, "-m", "slipstream.rollout.sandbox.serve"]
+AS_SCRIPT = [str(Path(sys.executable).with_name("slipstream"))]
+
+
+@pytest.mark.parametrize(
+    ("module", "command", "number", "code"),
+    [
+        ("typer", AS_MODULE, signal.SIGINT, 130),
+        ("typer", AS_SCRIPT, signal.SIGINT, 130),
+        ("typer", AS_MODULE, signal.SIGTERM, -signal.SIGTERM),
+        ("msgspec", [*AS_MODULE, "engine", "list", "runs"], signal.SIGINT, 130),
+        ("msgspec", AS_SERVER, signal.SIGINT, 130),
+    ],
+    ids=["module", "script", "sigterm", "imports of a command", "server of sandboxes"],
+)
+def test_a_command_that_is_ended_while_it_imports_shows_no_traceback(tmp_path, module, command, number, code):
+    (tmp_path / f"{module}.py").write_text(BEING_IMPORTED)
+    with killed_at_end(
+        command,
+        env=environment(tmp_path),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # it may be ignored here
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(number)
+        said = process.communicate(timeout=120)
+    assert (process.returncode, *said) == (code, "", "")

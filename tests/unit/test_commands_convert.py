@@ -1,11 +1,15 @@
 """What is wrong with a conversion is said at once and with exit code 2, before a process is started."""
 
 import json
+import shlex
+import signal
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from slipstream.backend.cli.app import app
 from slipstream.backend.commands.convert import LayoutOptions, WrongInput, hf_to_megatron, megatron_to_hf
 from tests.models import make_checkpoint
 from tests.unit.test_cli import started
@@ -172,3 +176,40 @@ def test_a_place_where_nothing_can_be_made_is_refused(mixture, tmp_path):
     (tmp_path / "file").write_text("")
     [line] = refused(hf_to_megatron, mixture, tmp_path / "file" / "out", LayoutOptions(), None)
     assert line.startswith("OUT: cannot make") and "Not a directory" in line
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[tuple[object, ...]]:
+    """The conversions that the command line asks for, of which none is done."""
+    asked: list[tuple[object, ...]] = []
+
+    def convert(*arguments: object, **_: object) -> str:
+        asked.append(arguments)
+        return "converted"
+
+    monkeypatch.setattr("slipstream.backend.commands.convert.hf_to_megatron", convert)
+    monkeypatch.setattr("slipstream.backend.commands.convert.megatron_to_hf", convert)
+    return asked
+
+
+@pytest.mark.parametrize("kind", ["hf-to-megatron", "megatron-to-hf", "megatron-to-peft"])
+def test_a_conversion_ends_with_commands_that_go_on_from_it(made, kind: str):
+    model = [] if kind == "hf-to-megatron" else ["--model", "a model"]
+    words = ["convert", kind, "in", "two words", *model, "--family", "dots1=my.dots"]
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+        first, *following = [shlex.split(line, comments=True) for line in done.stdout.splitlines()]
+        assert first == ["converted"] and following
+        if kind == "megatron-to-hf":
+            assert [(command[1], "two words" in command) for command in following] == [
+                ("eval", True),
+                ("init", True),
+            ]
+        else:
+            assert CliRunner().invoke(app, following[0][1:]).exit_code == 0
+            source = "two words" if kind == "hf-to-megatron" else "in"
+            assert made[1][:2] == (Path(source), Path("two words-hf")) and made[1][4] == ["dots1=my.dots"]
+    finally:
+        signal.signal(signal.SIGTERM, handler)

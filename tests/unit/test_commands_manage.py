@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.backend.cli import app
+from slipstream.backend.cli.app import app
 from slipstream.backend.commands import manage, slurm_jobs
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.driver.start.job import record_job

@@ -15,10 +15,48 @@ import pytest
 from slipstream.backend.commands import nodes_doctor
 from slipstream.backend.commands.doctor import Finding
 from slipstream.backend.commands.node_probe import Probe, installed
-from slipstream.backend.commands.nodes_doctor import PROBE, Nodes, Unanswered, examine_nodes
+from slipstream.backend.commands.nodes_doctor import (
+    PROBE,
+    Nodes,
+    Unanswered,
+    examine_nodes,
+    in_container,
+)
+from slipstream.configs.schema.cluster import ContainerConfig
 from tests.environment import environment
+from tests.unit.test_commands_gpu_doctor import MadeUp
 
 NAMES = ("node1", "node2", "node3")
+IMAGE = "/images/slipstream.sif"
+LIMITS = "Limit                     Soft Limit           Hard Limit           Units     \n"
+
+
+SCONTROL = """case "$*" in
+*hostnames*) echo node1; echo node2 ;;
+*) for name; do :; done; echo "NodeName=$name NodeAddr=a-$name NodeHostName=x-$name" ;;
+esac"""
+"""A program that answers for Slurm."""
+
+
+def node(
+    name: str,
+    *without: str,
+    variables: dict[str, str] | None = None,
+    locked: str = "unlimited",
+    shared_memory: int = 64 * 2**30,
+    **files: str,
+) -> MadeUp:
+    """A node of 8 GPUs in a container, without the files that begin with ``without``."""
+    sound = {
+        **MadeUp().files,
+        **{f"/dev/nvidia{gpu}": "" for gpu in range(8)},
+        "/dev/nvidiactl": "",
+        "/proc/sys/kernel/hostname": f"{name}\n",
+        "/proc/self/limits": f"{LIMITS}Max locked memory         {locked:<20} {locked:<20} bytes     \n",
+    }
+    seen = {path: text for path, text in sound.items() if not path.startswith(without)} if without else sound
+    given = {"APPTAINER_CONTAINER": IMAGE, "SLURM_GPUS_ON_NODE": "8"} if variables is None else variables
+    return MadeUp(variables=given, files=seen | files, shared_memory=shared_memory)
 
 
 class Here(Nodes):
@@ -65,7 +103,8 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def make(faults: dict[str, dict[str, Any]] | None = None, classes: dict[str, type[Probe]] | None = None):
         probes = {}
         for name in NAMES:
-            given = {"folder": tmp_path, "local_disk": tmp_path, **(faults or {}).get(name, {})}
+            given = {"folder": tmp_path, "local_disk": tmp_path, "machine": node(name)}
+            given |= (faults or {}).get(name, {})
             probes[name] = (classes or {}).get(name, ThreadProbe)(name, "127.0.0.1", **given)
         made.append(Here(probes))
         return made[-1]
@@ -95,7 +134,9 @@ def test_sound_nodes_have_no_fault_and_leave_nothing_behind(nodes, tmp_path: Pat
     found = list(examine_nodes(nodes(), tmp_path, 0))
     assert not [finding for finding in found if finding.wrong]
     assert [finding.what for finding in found] == [
-        *("versions", "port of Ray's head", "connections", "clocks", "links", "all-reduce"),
+        "versions",
+        *("container", "host names", "GPUs", "RDMA", "locked memory", "/dev/shm"),
+        *("port of Ray's head", "connections", "clocks", "links", "all-reduce"),
         *("shared folder", "file locks", "shared disk", "local disks"),
     ]
     assert list(tmp_path.iterdir()) == []
@@ -105,6 +146,75 @@ def test_another_version_is_named_with_its_node(nodes, tmp_path: Path):
     (found,) = wrong(nodes({"node2": {"versions": lambda: installed() | {"torch": "1.0"}}}), tmp_path)
     assert found.what == "versions" and "torch: 1.0 on node2; " in found.state
     assert "SLIPSTREAM_VENV" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("machine", "what", "state", "advice"),
+    [
+        (
+            node("node2", variables={"SLURM_GPUS_ON_NODE": "8"}),
+            "container",
+            "none on node2",
+            "container.image",
+        ),
+        (
+            node(
+                "node2", variables={"SLIPSTREAM_CONTAINER": "pyxis", "SLIPSTREAM_CONTAINER_IMAGE": "/x.sqsh"}
+            ),
+            "container",
+            "/x.sqsh on node2",
+            "container.image",
+        ),
+        (node("node1"), "host names", "node2 is called node1, node2 expected", "NodeHostname"),
+        (node("node2", "/dev/nvidia"), "GPUs", "node2: 0 of 8", "98-nvidia.sh"),
+        (node("node2", "/dev/infiniband"), "RDMA", "not there on node2", "cluster.container.mounts"),
+        (node("node2", "/sys/class/infiniband"), "RDMA", "no port with a link on node2", "NCCL_IB_DISABLE"),
+        (node("node2", locked="8388608"), "locked memory", "node2: 8.0 MiB", "--sbatch=--propagate=NONE"),
+        (node("node2", shared_memory=64 * 2**20), "/dev/shm", "node2: 0.1 GiB, 8.0 GiB expected", "/dev/shm"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_what_a_container_or_a_limit_keeps_from_a_node_is_told(
+    nodes, tmp_path: Path, machine, what, state, advice
+):
+    (found,) = wrong(nodes({"node2": {"machine": machine}}), tmp_path)
+    assert found.what == what and state in found.state and advice in found.advice
+
+
+def test_nodes_without_gpus_adapters_and_a_container_lack_nothing(nodes, tmp_path: Path):
+    bare = {
+        name: {"machine": node(name, "/dev/", "/sys/", variables={}, locked="65536", shared_memory=2**30)}
+        for name in NAMES
+    }
+    found = {finding.what: finding for finding in examine_nodes(nodes(bare), tmp_path, 0)}
+    assert not [finding for finding in found.values() if finding.wrong]
+    assert found["container"].state == "none"
+    assert found["locked memory"].advice == "enough without RDMA"
+
+
+def test_host_names_are_compared_with_those_that_slurm_knows(nodes, tmp_path: Path):
+    made = nodes()
+    made.hosts = {"node1": "node1.site", "node2": "rack-7", "node3": "node3"}
+    (found,) = wrong(made, tmp_path)
+    assert found.state == "node2 is called node2, rack-7 expected"
+
+
+@pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
+def test_probes_start_in_the_container_of_the_sites_jobs(runtime):
+    container = ContainerConfig(runtime=runtime, image=IMAGE, mounts=["/data", "/a:/b"])
+    options, inside = in_container(container, ["/here", "/runs", "/here"])
+    mounts = "/here:/here,/runs:/runs,/data:/data,/a:/b"
+    if runtime == "pyxis":
+        assert options == [
+            f"--container-image={IMAGE}",
+            f"--container-mounts={mounts}",
+            "--container-workdir=/here",
+        ]
+    else:
+        assert options == []
+        assert inside[:-2] == ["apptainer", "exec", "--nv", "--pwd", "/here", "--bind", mounts, IMAGE]
+    assert inside[-2:] == ["python3", "-P"]
+    assert in_container(None, ["/here"]) == ([], [sys.executable])
 
 
 @pytest.mark.parametrize("off_s", [3600.0, -3600.0])
@@ -243,13 +353,35 @@ def test_a_probe_that_does_not_start_is_named(tmp_path: Path, monkeypatch):
     assert found.wrong and found.state == "not started on node1, node2"
 
 
+def commands_in(folder: Path, **scripts: str) -> str:
+    """Write programs into a folder, and return a PATH on which they come first."""
+    for name, text in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_the_probes_of_an_allocation_know_their_container_and_slurms_host_names(tmp_path: Path, monkeypatch):
+    told = f'echo "$SLIPSTREAM_CONTAINER_IMAGE $*" >{tmp_path}/told'
+    path = commands_in(tmp_path, scontrol=SCONTROL, srun=told)
+    monkeypatch.setenv("PATH", path)
+    variables = dict(os.environ) | {"SLURM_JOB_NODELIST": "node[1-2]"}
+    started = nodes_doctor.allocated(
+        2, tmp_path, variables, ContainerConfig(runtime="apptainer", image=IMAGE)
+    )
+    started.close()
+    assert started.hosts == {"node1": "x-node1", "node2": "x-node2"}
+    words = (tmp_path / "told").read_text().split()
+    assert words[0] == IMAGE and "apptainer" in words and "node2=a-node2" in words
+
+
 def doctor(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "slipstream.backend.cli", "doctor", *arguments],
         env=environment(NO_COLOR="1", **variables),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
@@ -261,9 +393,6 @@ def test_without_an_allocation_it_says_how_to_get_one():
 
 @pytest.mark.parametrize("count", ["1", "0", "5"])
 def test_more_nodes_than_there_are_is_wrong_input(tmp_path: Path, count: str):
-    for name, text in (("srun", ""), ("scontrol", "echo node1; echo node2")):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    path = commands_in(tmp_path, srun="", scontrol=SCONTROL)
     ended = doctor("--nodes", count, SLURM_JOB_NODELIST="node[1-2]", PATH=path)
     assert ended.returncode == 2 and "from 2 to the allocation's 2 nodes expected" in ended.stderr

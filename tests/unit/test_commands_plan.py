@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from slipstream.backend.cli import app
+from slipstream.backend.cli.app import app
 from slipstream.backend.commands.plan_document import planned_publication_s
 from slipstream.backend.megatron.layer_spec import layer_spec_on_gpus
 from slipstream.backend.megatron.supported import require_supported

@@ -1,16 +1,20 @@
 """How a run that a user watches ends: what is printed, and what its driver.log keeps."""
 
 import os
+from pathlib import Path
 
 import pytest
 
-from slipstream.backend.commands.outcome import Failed, JobOver, WasStopped
+from slipstream.backend.commands.outcome import Failed, NotYet, WasStopped
 from slipstream.backend.commands.run import attended
 from slipstream.backend.driver.loops.stop import JobEnds, Stopped
-from slipstream.backend.driver.start.job import STARTS, note_progress
+from slipstream.backend.driver.start import job
+from slipstream.backend.driver.start.job import STARTS, note_end, note_progress, notes_written
 from slipstream.backend.monitor.summary import RunSummary, write_summary
 from tests.unit.test_driver_run_folder import recipe
 from tests.unit.test_monitor_summary import FIELDS
+
+WAIT_S = 60.0
 
 
 @pytest.fixture
@@ -78,7 +82,7 @@ def test_a_start_that_is_refused_writes_nothing_into_the_folder(config):
     ("error", "outcome", "code", "cause"),
     [
         (Stopped(), WasStopped, 3, "stopped by a signal"),
-        (JobEnds(), JobOver, 75, "the time limit was near"),
+        (JobEnds(), NotYet, 75, "the time limit was near"),
         (RuntimeError("no engine\ncame up"), Failed, 1, "failed: RuntimeError: no engine came up"),
     ],
 )
@@ -96,4 +100,21 @@ def test_the_job_of_a_run_hears_how_it_has_ended(config, tmp_path, monkeypatch, 
     first, last = starts.read_text().splitlines()
     assert (first, last.partition(" ")[2]) == ("T start on node1", f"end: {cause}")
     note_progress({STARTS: str(starts)}, 7)
+    assert notes_written(WAIT_S)
     assert [line.partition(" ")[2] for line in starts.read_text().splitlines()] == ["checkpoint of step 7"]
+
+
+def test_progress_that_a_stalled_disk_holds_up_does_not_replace_the_end(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(job, "NOTES_S", 0.01)
+    starts = tmp_path / "starts.log"
+    os.mkfifo(starts)  # a disk that takes nothing until somebody reads
+    variables = {STARTS: str(starts)}
+    note_progress(variables, 7)
+    note_progress(variables, 8)
+    note_end(variables, "stopped by a signal")
+    assert not notes_written(0.01)
+    descriptor = os.open(starts, os.O_RDWR)  # the disk goes on
+    with open(descriptor, encoding="utf-8") as reader:
+        notes = [reader.readline().partition(" ")[2] for _ in range(3)]
+    assert notes == ["checkpoint of step 7\n", "checkpoint of step 8\n", "end: stopped by a signal\n"]
+    assert notes_written(WAIT_S)

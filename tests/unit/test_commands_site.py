@@ -12,7 +12,7 @@ import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
-from slipstream.backend.cli import app
+from slipstream.backend.cli.app import app
 from slipstream.backend.commands import manage
 from slipstream.backend.commands.frozen import seeds_of
 from slipstream.backend.commands.submit import batch_script

@@ -14,7 +14,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from slipstream.backend.cli import app
+from slipstream.backend.cli.app import app
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.commands.submit import (
     JobOptions,
@@ -536,7 +536,7 @@ def test_a_job_is_requeued_for_lost_nodes_and_preemptions(tmp_path: Path, preemp
 def test_nothing_heavy_is_imported_for_a_submission():
     code = (
         "import sys; sys.argv[1:] = ['submit', 'quickstart', '--print']\n"
-        "from slipstream.backend.cli import app\n"
+        "from slipstream.backend.cli.app import app\n"
         "try: app()\n"
         "except SystemExit as end: assert end.code == 0\n"
         "print(sorted({'torch', 'ray', 'sglang', 'transformers', 'megatron'} & set(sys.modules)))"

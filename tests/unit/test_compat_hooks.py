@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from slipstream.backend.cli import app
+from slipstream.backend.cli.app import app
 from slipstream.backend.trainer import hooks as rank_points
 from slipstream.backend.trainer.hooks import RankHooks, rank_hooks
 from slipstream.configs.schema import HooksConfig, RunConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.backend.cli import app
+from slipstream.backend.cli.app import app
 from slipstream.backend.commands.diagnose import NOTHING, WIDTH, described, diagnose
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.monitor.diagnosis.causes import CAUSES, likely_causes

@@ -15,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from slipstream.backend.cli import app
+from slipstream.backend.cli.app import app
 from slipstream.backend.commands.init import init
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.commands.reference import metric_chapters, selected, setting_chapters

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from slipstream.backend.commands import engines
+from slipstream.backend.commands.outcome import NotYet
 from slipstream.backend.driver.modes.joining import EngineService, NotAnswered, served
 from slipstream.backend.driver.processes.engines import EngineLimits
 from slipstream.backend.driver.processes.joined_engines import CODE, ENGINES, JoinedEngines, code_digest
@@ -221,13 +223,68 @@ def test_a_command_has_not_failed_whose_engine_was_asked_to_leave(tmp_path: Path
             name = await service.join(access)
             await until(lambda: world.serving == [name])
             loop = asyncio.get_running_loop()
-            command = asyncio.create_task(served(service, loop.create_future(), name, loop.create_future()))
+            said: list[str] = []
+            command = asyncio.create_task(
+                served(service, loop.create_future(), name, loop.create_future(), said.append)
+            )
             if is_asked:
                 await service.remove(name)
             else:
                 world.lost.put_nowait("it does not say that it is well")
             reason = await asyncio.wait_for(command, WAIT_S)
             assert reason is None if is_asked else "is well" in str(reason)
+            assert said == (["joined-0 has left: it was asked to"] if is_asked else [])
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_is_still_leaving_is_not_wrong_input_and_can_be_waited_for_again(tmp_path: Path):
+    async def main() -> None:
+        world = World(tmp_path)
+        async with world.joined.serving("127.0.0.1"), server(EXPECTED) as access:
+            world.may_sync.clear()
+            name = await EngineService(tmp_path).join(access)
+            with pytest.raises(NotYet, match=r"still leaving .* gets the current version") as told:
+                await asyncio.to_thread(engines.remove, tmp_path, name, 0.01)
+            assert told.value.exit_code == 75
+            [state] = await asyncio.to_thread(engines.listed, tmp_path)
+            assert "gets the version, then leaves" in engines.line(state)
+            world.may_sync.set()
+            for _ in range(2):  # also when it has left
+                await asyncio.to_thread(engines.remove, tmp_path, name, WAIT_S)
+            assert world.serving == []
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_is_still_leaving_when_the_run_ends_has_left(tmp_path: Path):
+    async def main() -> None:
+        world = World(tmp_path)
+        async with world.joined.serving("127.0.0.1"), server(EXPECTED) as access:
+            world.may_sync.clear()
+            service = EngineService(tmp_path)
+            name = await service.join(access)
+            leaving = asyncio.create_task(service.remove(name, WAIT_S))
+            await until(lambda: world.joined.states()[0].leaving)
+        assert (await leaving).left in ("the run has ended", "it was asked to")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_a_command_has_not_failed_whose_engine_has_served_until_the_run_ends(tmp_path: Path, is_heard: bool):
+    async def main() -> None:
+        world, said, loop = World(tmp_path), list[str](), asyncio.get_running_loop()
+        async with world.joined.serving("127.0.0.1"), server(EXPECTED) as access:
+            service = EngineService(tmp_path)
+            name = await service.join(access)
+            await until(lambda: world.serving == [name])
+            ended = served(service, loop.create_future(), name, loop.create_future(), said.append)
+            command = asyncio.create_task(ended) if is_heard else None
+            await service.engines()  # the command's question goes out before it
+        command = command or asyncio.create_task(ended)
+        assert await asyncio.wait_for(command, WAIT_S) is None
+        assert said == ["joined-0 has left: the run has ended"]
 
     asyncio.run(main())
 
@@ -256,6 +313,8 @@ def test_a_folder_without_a_driver_is_refused_and_a_driver_that_is_gone_is_notic
         world = World(tmp_path)
         async with world.joined.serving("127.0.0.1"):
             service = EngineService(tmp_path)
+            told = (tmp_path / ENGINES).read_text()
+        (tmp_path / ENGINES).write_text(told)  # as a driver leaves it that is killed
         monkeypatch.setattr("slipstream.backend.driver.modes.joining.GONE_S", 0.0)
         assert "does not answer" in await asyncio.wait_for(service.left("joined-0"), WAIT_S)
 

@@ -271,8 +271,9 @@ def loaded_after(code: str) -> set[str]:
     ("code", "allowed"),
     [
         ("from slipstream.backend.driver import run", {"ray"}),
-        ("from slipstream.backend import cli", set()),
+        ("from slipstream.backend.cli import app", set()),
         ("from slipstream.backend.commands import diagnose", set()),
+        ("from slipstream.backend.commands import check, program_checks, submit", set()),
         ("from slipstream.backend.simulate import command", HEAVY - {"matplotlib"}),
         ("from slipstream.configs import load, rules, installed", set()),
         (

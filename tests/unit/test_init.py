@@ -8,7 +8,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from slipstream.backend.cli import app
+from slipstream.backend.cli.app import app
 from slipstream.configs.load import load_recipe
 from slipstream.configs.schema import PromptFile
 from slipstream.rollout.prompts import read_prompts

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.backend.cli import app
+from slipstream.backend.cli.app import app
 from slipstream.backend.commands.machine import HostFacts, machine_problems
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.commands.preflight import StartPlace, check_start

@@ -12,6 +12,7 @@ from slipstream.backend.monitor.summary import (
     GroupTotals,
     RunSummary,
     TurnTotals,
+    commands_after_sft,
     next_commands,
     print_summary,
     read_summary,
@@ -260,6 +261,18 @@ def test_a_run_that_has_ended_says_what_can_be_done_with_it(tmp_path):
     assert len(next_commands(RunSummary(**EARLY_FAILURE), folder)) == 2
     stays = RunSummary(**FIELDS | {"reward_before": 0.4, "reward_after": 0.4})
     assert [each for each in next_commands(stays, folder) if "diagnose" in each]
+
+
+@pytest.mark.parametrize(("learn", "then"), [("responses", {"eval", "init"}), ("preferences", {"settings"})])
+def test_a_supervised_run_that_has_ended_says_what_can_be_done_with_it(tmp_path, learn, then):
+    checkpoint = tmp_path / "two words" / "checkpoint-hf"
+    commands = [shlex.split(command) for command in commands_after_sft(checkpoint, learn)]
+    assert commands[:2] == [
+        ["slipstream", "report", str(checkpoint.parent)],
+        ["tensorboard", "--logdir", str(tmp_path)],
+    ]
+    assert {command[1] for command in commands[2:]} == then
+    assert learn == "preferences" or all(str(checkpoint) in command for command in commands[2:])
 
 
 @pytest.mark.parametrize("values", [[0.1] * 3, [1.0] * 128, [0.7] * 11, [1e308, 1e308], [-1e308, 1e308]])

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.backend.cli import app
+from slipstream.backend.cli.app import app
 from slipstream.backend.commands.check import planned, read_recipe, read_supervised, shipped_model
 from slipstream.backend.driver.modes.sft import checked_examples
 from slipstream.backend.memory.verdict import GIB, trainers_part

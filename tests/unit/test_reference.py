@@ -5,7 +5,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.backend.cli import app
+from slipstream.backend.cli.app import app
 from slipstream.backend.commands.reference import COMMON, Explanation, metric_chapters, setting_chapters
 from slipstream.backend.monitor.tags import GROUPS, TAGS
 from slipstream.configs.explain import OTHER_NAMES

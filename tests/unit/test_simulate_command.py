@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from slipstream.backend.batch.flops import forward_flops
 from slipstream.backend.batch.packing import split_minibatches
-from slipstream.backend.cli import app
+from slipstream.backend.cli.app import app
 from slipstream.backend.simulate import only_simulated
 from slipstream.backend.simulate.derived import saved_flops
 from slipstream.backend.simulate.inputs import Options, read, read_lengths

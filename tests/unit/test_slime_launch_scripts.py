@@ -7,7 +7,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from slipstream.backend.cli import app
+from slipstream.backend.cli.app import app
 from slipstream.configs.load import load_recipe
 from slipstream.configs.rules import trainer
 from slipstream.configs.rules.inputs import NO_INPUTS

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from slipstream.backend.cli import app
+from slipstream.backend.cli.app import app
 from slipstream.rollout.system.linux import children_of
 from tests.wrong_inputs.case import WrongInput
 from tests.wrong_inputs.world import build

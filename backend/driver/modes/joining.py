@@ -22,12 +22,13 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from slipstream.backend.cluster.actors import engine_spec
-from slipstream.backend.driver.processes.engines import INITIAL_VERSION, EngineLimits, adapters_of
+from slipstream.backend.cluster.engine_spec import adapters_of, engine_spec
+from slipstream.backend.driver.processes.engines import INITIAL_VERSION, EngineLimits
 from slipstream.backend.driver.processes.joined_engines import (
     ASKED,
     ASKED_AGAIN_S,
     ENGINES,
+    RUN_ENDED,
     EngineState,
     facts_of,
 )
@@ -51,6 +52,9 @@ LOOKED_AGAIN_S = 1.0
 GONE_S = 60.0
 """Time after which a driver that does not answer counts as gone."""
 
+LEAVE_S = 60.0
+"""Longest wait for an engine to leave, if a command does not say another one: it may be getting a version."""
+
 
 class NotAnswered(Exception):
     """The driver of a run refuses, or does not answer. The message has the reason."""
@@ -61,7 +65,7 @@ class EngineService:
 
     def __init__(self, run: Path) -> None:
         """``run``: the run folder. Raises InputError if no driver serves."""
-        file = run / ENGINES
+        file = self._file = run / ENGINES
         try:
             told = json.loads(file.read_text(encoding="utf-8"))
             self.url, self._key = str(told["url"]), Key(told["key"])
@@ -104,9 +108,31 @@ class EngineService:
         answer = await self.ask("POST", "/engines", {"url": access.url, "key": str(access.key)})
         return msgspec.json.decode(answer, type=EngineState).name
 
-    async def remove(self, name: str) -> None:
-        """Wait until an engine has left."""
-        await self.ask("DELETE", f"/engines/{name}")
+    @property
+    def is_over(self) -> bool:
+        """True if the driver serves no engines any more because it has ended in order."""
+        return not self._file.exists()
+
+    async def remove(self, name: str, wait_s: float = LEAVE_S) -> EngineState:
+        """Let an engine leave. Return where it stands when it has left, or after ``wait_s``.
+
+        Raises NotAnswered, and ConnectionError if there is no driver.
+        """
+        state = msgspec.json.decode(await self.ask("DELETE", f"/engines/{name}"), type=EngineState)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    while state.left is None:
+                        state = await self._state(name)
+        except ConnectionError:
+            if not self.is_over:
+                raise
+            state.left = RUN_ENDED
+        return state
+
+    async def _state(self, name: str) -> EngineState:
+        """Return where an engine stands, as soon as it has left, or after some seconds."""
+        return msgspec.json.decode(await self.ask("GET", f"/engines/{name}"), type=EngineState)
 
     async def left(self, name: str) -> str:
         """Wait until an engine has left, or the driver is gone. Return the reason."""
@@ -114,23 +140,32 @@ class EngineService:
         heard_s = clock()
         while True:
             try:
-                answer = await self.ask("GET", f"/engines/{name}")
+                state = await self._state(name)
             except NotAnswered as error:
                 return str(error)
             except ConnectionError as error:
+                if self.is_over:
+                    return RUN_ENDED
                 if clock() - heard_s >= GONE_S:
                     return str(error)
                 await asyncio.sleep(LOOKED_AGAIN_S)
                 continue
             heard_s = clock()
-            if (reason := msgspec.json.decode(answer, type=EngineState).left) is not None:
-                return reason
+            if state.left is not None:
+                return state.left
+
+
+def leaving(state: EngineState, wait_s: float) -> str:
+    """Return what an engine that is still leaving after ``wait_s`` has to finish."""
+    finishes = "its last requests move to other engines" if state.serves else "it gets the current version"
+    return f"{state.name} is still leaving after {wait_s:g} s: {finishes} first"
 
 
 async def join(
     config: RunConfig, service: EngineService, run: Path, host: str | None, say: Callable[[str], None]
 ) -> str | None:
-    """Start an engine, let it join the run and serve until SIGTERM or SIGINT. Return why it ended otherwise.
+    """Start an engine, let it join the run and serve until SIGTERM, SIGINT or the end of the run. Return why
+    it ended otherwise.
 
     ``host``: address of this machine that the run reaches; None: the one by which the driver is reached.
     Raises InputError, EngineStartError and NotAnswered.
@@ -151,9 +186,15 @@ async def join(
             joining.cancel()
             await asyncio.wait({joining})
             return None
-        name = joining.result()
+        try:
+            name = joining.result()
+        except ConnectionError:
+            if not service.is_over:
+                raise
+            say(f"{RUN_ENDED} before the engine has joined it")
+            return None
         say(f"{name} has joined {run}")
-        return await served(service, actor.wait_exit(), name, stop)
+        return await served(service, actor.wait_exit(), name, stop, say)
     finally:
         stop.cancel()
         await actor.stop()
@@ -166,9 +207,14 @@ async def _joined(config: RunConfig, service: EngineService, actor: EngineActor)
 
 
 async def served(
-    service: EngineService, exit_code: Awaitable[int], name: str, stop: asyncio.Future[Literal[True]]
+    service: EngineService,
+    exit_code: Awaitable[int],
+    name: str,
+    stop: asyncio.Future[Literal[True]],
+    say: Callable[[str], None],
 ) -> str | None:
-    """Wait for the end of an engine. Let it leave if it is to stop. Return why it ended unasked.
+    """Wait for the end of an engine. Let it leave if it is to stop. Return why it has failed; None: it was
+    asked to leave, or the run has ended.
 
     ``exit_code``: of its server, when that has ended.
     """
@@ -180,13 +226,19 @@ async def served(
         left.cancel()
         ended.cancel()
     if stop in done:
-        with suppress(ConnectionError):  # without a driver nobody sends requests
-            await service.remove(name)
+        with suppress(ConnectionError, NotAnswered):  # a driver that has lost it sends it no requests
+            state = await service.remove(name)
+            if state.left is None:
+                say(f"{leaving(state, LEAVE_S)}; its server ends now")
         return None
     if ended in done:
         return f"{name}: its server exited with code {ended.result()}"
     reason = left.result()
-    return None if reason == ASKED else f"{name} has left: {reason}"
+    told = f"{name} has left: {reason}"
+    if reason not in (ASKED, RUN_ENDED):
+        return told
+    say(told)
+    return None
 
 
 def _actor(config: RunConfig, run: Path, host: str) -> EngineActor:

@@ -13,10 +13,7 @@ from slipstream.backend.cluster.waits import within
 from slipstream.backend.driver.processes.devices import Devices
 from slipstream.backend.driver.processes.places import EnginePlaces
 from slipstream.bridge.model.geometry import Geometry
-from slipstream.bridge.model.spec import ModelSpec
-from slipstream.bridge.shards.adapter import adapter_spec
-from slipstream.configs.schema import EngineConfig, RunConfig
-from slipstream.rollout.engine.adapters import AdapterServing
+from slipstream.configs.schema import EngineConfig
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.engine.context import served_length
 from slipstream.rollout.engine.server_process import COMPILATION_S, ServerAccess
@@ -283,12 +280,3 @@ def policy_engines(
     for number, nodes in enumerate(placement.engines):
         places.begin(actors.name(number), nodes, gpus)
     return [handle(number) for number in range(engine.most)]
-
-
-def adapters_of(config: RunConfig, spec: ModelSpec) -> AdapterServing | None:
-    """Return the adapters that the engines load; None: they get whole weights."""
-    lora = config.actor.lora
-    if lora is None or not config.actor.serves_adapter:
-        return None
-    adapter = adapter_spec(spec, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
-    return AdapterServing(lora.rank, tuple(adapter.leaves))

@@ -4,7 +4,7 @@
     POST   /engines           {"url": ..., "key": ...}: a server joins, and gets a name
     GET    /room              refused if no server can join now: asked before one is started
     GET    /engines/NAME      where it stands, as soon as it has left, or after some seconds
-    DELETE /engines/NAME      it leaves: answered when no request is sent to it any more
+    DELETE /engines/NAME      it begins to leave, and has left when no request is sent to it any more
 
     asked for its facts ──► refused, or: gets the current version ──► serves ──► leaves, or is lost
 
@@ -48,8 +48,8 @@ ASKED_AGAIN_S = 20.0
 ASKED = "it was asked to"
 """Why an engine has left that was to leave."""
 
-LEAVE_S = 60.0
-"""Longest time that an engine takes to leave: it may be getting a version."""
+RUN_ENDED = "the run has ended"
+"""Why an engine has left that has served to the end of the run."""
 
 KEPT = 64
 """Number of engines that have left whose reasons are kept."""
@@ -73,6 +73,8 @@ class EngineState(msgspec.Struct):
     serves: bool = False
     joined: bool = False
     """It was started outside of the run."""
+    leaving: bool = False
+    """It was asked to leave, and has not left: it gets a version, or its last requests move on."""
     left: str | None = None
     """Why it has left; null: it has not."""
 
@@ -243,8 +245,9 @@ class JoinedEngines:
     def states(self) -> list[EngineState]:
         """Return all engines, those that have joined last."""
         serving = {client.name for client in self._roster.clients}
+        leaving = {name for name, handle in self._handles.items() if handle.leaves}
         return [
-            EngineState(name, url, name in serving, name in self._handles)
+            EngineState(name, url, name in serving, name in self._handles, name in leaving)
             for name, url in self._supervisor.where().items()
         ]
 
@@ -309,7 +312,7 @@ class JoinedEngines:
         return name
 
     async def _keep(self, handle: JoinedEngine) -> None:
-        reason = "the run has ended"
+        reason = RUN_ENDED
         try:
             reason = await self._supervisor.keep_joined(handle)
             reason = ASKED if handle.leaves else reason
@@ -324,6 +327,9 @@ class JoinedEngines:
         name = request.match_info["name"]
         if (task := self._tasks.get(name)) is not None:
             await asyncio.wait({task}, timeout=ASKED_AGAIN_S)
+        return self._standing(name)
+
+    def _standing(self, name: str) -> web.Response:
         if name in self._left:
             return _json(EngineState(name, joined=True, left=self._left[name]))
         for state in self.states():
@@ -333,18 +339,14 @@ class JoinedEngines:
 
     async def _remove(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        handle, task = self._handles.get(name), self._tasks.get(name)
-        if handle is None or task is None:
-            if name in self._supervisor.where():
-                return _refusal(
-                    409, f"{name} was started by the run, which ends it; expected one that has joined"
-                )
-            return self._unknown(name)
-        handle.leave()
-        await asyncio.wait({task}, timeout=LEAVE_S)
-        if not task.done():
-            return _refusal(503, f"{name} has not left within {LEAVE_S:g} s; it leaves as soon as it serves")
-        return _json(EngineState(name, joined=True, left=self._left[name]))
+        handle = self._handles.get(name)
+        if handle is not None:
+            handle.leave()
+        elif name in self._supervisor.where():
+            return _refusal(
+                409, f"{name} was started by the run, which ends it; expected one that has joined"
+            )
+        return self._standing(name)
 
     def _unknown(self, name: str) -> web.Response:
         there = ", ".join(self._supervisor.where()) or "none"

@@ -6,12 +6,13 @@ goes on with the run of the job, and with no other one.
 
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from slipstream.rollout.system.durable import write_durably
+from slipstream.rollout.system.log_thread import LogThread
 
 JOB = "job.json"
 
@@ -28,6 +29,12 @@ the run, and what has ended it. Too many restarts end the job."""
 
 LONGEST_CAUSE = 500
 """Largest number of characters of a cause in that file."""
+
+MOST_NOTES = 1000
+"""Largest number of notes that wait for the disk of that file."""
+
+NOTES_S = 10.0
+"""Longest wait at the end of a run for the disk to take the notes."""
 
 
 class Job(BaseModel):
@@ -82,16 +89,32 @@ def is_restart(folder: Path, variables: Mapping[str, str]) -> bool:
 
 
 def note_progress(variables: Mapping[str, str], step: int) -> None:
-    """Forget the earlier starts of the job: a further one goes on after ``step``."""
+    """Forget the earlier starts of the job: a further one goes on after ``step``. Waits for no disk."""
     _note_start(variables, f"checkpoint of step {step}", "w")
 
 
 def note_end(variables: Mapping[str, str], cause: str) -> None:
-    """Note what has ended this start of the job, on one line."""
+    """Note what has ended this start of the job, on one line. Waits ``NOTES_S`` for the disk at most."""
     _note_start(variables, f"end: {' '.join(cause.split())[:LONGEST_CAUSE]}", "a")
+    notes_written(NOTES_S)
+
+
+def notes_written(timeout_s: float) -> bool:
+    """Wait until every note is written. Return False if that takes longer than ``timeout_s``."""
+    return _notes().flush(timeout_s)
 
 
 def _note_start(variables: Mapping[str, str], text: str, mode: str) -> None:
     if file := variables.get(STARTS):
-        with suppress(OSError), open(file, mode, encoding="utf-8") as starts:
-            starts.write(f"{time.strftime('%FT%T')} {text}\n")
+        _notes().offer(partial(_write_note, file, f"{time.strftime('%FT%T')} {text}\n", mode))
+
+
+def _write_note(file: str, line: str, mode: str) -> None:
+    with open(file, mode, encoding="utf-8") as starts:
+        starts.write(line)
+
+
+@cache
+def _notes() -> LogThread:
+    """Return the one writer of notes: a note that a stalled disk holds up must not replace a later one."""
+    return LogThread("the starts of the job", MOST_NOTES, "notes")
