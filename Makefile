@@ -16,7 +16,7 @@
 # make test-cluster   jobs on a Slurm of several nodes, which are namespaces of this machine (needs root); all of them
 # make test-slow    tests of minutes each: engines that do not answer for one, further kills and layouts
 # make test-other-megatron   the trainer's parity and optimizer tests on Megatron-Core 0.19.2, which Python 3.11 does not get
-# make tasks   six small tasks, each learned in minutes, three seeds (an hour on two cores; goes on where it was stopped)
+# make tasks   six small tasks, each learned in minutes, three seeds (46 minutes on two cores; goes on where it was stopped)
 # make staleness-study   how methods learn from stale batches (a bit over an hour on two cores; goes on where it was stopped)
 # make lint         style, formatting and types
 # make docs         builds the documentation as a site in build/site; make docs-serve PORT=8000 shows it on 127.0.0.1
