@@ -42,7 +42,8 @@ class NodeCheckpoints:
         self._folder = folder
         self._rank = dist.get_rank()
         # A group of its own: its messages go on in a thread while training uses the others.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._group = cast("dist.ProcessGroup", group)
         places = _gathered(folder.place)
         self._looks_for_copies = places.index(folder.place) == self._rank
         """One rank of each node reads the copies that are there."""

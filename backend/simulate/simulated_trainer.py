@@ -136,6 +136,9 @@ class SimulatedTrainer:
     async def restore(self, folder: Path) -> int:
         return int(folder.name)
 
+    async def restore_from_nodes(self, tokens: Mapping[int, str]) -> tuple[int | None, Sequence[str]]:
+        return None, ()  # a simulated checkpoint is in the run folder alone
+
     def undone(self, step: int) -> None:
         """Note that the run has gone back to ``step``: what was trained since is to be trained again."""
         self.undone_s += sum(self._steps_s[step:])
