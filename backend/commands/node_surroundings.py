@@ -19,7 +19,7 @@ SHOWN = 4
 """Largest number of nodes that a finding names."""
 
 
-class Surroundings(TypedDict):
+class NodeSurroundings(TypedDict):
     """What one node answers."""
 
     container: str
@@ -39,7 +39,7 @@ class Surroundings(TypedDict):
     """Free bytes of /dev/shm."""
 
 
-def surroundings(machine: Facts) -> Surroundings:
+def surroundings(machine: Facts) -> NodeSurroundings:
     """Return what this process meets on a machine."""
     variables = machine.variables
     given = variables.get("SLURM_GPUS_ON_NODE", "")
@@ -71,7 +71,7 @@ def _locked_bytes(limits: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def findings_around(nodes: Mapping[str, Surroundings], hosts: Mapping[str, str]) -> Iterator[Finding]:
+def findings_around(nodes: Mapping[str, NodeSurroundings], hosts: Mapping[str, str]) -> Iterator[Finding]:
     """Yield what is right or wrong around the processes of all nodes.
 
     ``hosts``: the host name of each node, as Slurm knows it; empty: it is not compared.
@@ -84,7 +84,7 @@ def findings_around(nodes: Mapping[str, Surroundings], hosts: Mapping[str, str])
     yield _shared_memory(nodes)
 
 
-def _containers(nodes: Mapping[str, Surroundings]) -> Finding:
+def _containers(nodes: Mapping[str, NodeSurroundings]) -> Finding:
     by_image: dict[str, list[str]] = {}
     for node, seen in nodes.items():
         by_image.setdefault(seen["container"], []).append(node)
@@ -94,7 +94,7 @@ def _containers(nodes: Mapping[str, Surroundings]) -> Finding:
     return wrong("container", told, "name one image that all nodes see: cluster.container.image")
 
 
-def _host_names(nodes: Mapping[str, Surroundings], hosts: Mapping[str, str]) -> Finding:
+def _host_names(nodes: Mapping[str, NodeSurroundings], hosts: Mapping[str, str]) -> Finding:
     names = {node: seen["host"].partition(".")[0] for node, seen in nodes.items()}
     all_names = list(names.values())
     told = [
@@ -112,7 +112,7 @@ def _host_names(nodes: Mapping[str, Surroundings], hosts: Mapping[str, str]) -> 
     return wrong("host names", some(told, "; "), advice)
 
 
-def _gpus(nodes: Mapping[str, Surroundings]) -> Finding:
+def _gpus(nodes: Mapping[str, NodeSurroundings]) -> Finding:
     told = [
         f"{node}: {seen['gpus']} of {seen['given_gpus']}"
         for node, seen in nodes.items()
@@ -132,7 +132,7 @@ def _gpus(nodes: Mapping[str, Surroundings]) -> Finding:
     return Finding("GPUs", f"{' to '.join(map(str, counts))} on each node, as Slurm has given")
 
 
-def _adapters(nodes: Mapping[str, Surroundings]) -> Finding:
+def _adapters(nodes: Mapping[str, NodeSurroundings]) -> Finding:
     what, ports = "RDMA", {node: seen["active_ports"] for node, seen in nodes.items()}
     if not any(ports.values()):
         return Finding(what, "no node has a port with a link", "NCCL uses TCP between nodes")
@@ -149,7 +149,7 @@ def _adapters(nodes: Mapping[str, Surroundings]) -> Finding:
     return Finding(what, f"{' to '.join(map(str, sorted(set(ports.values()))))} ports on each node")
 
 
-def _locked_memory(nodes: Mapping[str, Surroundings]) -> Finding:
+def _locked_memory(nodes: Mapping[str, NodeSurroundings]) -> Finding:
     what = "locked memory"
     limited = {node: seen["locked_bytes"] for node, seen in nodes.items() if seen["locked_bytes"] is not None}
     if not limited:
@@ -165,7 +165,7 @@ def _locked_memory(nodes: Mapping[str, Surroundings]) -> Finding:
     return wrong(what, told, advice)
 
 
-def _shared_memory(nodes: Mapping[str, Surroundings]) -> Finding:
+def _shared_memory(nodes: Mapping[str, NodeSurroundings]) -> Finding:
     what = "/dev/shm"
     small = [
         f"{node}: {seen['shared_bytes'] / 2**30:.1f} GiB, {needed / 2**30:.1f} GiB expected"
