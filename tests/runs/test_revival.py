@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -59,15 +59,26 @@ def goes_on_to_its_end(run: LaunchedRun, engines: set[int], restarts: int = 1) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["", "actor.parallel.tensor=2"], ids=["one rank", "one of two ranks"])
-def test_a_rank_killed_in_training_costs_the_steps_since_the_checkpoint(launch: Launch, layout: str):
-    run = launch(*SETTINGS, *([layout] if layout else []))
+@pytest.mark.parametrize(
+    "settings",
+    [(), ("actor.parallel.tensor=2",), ("actor.parallel.tensor=2", "checkpoint.local_dir={}")],
+    ids=["one rank", "one of two ranks", "one of two ranks, whose node has checkpoints"],
+)
+def test_a_rank_killed_in_training_costs_the_steps_since_the_checkpoint(
+    launch: Launch, tmp_path: Path, settings: Sequence[str]
+):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    run = launch(*SETTINGS, *(setting.format(disk) for setting in settings))
     wait_for_step(run, 5)
     engines, collecting = engine_processes(run), collectors(run)
     kill_a_rank(run, last=True)
     wait_for_step(run, 8)
     assert engine_processes(run) == engines and collectors(run) == collecting
     goes_on_to_its_end(run, engines)
+    source = "what its nodes hold" if len(settings) == 2 else "version "
+    assert f"the trainer is started again from {source}" in run.output()
+    assert not list(disk.iterdir()), "left on the node's disk after an orderly end"
 
 
 @pytest.mark.slow  # test_control_schedules.py has the numbers, test_resume.py a trainer that is killed

@@ -343,9 +343,9 @@ def test_whole_probes_answer_over_their_pipes_and_add_up_tensors(tmp_path: Path,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_probe_that_does_not_start_is_named(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(nodes_doctor, "HELLO_S", 5.0)
+def test_a_probe_that_does_not_start_is_named(tmp_path: Path):
     started = Nodes(NAMES[:2], [["false"]])
+    started.start_s = 5.0
     try:
         (found,) = examine_nodes(started, tmp_path, 0)
     finally:
