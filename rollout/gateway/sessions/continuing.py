@@ -18,15 +18,15 @@ The prompt is as much of the predecessor's chain as its text repeats, and then w
 where something is not repeated, or where another trained turn continues the predecessor already.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
 from slipstream.rollout.gateway.conversations import Arrival, ChatMessage
+from slipstream.rollout.gateway.sessions.repeating import known_answer, last_answer, repeated, said_since
 from slipstream.rollout.gateway.sessions.stored import (
     ChainTurn,
-    MessageNode,
     SessionState,
     common_depth,
     messages_of,
@@ -44,20 +44,12 @@ from slipstream.rollout.tokens.conversation.chains import (
 from slipstream.rollout.tokens.conversation.sameness import (
     Mark,
     ids_of_calls,
-    is_reminder,
     is_rewritten,
-    is_step,
     reasoning_of,
     results_of,
     role_of,
     text_of,
 )
-
-MOST_OWN = 8
-"""Answers of a client's own after one of the policy's."""
-
-MOST_STEPS = 64
-"""Messages before an answer among which its question is looked for."""
 
 CONTINUED = "This session is being continued from a previous conversation"
 """Phrase of Claude Code's before the summary of a compacted conversation. What is new follows in the same
@@ -118,37 +110,6 @@ class PromptPlan:
     def whole(self) -> bool:
         """True if it repeats all ids of its parent."""
         return self.parent is not None and self.shared == self.parent.length
-
-
-def last_answer(messages: Sequence[ChatMessage]) -> int:
-    """Return the place of the last answer in a conversation; -1: it has none."""
-    answers = (place for place, message in enumerate(messages) if role_of(message) == "assistant")
-    return max(answers, default=-1)
-
-
-def known_answer(messages: Sequence[ChatMessage], last: int, is_known: Callable[[int], bool]) -> int:
-    """Return the place of the last known answer in a conversation, from ``last`` back; -1: none is known, or
-    something else than exchanges of the client's own follows it.
-    """
-    for _ in range(MOST_OWN):
-        if last < 0 or is_known(last):
-            return last
-        before = last_answer(messages[:last])
-        last = before if before < last - 1 else -1
-    return -1
-
-
-def said_since(messages: Sequence[ChatMessage], place: int) -> Sequence[ChatMessage]:
-    """Return what has been said to the answer in a place: all that follows but exchanges of the client's own,
-    an answer of its own to a message of its own each. A result that one of them follows is none.
-    """
-    said: list[ChatMessage] = []
-    for message in messages[place + 1 : -1]:
-        if role_of(message) != "assistant":
-            said.append(message)
-        elif said and role_of(said[-1]) == "user":
-            said.pop()
-    return [*said, *messages[place + 1 :][-1:]]
 
 
 def predecessor_of_chat(
@@ -279,58 +240,12 @@ def _with_answer(
     best: ChainTurn | None = None
     longest, equals = 0, 0
     for turn in session.newest():
-        length = _repeated(turn, messages, marks, last)
+        length = repeated(turn, messages, marks, last)
         if length > max(longest, 1):
             best, longest, equals = turn, length, 1
         elif length == longest > 1:
             equals += 1
     return best, equals
-
-
-def _repeated(turn: ChainTurn, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int) -> int:
-    """Return how many messages a turn has in common with a conversation, as ``_in_common`` counts them."""
-    return max(_in_common(node, messages, marks, last) for node in turn.endings)
-
-
-def _in_common(answer: MessageNode, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int) -> int:
-    """Return how many messages up to an answer are those of a conversation up to a place, the last one first.
-    Each but the answer may be rewritten. Left out are messages that are reminders alone, and the calls and
-    results between a question and its answer, if the conversation has none there.
-    """
-    length, place = 0, last
-    node: MessageNode | None = answer
-    while node is not None and place >= 0:
-        message = messages[place]
-        if node.mark.alone == marks[place].alone or (length and is_rewritten(node.message, message)):
-            length, place, node = length + 1, place - 1, node.before
-        elif length and is_reminder(message):
-            place -= 1
-        elif length and (is_reminder(node.message) or (is_step(node.message) and role_of(message) == "user")):
-            node = node.before
-        else:
-            break
-    return length
-
-
-def asked_before(answer: MessageNode) -> list[ChatMessage]:
-    """Return the messages after which a conversation may repeat an answer: the one before it, and that before
-    the calls and results that have led to it. Messages that are reminders alone are neither."""
-    found: list[ChatMessage] = []
-    node = answer.before
-    for _ in range(MOST_STEPS):
-        if node is None:
-            break
-        if not is_reminder(node.message) and not (found and is_step(node.message)):
-            found.append(node.message)
-            if not is_step(node.message):
-                break
-        node = node.before
-    return found
-
-
-def repeats_at(turn: ChainTurn, messages: Sequence[ChatMessage], marks: Sequence[Mark], place: int) -> bool:
-    """True if a conversation has a turn's answer in a place, after the same message, if only rewritten."""
-    return _repeated(turn, messages, marks, place) > 1
 
 
 def _behind_known(session: SessionState, marks: Sequence[Mark]) -> ChainTurn | None:

@@ -21,13 +21,13 @@ from slipstream.rollout.gateway.conversations import (
     TooManySessions,
     UnknownTurn,
 )
-from slipstream.rollout.gateway.sessions.continuing import (
+from slipstream.rollout.gateway.sessions.counters import SessionCounters
+from slipstream.rollout.gateway.sessions.repeating import (
     asked_before,
     known_answer,
     last_answer,
     repeats_at,
 )
-from slipstream.rollout.gateway.sessions.counters import SessionCounters
 from slipstream.rollout.gateway.sessions.stored import EndedTurn, MessageNode, SessionGroup, SessionState
 from slipstream.rollout.tokens.conversation.sameness import (
     Mark,
