@@ -18,13 +18,19 @@ The prompt is as much of the predecessor's chain as its text repeats, and then w
 where something is not repeated, or where another trained turn continues the predecessor already.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
 from slipstream.rollout.gateway.conversations import Arrival, ChatMessage
-from slipstream.rollout.gateway.sessions.repeating import known_answer, last_answer, repeated, said_since
+from slipstream.rollout.gateway.sessions.repeating import (
+    asked_before,
+    known_answer,
+    last_answer,
+    repeated,
+    said_since,
+)
 from slipstream.rollout.gateway.sessions.stored import (
     ChainTurn,
     SessionState,
@@ -43,8 +49,11 @@ from slipstream.rollout.tokens.conversation.chains import (
 )
 from slipstream.rollout.tokens.conversation.sameness import (
     Mark,
+    functions_of,
     ids_of_calls,
+    is_reminder,
     is_rewritten,
+    is_step,
     reasoning_of,
     results_of,
     role_of,
@@ -113,41 +122,51 @@ class PromptPlan:
 
 
 def predecessor_of_chat(
-    session: SessionState, messages: Sequence[ChatMessage], marks: Sequence[Mark]
+    session: SessionState,
+    messages: Sequence[ChatMessage],
+    marks: Sequence[Mark],
+    is_asked: Callable[[ChatMessage], bool],
 ) -> Predecessor:
-    """Return the turn that a conversation continues."""
+    """Return the turn that a conversation continues. ``is_asked``: see ``known_answer``."""
     last = last_answer(messages)
+    called = _with_call(session, messages, last)
     for depth in range(len(marks), max(last, 0), -1):
         history = marks[depth - 1].history
         node = session.nodes.get(history)
         if node is not None and node.turns:
+            if called is not None and called.waits and called not in node.turns:
+                break  # the calls whose results come now are left out
             meant = _meant(node.turns, messages[depth - 1])
             turns = [turn for turn in meant if turn.waits]
             before = turns[0] if turns else meant[-1]
             return Predecessor(before, messages[depth:], before, exact=True)
         if history in session.cleared:
             return Predecessor(None, messages[depth:], evicted=history)
-    return _rewritten(session, messages, marks, last)
+    if called is not None:
+        return Predecessor(called, _said_to_calls(messages, called), called)
+    return _rewritten(session, messages, marks, last, is_asked)
 
 
 def _rewritten(
-    session: SessionState, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int
+    session: SessionState,
+    messages: Sequence[ChatMessage],
+    marks: Sequence[Mark],
+    last: int,
+    is_asked: Callable[[ChatMessage], bool],
 ) -> Predecessor:
     """Return the turn that a conversation continues in which something was rewritten.
 
     ``last``: place of its last answer; below 0: it has none.
     """
     reaction = messages[last + 1 :]
-    if (turn := _with_call(session, messages, last)) is not None:
-        return Predecessor(turn, _said_to_calls(messages, turn), turn)
     if last < 0:
         turn, new = _last_answered(session), _last_of_user(messages)
-        is_reaction = turn is not None and new and _is_same_agent(turn, messages)
+        is_reaction = turn is not None and new and _goes_on(session, turn, messages, new[0])
         return Predecessor(None, new, turn) if is_reaction else Predecessor(None)
     turn, equals = _with_answer(session, messages, marks, last)
     if not equals and marks[last].alone not in session.answers:
         # aider says which files there are, and "Ok." to that, between each answer and the next question
-        place = known_answer(messages, last, lambda place: marks[place].alone in session.answers)
+        place = known_answer(messages, last, lambda place: marks[place].alone in session.answers, is_asked)
         own = _answered_at(session, messages, marks, place)
         if own is not None and own.waits:
             return Predecessor(own, said_since(messages, place), own)
@@ -189,7 +208,15 @@ def _with_call(session: SessionState, messages: Sequence[ChatMessage], last: int
     if not ids:
         return None
     found = [turn for turn in session.newest() if not ids.isdisjoint(ids_of_calls(turn.message))]
-    return found[0] if len(found) == 1 else None
+    if len(found) != 1 or (last >= 0 and not _may_make(found[0].message, messages[last])):
+        return None
+    return found[0]
+
+
+def _may_make(answer: Mapping[str, object], repeated: ChatMessage) -> bool:
+    """True unless a repeated answer has other calls than one with the same ids: not all dialects make up ids
+    that differ."""
+    return not is_step(repeated) or functions_of(answer) == functions_of(repeated)
 
 
 def _last_answered(session: SessionState) -> ChainTurn | None:
@@ -200,25 +227,40 @@ def _last_answered(session: SessionState) -> ChainTurn | None:
 
 
 def _last_of_user(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-    """Return the user's last message; empty: another one than the system's follows, or there is none."""
-    spoken = [message for message in messages if role_of(message) != "system"]
-    return spoken[-1:] if spoken and role_of(spoken[-1]) == "user" else ()
+    """Return the user's last message, with the reminders after it; empty: another one than the system's
+    follows, or there is none."""
+    spoken = [message for message in messages if role_of(message) not in ("system", "assistant")]
+    last = max((place for place, message in enumerate(spoken) if not is_reminder(message)), default=0)
+    return spoken[last:] if spoken and role_of(spoken[last]) == "user" else ()
 
 
-def _is_same_agent(turn: ChainTurn, messages: Sequence[ChatMessage]) -> bool:
+def _goes_on(
+    session: SessionState, turn: ChainTurn, messages: Sequence[ChatMessage], new: ChatMessage
+) -> bool:
     """True if a conversation without any answer goes on after a turn, rather than beginning beside it.
 
     It then has something that stands for what was left out, before what is new. An answer with calls goes on
-    with their results, and another agent has another system message.
+    with their results, and another agent has another system message: of one session's agents, the first goes
+    on, since others may begin alike one after the other. A request may also ask for another
+    answer to what the turn has answered; and of several answers to that, nothing tells which one is meant.
     """
-    users = [message for message in messages if role_of(message) == "user"]
-    if ids_of_calls(turn.message) or (len(users) < 2 and CONTINUED not in str(text_of(users[0]))):
+    users = [message for message in messages if role_of(message) == "user" and not is_reminder(message)]
+    if ids_of_calls(turn.message) or (len(users) < 2 and CONTINUED not in str(text_of(new))):
         return False
-    before = messages_of(turn.node)
-    systems = [[m for m in each if role_of(m) == "system"][:1] for each in (before, messages)]
-    return systems[0] == systems[1] or bool(
-        systems[0] and systems[1] and is_rewritten(systems[0][0], systems[1][0])
-    )
+    if any(is_rewritten(asked, new) for asked in asked_before(turn.node)):
+        return False
+    if any(other is not turn and other.node.before is turn.node.before for other in session.newest()):
+        return False
+    first = next((other for other in session.turns if other.trained), turn)
+    return all(_is_same_agent(messages_of(known.node), messages) for known in (first, turn))
+
+
+def _is_same_agent(one: Sequence[ChatMessage], other: Sequence[ChatMessage]) -> bool:
+    """True if two conversations begin with the same message of the system, or with none."""
+    systems = [next((m for m in each if role_of(m) == "system"), None) for each in (one, other)]
+    if systems[0] is None or systems[1] is None:
+        return systems[0] is systems[1]
+    return systems[0] == systems[1] or is_rewritten(systems[0], systems[1])
 
 
 def _meant(turns: Sequence[ChainTurn], answer: ChatMessage) -> Sequence[ChainTurn]:

@@ -20,20 +20,34 @@ MOST_STEPS = 64
 
 
 def last_answer(messages: Sequence[ChatMessage]) -> int:
-    """Return the place of the last answer in a conversation; -1: it has none."""
-    answers = (place for place, message in enumerate(messages) if role_of(message) == "assistant")
-    return max(answers, default=-1)
+    """Return the place of the last answer to which a conversation says something; -1: there is none."""
+    said = False
+    for place in range(len(messages) - 1, -1, -1):
+        if role_of(messages[place]) != "assistant":
+            said = True
+        elif said:
+            return place
+    return -1
 
 
-def known_answer(messages: Sequence[ChatMessage], last: int, is_known: Callable[[int], bool]) -> int:
+def known_answer(
+    messages: Sequence[ChatMessage],
+    last: int,
+    is_known: Callable[[int], bool],
+    is_asked: Callable[[ChatMessage], bool],
+) -> int:
     """Return the place of the last known answer in a conversation, from ``last`` back; -1: none is known, or
     something else than exchanges of the client's own follows it.
+
+    ``is_asked`` says that the policy has answered a message, so that the client has not done so itself.
     """
     for _ in range(MOST_OWN):
         if last < 0 or is_known(last):
             return last
-        before = last_answer(messages[:last])
-        last = before if before < last - 1 else -1
+        before = messages[last - 1] if last else None
+        if before is None or role_of(before) != "user" or is_step(messages[last]) or is_asked(before):
+            return -1
+        last = last_answer(messages[:last])
     return -1
 
 

@@ -1,8 +1,9 @@
 """Digests that are equal for equal messages, and for equal beginnings of conversations.
 
 Two messages are the same if their role, text and tool calls are. Calls are compared as JSON values. Ids,
-the order of keys, reasoning (in its field, or before the text in ``<think>``), names, settings of caches and
-blanks around an answer do not count: clients change or drop them when they send a message again.
+the order of keys, reasoning (in its field, or before the text in ``<think>``), names, settings of caches, and
+in an answer blanks, parts and Unicode's ways to write a letter do not count: clients change or drop them when
+they send a message again.
 ``developer`` is another word for ``system``, and ``function`` for ``tool``. One part of text is the same as
 the text itself.
 """
@@ -12,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import NamedTuple, cast
+from unicodedata import normalize
 
 ROLES = {"developer": "system", "function": "tool"}
 """Other words for roles."""
@@ -41,10 +43,11 @@ def digest_alone(message: Mapping[str, object]) -> bytes:
     """Return a digest that is equal for equal messages. Raises ValueError for JSON nested too deeply."""
     role = role_of(message).encode("utf-8", "replace")
     text = text_of(message)
-    if role == b"assistant" and isinstance(text, str):
+    if role == b"assistant" and _is_text(text):
+        text = _spoken(message, "")
         thought = _THOUGHT.match(text)
-        text = text[thought.end() if thought else 0 :].strip()
-    calls = _calls(message)
+        text = normalize("NFC", "".join(text[thought.end() if thought else 0 :].split()))
+    calls = functions_of(message)
     if isinstance(text, str) and not calls:
         return blake2b(b"%b\0%b" % (role, text.encode("utf-8", "replace")), digest_size=16).digest()
     try:
@@ -89,16 +92,17 @@ def text_of(message: Mapping[str, object]) -> str | list[object]:
 
 def is_rewritten(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
     """True if one message is the other one, but for what agents add to a message and take out of it again:
-    blocks in tags such as ``<system-reminder>``, text before or after, and blanks.
+    blocks in tags such as ``<system-reminder>``, text before or after, blanks, and parts other than text.
     """
-    texts = text_of(one), text_of(other)
-    if role_of(one) != role_of(other) or not all(isinstance(text, str) for text in texts):
-        return digest_alone(one) == digest_alone(other)
-    short, long = sorted((_bare(cast(str, text)) for text in texts), key=len)
-    if short == long:
-        return True
+    if role_of(one) != role_of(other):
+        return False
+    short, long = sorted((_bare(_spoken(message)) for message in (one, other)), key=len)
+    if not long:
+        return (is_reminder(one) and is_reminder(other)) or digest_alone(one) == digest_alone(other)
     if not short:
         return False
+    if short == long:
+        return True
     begins_or_ends = long.startswith(f"{short} ") or long.endswith(f" {short}")
     return begins_or_ends or (len(short) >= _TELLING and short in long)
 
@@ -115,8 +119,10 @@ def reasoning_of(message: Mapping[str, object]) -> str:
 
 def is_reminder(message: Mapping[str, object]) -> bool:
     """True for a message of blocks in tags alone: agents put such messages in and take them out again."""
-    text = text_of(message) if role_of(message) in ("user", "system") else ""
-    return isinstance(text, str) and text.lstrip().startswith("<") and not _bare(text)
+    if role_of(message) not in ("user", "system") or not _is_text(text_of(message)):
+        return False
+    text = _spoken(message)
+    return text.lstrip().startswith("<") and not _bare(text)
 
 
 def is_step(message: Mapping[str, object]) -> bool:
@@ -129,8 +135,8 @@ def digest_of_exchange(before: Mapping[str, object], alone: bytes) -> bytes:
 
     ``alone``: digest of the answer.
     """
-    text = text_of(before)
-    said = digest_alone({**before, "content": _bare(text)}) if isinstance(text, str) else digest_alone(before)
+    text = _bare(_spoken(before))
+    said = digest_alone({**before, "content": text} if text else before)
     return blake2b(said + alone, digest_size=16).digest()
 
 
@@ -144,7 +150,17 @@ _BLOCK = re.compile(r"<([A-Za-z][\w-]{0,40})>.*?</\1>", re.DOTALL)
 
 def _bare(text: str) -> str:
     """Return a text without blocks in tags, its words separated by one blank each."""
-    return " ".join(_BLOCK.sub(" ", text).split())
+    return normalize("NFC", " ".join(_BLOCK.sub(" ", text).split()))
+
+
+def _spoken(message: Mapping[str, object], between: str = "\n") -> str:
+    """Return the text of all parts of a message that are text."""
+    text = text_of(message)
+    return text if isinstance(text, str) else between.join(part for part in text if isinstance(part, str))
+
+
+def _is_text(text: str | list[object]) -> bool:
+    return isinstance(text, str) or all(isinstance(part, str) for part in text)
 
 
 def results_of(message: Mapping[str, object]) -> str | None:
@@ -160,7 +176,7 @@ def ids_of_calls(message: Mapping[str, object]) -> list[object]:
     return [cast("dict[str, object]", call).get("id") for call in items if isinstance(call, dict)]
 
 
-def _calls(message: Mapping[str, object]) -> list[object]:
+def functions_of(message: Mapping[str, object]) -> list[object]:
     """Return (name, arguments as a JSON value) of each tool call."""
     calls = message.get("tool_calls")
     if isinstance(calls, list):
