@@ -5,6 +5,7 @@ is rewritten. So a next state says itself which messages of whom it holds, also 
 """
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -16,9 +17,10 @@ from slipstream.rollout.tokens.turn_entries import Entry, NextState, SessionEnd,
 from tests.unit.rewritings import REWRITINGS, Message, Messages, Rewriting, system
 from tests.unit.talking import Gateway, assistant, parsed, user, written_call
 
-HIDDEN = ("of", "new", "spoilt")
 NAMINGS: tuple[dict[str, Any], ...] = ({}, {"session": "s"}, {"client_session": "c"})
 MOST_REQUESTS = 14
+LONG = 40
+"""Letters of an answer that is known in what is written around it, with room to spare."""
 
 
 @dataclass(eq=False)
@@ -60,6 +62,7 @@ class Agent:
     before: list[tuple[Messages, Messages, int | None]] = field(default_factory=list[Any])
     """What was said before each answer, and the turn before that."""
     steps: int = 0
+    calls: int = 0
     helper: "Agent | None" = None
     """Its sub-agent, for whose last answer it waits."""
     running: RunningRequest | None = None
@@ -116,7 +119,8 @@ class Agent:
         sampled = f"{thought}{words.choice([text, '']) if calls else text}{calls}<|end|>"
         message = parsed(sampled)
         for place, call in enumerate(message.get("tool_calls", ())):
-            unique = f"call_{self.name}_{len(self.history)}_{place}_{self.steps}"
+            self.calls += 1
+            unique = f"call_{self.name}_{self.calls}"
             call["id"] = {"unique": unique, "repeated": f"call_{place}", "none": ""}[self.ids]
         return sampled, message
 
@@ -145,6 +149,8 @@ class World:
         self.problems: list[str] = []
         self.missed: list[tuple[Agent, Said, bool]] = []
         self.told = 0
+        self.reasons: Counter[str] = Counter()
+        """How often nothing could tell whose a next state is, by reason."""
         self.states: dict[str, list[str]] = {}
         """Next states by the id of the answer."""
         self.kinds = self.draw.sample(rewritings, min(len(rewritings), self.draw.randint(1, 4)))
@@ -239,6 +245,10 @@ class World:
         if before.paired:
             self.told += 1
         else:
+            reason = self.untold(agent, before, sent)
+            self.reasons[reason] += 1
+            if not reason:
+                self.problem(agent, "left", before, [])
             self.missed.append((agent, before, begun.session == before.session and answers))
 
     def finish(self, agent: Agent) -> None:
@@ -327,6 +337,29 @@ class World:
             f"{kind}: seed {self.seed} {agent.names()}, {agent.naming}: {ids} went to the answer "
             f"{shown([said.message])} of {said.agent.name}, expected {last}; sent {shown(agent.sent)}"
         )
+
+    def untold(self, agent: Agent, mine: Said, sent: Messages) -> str:
+        """Return why nothing tells a gateway which answer a request goes on from; empty: it can be told."""
+        answer = answer_in(sent, agent.turn, agent)
+        if answer is None:
+            return "the answer is left out"
+        if answer.get("spoilt"):
+            return "the answer is rewritten"
+        if answer.get("touched") and (not agent.naming or len(mine.message["content"]) < LONG):
+            return "a name stands before a short answer, or before one in a session without a name"
+        answers = [visible(said.message) for said in self.turns.values() if said is not mine]
+        if visible(mine.message) in answers:
+            return "there is an equal answer"
+        others = len(self.agents) > 1 and not agent.naming
+        if agent.naming and not any("." in other.name for other in self.agents) and not others:
+            return ""
+        asked = set(agent.history[-2]["of"])
+        question = next((message for message in sent if asked & set(message.get("of", ()))), None)
+        if question is None:
+            return "beside others, or without a name, the question is left out"
+        if question.get("spoilt") or question.get("touched"):
+            return "beside others, or without a name, the question is rewritten"
+        return ""
 
     def check_ends(self) -> None:
         """A turn that has lost its next state within its session is known to have lost it."""

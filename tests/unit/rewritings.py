@@ -2,7 +2,8 @@
 
 A rewriting gets a conversation, with the number of the request, and returns what an agent sends instead. It
 keeps all that a message does not show: ``of``, the ids of the messages that it holds; ``new``, that nothing
-has answered it yet; ``spoilt``, that nobody can recognise it any more. Messages without ``of`` are an agent's
+has answered it yet; ``touched``, that other text stands before its own; ``spoilt``, that nobody can recognise
+it any more. Messages without ``of`` are an agent's
 own, and never new where ``of`` holds ``own``. Rewritings may be composed in the order of
 ``REWRITINGS``.
 """
@@ -247,10 +248,7 @@ def without_ids(history: Messages, step: int) -> Messages:
 
 
 def text_beside_calls_dropped(history: Messages, step: int) -> Messages:
-    return [
-        m | {"content": None, "spoilt": bool((m["content"] or "").strip())} if m.get("tool_calls") else m
-        for m in history
-    ]
+    return [m | {"content": None} if m.get("tool_calls") else m for m in history]
 
 
 def without_reasoning(history: Messages, step: int) -> Messages:
@@ -320,7 +318,9 @@ def speakers_named(history: Messages, step: int) -> Messages:
     """As AutoGen does: each message begins with the name of who says it."""
     names = {"user": "user_proxy", "assistant": "coder"}
     return [
-        with_text(m, lambda text, m=m: f"{names[m['role']]}: {text}") if m["role"] in names else m
+        with_text(m, lambda text, m=m: f"{names[m['role']]}: {text}") | {"touched": True}
+        if m["role"] in names
+        else m
         for m in history
     ]
 
@@ -350,7 +350,7 @@ def merged_users(history: Messages, step: int) -> Messages:
     start = cut_at(history, 1)
 
     def noted(message: Message) -> Message:
-        return with_text(message, lambda text: f"note\n\n{text}")
+        return with_text(message, lambda text: f"note\n\n{text}") | {"touched": True}
 
     notes = [noted(m) if m["role"] == "user" else m for m in history[:start]]
     last = history[start:]
@@ -452,7 +452,8 @@ def instructions_of_the_user(history: Messages, step: int) -> Messages:
     if history[place]["role"] != "user":
         return history
     text = "\n".join(message["content"] for message in history[:place])
-    return [with_text(history[place], lambda said: f"{text}\n\n{said}"), *history[place + 1 :]]
+    first = with_text(history[place], lambda said: f"{text}\n\n{said}") | {"touched": True}
+    return [first, *history[place + 1 :]]
 
 
 # ---- blanks and parts

@@ -108,6 +108,15 @@ def test_an_agent_that_begins_as_one_before_it_is_nobodys_next_state():
     assert gateway.next_states() == {}
 
 
+def test_a_turn_with_the_same_answer_as_one_that_goes_on_already_may_have_lost_its_next_state():
+    gateway, go, okay = Gateway(), user("continue"), assistant("OK")
+    first = gateway.talk([go], "OK<|end|>", session="s")
+    second = gateway.talk([go, okay, go], "OK<|end|>", session="s")
+    gateway.talk([go, okay, user("now stop")], "Stopped.<|end|>", session="s")  # a window, or another try
+    assert gateway.next_states() == {first: ["continue"]}
+    assert unpaired(gateway) == {second}
+
+
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_turn_whose_answer_nobody_can_recognise_has_not_ended_its_conversation(restarts):
     """Also where nothing else of the conversation is known, so that it counts as a new one."""

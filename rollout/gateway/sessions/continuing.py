@@ -51,6 +51,7 @@ from slipstream.rollout.tokens.conversation.sameness import (
     Mark,
     functions_of,
     ids_of_calls,
+    is_answer,
     is_reminder,
     is_rewritten,
     is_step,
@@ -164,18 +165,23 @@ def _rewritten(
         is_reaction = turn is not None and new and _goes_on(session, turn, messages, new[0])
         return Predecessor(None, new, turn) if is_reaction else Predecessor(None)
     turn, equals = _with_answer(session, messages, marks, last)
-    if not equals and marks[last].alone not in session.answers:
+    if equals == 1:
+        return Predecessor(turn, reaction, turn)
+    place = last
+    if not equals:
         # aider says which files there are, and "Ok." to that, between each answer and the next question
-        place = known_answer(messages, last, lambda place: marks[place].alone in session.answers, is_asked)
-        own = _answered_at(session, messages, marks, place)
+        known = known_answer(messages, last, lambda place: marks[place].alone in session.answers, is_asked)
+        place = last if known < 0 else known
+        own = None if place == last else _answered_at(session, messages, marks, place)
         if own is not None and own.waits:
             return Predecessor(own, said_since(messages, place), own)
-    if equals != 1:
-        answered = _last_answered(session)
-        is_meant = answered is not None and marks[last].alone in {n.mark.alone for n in answered.endings}
-        before = turn or _behind_known(session, marks)
-        return Predecessor(before, reaction, answered if is_meant else None)
-    return Predecessor(turn, reaction, turn)
+    answered = _last_answered(session)
+    is_meant = answered is not None and any(
+        node.mark.alone == marks[place].alone or is_answer(node.message, messages[place])
+        for node in answered.endings
+    )
+    before = turn or _behind_known(session, marks)
+    return Predecessor(before, said_since(messages, place), answered if is_meant else None)
 
 
 def _said_to_calls(messages: Sequence[ChatMessage], turn: ChainTurn) -> Sequence[ChatMessage]:
@@ -275,7 +281,8 @@ def _meant(turns: Sequence[ChainTurn], answer: ChatMessage) -> Sequence[ChainTur
 def _with_answer(
     session: SessionState, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int
 ) -> tuple[ChainTurn | None, int]:
-    """Return the turn with the answer that is repeated last, and how many turns have it.
+    """Return the turn with the answer that is repeated last, and how many turns have it. Equal answers to one
+    request count once, as the oldest that waits.
 
     The message before the answer must be repeated, too, if only rewritten: short answers are often the same.
     """
@@ -285,8 +292,9 @@ def _with_answer(
         length = repeated(turn, messages, marks, last)
         if length > max(longest, 1):
             best, longest, equals = turn, length, 1
-        elif length == longest > 1:
-            equals += 1
+        elif length == longest > 1 and best is not None:
+            equals += turn.node is not best.node
+            best = turn if turn.node is best.node and turn.waits else best
     return best, equals
 
 

@@ -6,6 +6,7 @@ from slipstream.rollout.gateway.conversations import ChatMessage
 from slipstream.rollout.gateway.sessions.stored import ChainTurn, MessageNode
 from slipstream.rollout.tokens.conversation.sameness import (
     Mark,
+    is_answer,
     is_reminder,
     is_rewritten,
     is_step,
@@ -78,7 +79,8 @@ def _in_common(answer: MessageNode, messages: Sequence[ChatMessage], marks: Sequ
     node: MessageNode | None = answer
     while node is not None and place >= 0:
         message = messages[place]
-        if node.mark.alone == marks[place].alone or (length and is_rewritten(node.message, message)):
+        is_same = is_rewritten if length else is_answer
+        if node.mark.alone == marks[place].alone or is_same(node.message, message):
             length, place, node = length + 1, place - 1, node.before
         elif length and is_reminder(message):
             place -= 1

@@ -1,9 +1,9 @@
 """Digests that are equal for equal messages, and for equal beginnings of conversations.
 
 Two messages are the same if their role, text and tool calls are. Calls are compared as JSON values. Ids,
-the order of keys, reasoning (in its field, or before the text in ``<think>``), names, settings of caches, and
-in an answer blanks, parts and Unicode's ways to write a letter do not count: clients change or drop them when
-they send a message again.
+the order of keys, reasoning (in its field, or before the text in ``<think>``), names and settings of caches
+do not count, nor do an answer's blanks, fences of code, parts and ways to write a letter in Unicode: clients
+change or drop them when they send a message again.
 ``developer`` is another word for ``system``, and ``function`` for ``tool``. One part of text is the same as
 the text itself.
 """
@@ -44,9 +44,7 @@ def digest_alone(message: Mapping[str, object]) -> bytes:
     role = role_of(message).encode("utf-8", "replace")
     text = text_of(message)
     if role == b"assistant" and _is_text(text):
-        text = _spoken(message, "")
-        thought = _THOUGHT.match(text)
-        text = normalize("NFC", "".join(text[thought.end() if thought else 0 :].split()))
+        text = _letters(message)
     calls = functions_of(message)
     if isinstance(text, str) and not calls:
         return blake2b(b"%b\0%b" % (role, text.encode("utf-8", "replace")), digest_size=16).digest()
@@ -107,6 +105,17 @@ def is_rewritten(one: Mapping[str, object], other: Mapping[str, object]) -> bool
     return begins_or_ends or (len(short) >= _TELLING and short in long)
 
 
+def is_answer(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
+    """True if one of two answers holds the other whole, and both make the same calls: agents write names
+    before answers and notes after them, and leave out the text beside calls.
+    """
+    functions = functions_of(one)
+    if functions != functions_of(other) or not (_is_text(text_of(one)) and _is_text(text_of(other))):
+        return False
+    short, long = sorted((_letters(one), _letters(other)), key=len)
+    return bool(functions and not short) or (len(short) >= _TELLING and short in long)
+
+
 def reasoning_of(message: Mapping[str, object]) -> str:
     """Return the reasoning of an answer, from its field or from the beginning of its text."""
     reasoning = message.get("reasoning_content")
@@ -145,6 +154,8 @@ _TELLING = 16
 
 _THOUGHT = re.compile(r"\s*<(think|thinking)>(.*?)</\1>", re.DOTALL)
 
+_FENCE = re.compile(r"```\w*")
+
 _BLOCK = re.compile(r"<([A-Za-z][\w-]{0,40})>.*?</\1>", re.DOTALL)
 
 
@@ -157,6 +168,14 @@ def _spoken(message: Mapping[str, object], between: str = "\n") -> str:
     """Return the text of all parts of a message that are text."""
     text = text_of(message)
     return text if isinstance(text, str) else between.join(part for part in text if isinstance(part, str))
+
+
+def _letters(answer: Mapping[str, object]) -> str:
+    """Return the text of an answer without reasoning, blanks and fences of code."""
+    text = _spoken(answer, "")
+    thought = _THOUGHT.match(text)
+    text = _FENCE.sub("", text[thought.end() if thought else 0 :])
+    return normalize("NFC", "".join(text.split()))
 
 
 def _is_text(text: str | list[object]) -> bool:
