@@ -36,6 +36,8 @@ class Said:
     trained: bool
     reactions: list[list[str]] = field(default_factory=list[list[str]])
     paired: bool = False
+    exchanged: bool = False
+    """Nothing tells it from another turn, so that the oracle does not know which one is which."""
 
 
 @dataclass(eq=False)
@@ -312,8 +314,9 @@ class World:
             meant = said if said is mine or mine is None or not is_twin(mine, said, sent) else mine
             if said.paired:
                 self.problem(agent, "twice", said, ids)
-            elif meant is not mine and (mine is None or not is_hidden(mine, said, sent)):
-                self.problem(agent, "another's", said, ids)
+            elif meant is not mine:
+                if mine is None or not is_hidden(mine, said, sent):
+                    self.problem(agent, "another's", said, ids)
             elif mine is not None and not is_whole(ids, mine.reactions[-1], sent):
                 self.problem(agent, "other messages", said, ids)
             said.paired = True
@@ -329,6 +332,7 @@ class World:
             elif turn is said:
                 self.turns[number] = meant
         meant.paired, said.paired = said.paired, meant.paired
+        meant.exchanged = said.exchanged = True
 
     def problem(self, agent: Agent, kind: str, said: Said, ids: Sequence[str]) -> None:
         mine = None if agent.turn is None else self.turns[agent.turn]
@@ -353,11 +357,16 @@ class World:
         others = len(self.agents) > 1 and not agent.naming
         if agent.naming and not any("." in other.name for other in self.agents) and not others:
             return ""
+        if not agent.naming and answer["content"] is None and mine.message["content"]:
+            return "without a name, the text beside the calls is left out"
         asked = set(agent.history[-2]["of"])
-        question = next((message for message in sent if asked & set(message.get("of", ()))), None)
-        if question is None:
+        questions = [
+            next((message for message in each if asked & set(message.get("of", ()))), None)
+            for each in (mine.sent, sent)
+        ]
+        if None in questions:
             return "beside others, or without a name, the question is left out"
-        if question.get("spoilt") or question.get("touched"):
+        if any(m.get("spoilt") or m.get("touched") for m in questions if m is not None):
             return "beside others, or without a name, the question is rewritten"
         return ""
 
@@ -366,7 +375,7 @@ class World:
         lost = {n for entry in self.gateway.journal if isinstance(entry, SessionEnd) for n in entry.unpaired}
         for number, said in self.turns.items():
             agents = [agent for agent, before, same in self.missed if before is said and same]
-            if agents and not said.paired and said.trained and number not in lost:
+            if agents and not (said.paired or said.exchanged) and said.trained and number not in lost:
                 self.problem(agents[-1], "taken for the end", said, [])
 
 

@@ -2,7 +2,7 @@
 
 A rewriting gets a conversation, with the number of the request, and returns what an agent sends instead. It
 keeps all that a message does not show: ``of``, the ids of the messages that it holds; ``new``, that nothing
-has answered it yet; ``touched``, that other text stands before its own; ``spoilt``, that nobody can recognise
+has answered it yet; ``touched``, that other text stands beside its own; ``spoilt``, that nobody can recognise
 it any more. Messages without ``of`` are an agent's
 own, and never new where ``of`` holds ``own``. Rewritings may be composed in the order of
 ``REWRITINGS``.
@@ -172,7 +172,9 @@ def results_in_another_order(history: Messages, step: int) -> Messages:
     runs: Messages = []
     for role, run in itertools.groupby(history, lambda message: message["role"]):
         messages = list(run)
-        runs += messages[::-1] if role == "tool" and not messages[0].get("new") else messages
+        if role == "tool" and len(messages) > 1 and not messages[0].get("new"):
+            messages = [message | {"touched": True} for message in messages[::-1]]
+        runs += messages
     return runs
 
 
@@ -484,7 +486,8 @@ def images_replaced(history: Messages, step: int) -> Messages:
         return [{"type": "text", "text": text}, {"type": "text", "text": picture}]
 
     return [
-        m | {"content": content(i, m["content"])} if m["role"] == "user" else m for i, m in enumerate(history)
+        m | {"content": content(i, m["content"]), "touched": True} if m["role"] == "user" else m
+        for i, m in enumerate(history)
     ]
 
 

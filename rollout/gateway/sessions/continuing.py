@@ -29,6 +29,7 @@ from slipstream.rollout.gateway.sessions.repeating import (
     known_answer,
     last_answer,
     repeated,
+    repeats_at,
     said_since,
 )
 from slipstream.rollout.gateway.sessions.stored import (
@@ -161,9 +162,9 @@ def _rewritten(
     """
     reaction = messages[last + 1 :]
     if last < 0:
-        turn, new = _last_answered(session), _last_of_user(messages)
-        is_reaction = turn is not None and new and _goes_on(session, turn, messages, new[0])
-        return Predecessor(None, new, turn) if is_reaction else Predecessor(None)
+        turns, new = _last_answered(session), _last_of_user(messages)
+        is_reaction = len(turns) == 1 and new and _goes_on(session, turns[0], messages, new[0])
+        return Predecessor(None, new, turns[0]) if is_reaction else Predecessor(None)
     turn, equals = _with_answer(session, messages, marks, last)
     if equals == 1:
         return Predecessor(turn, reaction, turn)
@@ -173,15 +174,22 @@ def _rewritten(
         known = known_answer(messages, last, lambda place: marks[place].alone in session.answers, is_asked)
         place = last if known < 0 else known
         own = None if place == last else _answered_at(session, messages, marks, place)
-        if own is not None and own.waits:
-            return Predecessor(own, said_since(messages, place), own)
-    answered = _last_answered(session)
-    is_meant = answered is not None and any(
-        node.mark.alone == marks[place].alone or is_answer(node.message, messages[place])
-        for node in answered.endings
-    )
-    before = turn or _behind_known(session, marks)
-    return Predecessor(before, said_since(messages, place), answered if is_meant else None)
+        if own is not None:
+            return Predecessor(own, said_since(messages, place), own if own.waits else None)
+    said = said_since(messages, place)
+    turns = _alike(_last_answered(session), messages[place], marks[place])
+    if len(_alike(session.newest(), messages[place], marks[place])) > 1:
+        turns = [
+            turn
+            for turn in turns
+            if repeats_at(turn, messages, marks, place) or not _is_asked_again(turn, said)
+        ]
+    return Predecessor(turn or _behind_known(session, marks), said, turns[-1] if turns else None)
+
+
+def _is_asked_again(turn: ChainTurn, said: Sequence[ChatMessage]) -> bool:
+    """True if what is said holds the message that a turn has answered."""
+    return any(is_rewritten(asked, message) for asked in asked_before(turn.node) for message in said)
 
 
 def _said_to_calls(messages: Sequence[ChatMessage], turn: ChainTurn) -> Sequence[ChatMessage]:
@@ -225,11 +233,13 @@ def _may_make(answer: Mapping[str, object], repeated: ChatMessage) -> bool:
     return not is_step(repeated) or functions_of(answer) == functions_of(repeated)
 
 
-def _last_answered(session: SessionState) -> ChainTurn | None:
-    """Return the last turn that may be trained, if its next state can come now; None: others run, or the turn
-    has its next state."""
-    last = next((turn for turn in session.newest() if turn.trained), None)
-    return last if last is not None and last.waits and not session.running else None
+def _last_answered(session: SessionState) -> Sequence[ChainTurn]:
+    """Return the last turn that may be trained, with the other answers to its request, as far as they wait
+    for their next states; empty: others run, or none waits."""
+    newest = [turn for turn in session.newest() if turn.trained]
+    if session.running or not newest:
+        return ()
+    return [turn for turn in newest if turn.waits and turn.node.before is newest[0].node.before]
 
 
 def _last_of_user(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
@@ -253,9 +263,7 @@ def _goes_on(
     users = [message for message in messages if role_of(message) == "user" and not is_reminder(message)]
     if ids_of_calls(turn.message) or (len(users) < 2 and CONTINUED not in str(text_of(new))):
         return False
-    if any(is_rewritten(asked, new) for asked in asked_before(turn.node)):
-        return False
-    if any(other is not turn and other.node.before is turn.node.before for other in session.newest()):
+    if _is_asked_again(turn, [new]):
         return False
     first = next((other for other in session.turns if other.trained), turn)
     return all(_is_same_agent(messages_of(known.node), messages) for known in (first, turn))
@@ -287,15 +295,21 @@ def _with_answer(
     The message before the answer must be repeated, too, if only rewritten: short answers are often the same.
     """
     best: ChainTurn | None = None
-    longest, equals = 0, 0
-    for turn in session.newest():
-        length = repeated(turn, messages, marks, last)
-        if length > max(longest, 1):
-            best, longest, equals = turn, length, 1
-        elif length == longest > 1 and best is not None:
+    most, equals = (False, 0, 0), 0
+    for turn in _alike(session.newest(), messages[last], marks[last]):
+        common = repeated(turn, messages, marks, last)
+        if common[0] and common > most:
+            best, most, equals = turn, common, 1
+        elif common == most and best is not None:
             equals += turn.node is not best.node
             best = turn if turn.node is best.node and turn.waits else best
     return best, equals
+
+
+def _alike(turns: Sequence[ChainTurn], answer: ChatMessage, mark: Mark) -> Sequence[ChainTurn]:
+    """Return the turns with an answer; if none has it as it is, those with what is written around it."""
+    exact = [turn for turn in turns if any(node.mark.alone == mark.alone for node in turn.endings)]
+    return exact or [turn for turn in turns if any(is_answer(n.message, answer) for n in turn.endings)]
 
 
 def _behind_known(session: SessionState, marks: Sequence[Mark]) -> ChainTurn | None:

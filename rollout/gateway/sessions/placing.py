@@ -389,10 +389,8 @@ class SessionTable:
                 break
         else:
             return self._find_rewritten(key, messages, marks, last)
-        if place < last:
-            found = self._repeating(key, messages, marks, last)
-            if len(found) == 1:
-                return found[0]
+        if place < last and (session := self._find_rewritten(key, messages, marks, last, place)) is not None:
+            return session
         first = next(iter(sessions.values()))
         if len(sessions) == 1 or _waits(first, marks[place].history):
             return first
@@ -415,12 +413,13 @@ class SessionTable:
         return next(iter(called.values())) if len(called) == 1 else None
 
     def _find_rewritten(
-        self, key: str, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int
+        self, key: str, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int, beyond: int = -1
     ) -> SessionState | None:
         """Return the session of a conversation whose history was rewritten; None: none, or several may be.
 
         The session has the answer that the conversation repeats last, after the same message, if only
         rewritten. The client may have answered messages of its own since: then the session's turn must wait.
+        ``beyond``: an answer up to this place does not count.
         """
         place = known_answer(
             messages,
@@ -428,7 +427,7 @@ class SessionTable:
             lambda place: (key, marks[place].alone) in self._answers,
             lambda message: self.is_asked(key, message),
         )
-        found = self._repeating(key, messages, marks, place)
+        found = self._repeating(key, messages, marks, place) if place > beyond else []
         if len(found) > 1:
             self._counters.ambiguous += 1
             for session in found:

@@ -135,14 +135,14 @@ class Restoring:
         if entry.choice or not _is_main(entry):
             return
         heard = self._heard.get((session.key, session.name), set())
-        parent = turn.parent
-        whole = parent is not None and entry.kept >= parent.node.depth
-        if parent is not None and parent.number in heard:
-            heard.discard(parent.number)
-        elif not whole and heard:
-            heard.remove(max(heard))
-        elif not whole and last_answer(messages_of(turn.node.before)) >= 0:
-            session.doubt()
+        last = last_answer(messages_of(turn.node.before))
+        if turn.parent is not None and turn.parent.number in heard:
+            heard.discard(turn.parent.number)
+        elif last < 0 or last >= entry.kept:
+            if heard:
+                heard.remove(max(heard))
+            elif last >= 0:
+                session.doubt()
 
 
 def _is_main(entry: Turn) -> bool:
