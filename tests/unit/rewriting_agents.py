@@ -37,7 +37,7 @@ class Said:
     reactions: list[list[str]] = field(default_factory=list[list[str]])
     paired: bool = False
     exchanged: bool = False
-    """Nothing tells it from another turn, so that the oracle does not know which one is which."""
+    """Nothing tells it from another turn, or from what an agent says itself."""
 
 
 @dataclass(eq=False)
@@ -317,6 +317,9 @@ class World:
             elif meant is not mine:
                 if mine is None or not is_hidden(mine, said, sent):
                     self.problem(agent, "another's", said, ids)
+                else:
+                    mine.exchanged = True
+                    self.reasons["taken for an answer of the agent's own"] += 1
             elif mine is not None and not is_whole(ids, mine.reactions[-1], sent):
                 self.problem(agent, "other messages", said, ids)
             said.paired = True

@@ -29,7 +29,7 @@ def unpaired(gateway: Gateway) -> set[int]:
     return {number for entry in gateway.journal if isinstance(entry, SessionEnd) for number in entry.unpaired}
 
 
-@pytest.mark.parametrize("seeds", [range(place, place + 60) for place in range(0, 240, 60)])
+@pytest.mark.parametrize("seeds", [range(place, place + 75) for place in range(0, 300, 75)])
 def test_a_next_state_is_what_was_said_after_that_answer_however_agents_rewrite_it(seeds):
     problems = [problem for seed in seeds for problem in World(seed, restarts=seed % 2 == 1).run().problems]
     assert not problems, problems[0]
@@ -115,6 +115,40 @@ def test_a_turn_with_the_same_answer_as_one_that_goes_on_already_may_have_lost_i
     gateway.talk([go, okay, user("now stop")], "Stopped.<|end|>", session="s")  # a window, or another try
     assert gateway.next_states() == {first: ["continue"]}
     assert unpaired(gateway) == {second}
+
+
+def test_an_answer_as_it_is_goes_before_one_with_the_same_calls_and_other_text():
+    gateway, ask = Gateway(), [user("find it")]
+    first = called(gateway, ask, "", session="s")
+    second = called(gateway, ask, "I look there first", session="s")
+    for text, said in (("", "done"), ("I look there first", "found")):
+        gateway.talk([system("now"), *ask, calls(text), tool(said)], f"{said}<|end|>", session="s")
+    assert gateway.next_states() == {first: ["done"], second: ["found"]}
+
+
+def test_a_call_that_is_made_again_is_another_turn_than_the_one_before_it():
+    gateway, ask = Gateway(), [user("find it")]
+    first = called(gateway, ask, "", session="s")
+    called(gateway, [*ask, calls(""), tool("nothing")], "", session="s")  # the answer is thrown away
+    gateway.talk([system("now"), *ask, calls(""), tool("nothing")], "Done<|end|>", session="s")
+    assert gateway.next_states() == {first: ["nothing"]}
+
+
+def test_a_question_that_is_asked_again_after_an_equal_answer_is_no_reaction_to_its_own():
+    gateway, ask, okay, more = Gateway(), user("begin"), assistant("OK"), user("and now")
+    first = gateway.talk([ask], "OK<|end|>", session="s")
+    gateway.talk([ask, okay, more], "OK<|end|>", session="s")  # the answer is thrown away
+    gateway.talk([okay, more], "So<|end|>", session="s")
+    assert gateway.next_states() == {first: ["and now"]}
+
+
+def test_an_exchange_of_the_clients_own_does_not_hide_the_session_with_the_last_answer():
+    gateway, hi, hello = Gateway(), user("hi"), assistant("Hello")
+    first = gateway.talk([hi], "Hello<|end|>")
+    second = gateway.talk([user("Summary: they greet."), user("is 7 prime")], "Yes<|end|>")
+    aider = [user("no files"), assistant("Ok."), user("why")]
+    gateway.begin([hi, hello, user("is 7 prime"), assistant("Yes"), *aider])
+    assert gateway.next_states() == {second: ["why"]} and first != second
 
 
 @pytest.mark.parametrize("restarts", [False, True])

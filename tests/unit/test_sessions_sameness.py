@@ -5,7 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.rollout.gateway.sessions.sampling import judge_sampling
-from slipstream.rollout.tokens.conversation.sameness import digest_alone, is_answer, marks_of
+from slipstream.rollout.tokens.conversation.sameness import (
+    digest_alone,
+    is_answer,
+    is_rewritten,
+    marks_of,
+)
 from tests.unit.talking import assistant, user
 
 
@@ -74,6 +79,14 @@ LONG = "the file is empty, so I write it"
 )
 def test_a_long_answer_is_known_in_what_is_written_around_it(other, expected):
     assert is_answer(assistant(LONG), other) is expected
+
+
+def test_pictures_and_notes_in_their_places_do_not_say_what_a_message_is():
+    def shown(text, picture):
+        return user([{"type": "text", "text": part} for part in (text, picture)])
+
+    assert is_rewritten(shown("what is it", "[image]"), shown("what is it", "[image omitted]"))
+    assert not is_rewritten(shown("what is it", "[image]"), shown("who is it", "[image]"))
 
 
 def test_an_answer_with_calls_is_known_without_the_text_beside_them():

@@ -3,7 +3,7 @@
 The predecessor of a request is, in this order,
 
 1. the turn at the end of the longest stored history with which its messages begin, if they add no unknown
-   answer;
+   answer, and no result of calls that they leave out;
 2. the turn that has made a tool call whose id the request repeats last;
 3. the turn with the answer that the request repeats last, although something before it has been rewritten;
    where the client has answered messages of its own since, the answer before those, if its turn waits;
@@ -12,7 +12,8 @@ The predecessor of a request is, in this order,
 
 A turn that is found by 1, 2 or 3 is answered by what follows. Otherwise, and where several turns have the
 answer, the last answer of the session is, as long as nothing else runs in it: whatever a client rewrites
-before, its next message is a reaction to the last answer. An answer that is rewritten itself is nobody's.
+before, its next message is a reaction to the last answer. An answer that is rewritten itself is nobody's,
+unless it is long and stands whole within other text.
 
 The prompt is as much of the predecessor's chain as its text repeats, and then what is new. It begins a branch
 where something is not repeated, or where another trained turn continues the predecessor already.

@@ -90,11 +90,11 @@ def text_of(message: Mapping[str, object]) -> str | list[object]:
 
 def is_rewritten(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
     """True if one message is the other one, but for what agents add to a message and take out of it again:
-    blocks in tags such as ``<system-reminder>``, text before or after, blanks, and parts other than text.
+    blocks in tags such as ``<system-reminder>``, text before or after, blanks, and pictures.
     """
     if role_of(one) != role_of(other):
         return False
-    short, long = sorted((_bare(_spoken(message)) for message in (one, other)), key=len)
+    short, long = sorted((_words(message) for message in (one, other)), key=len)
     if not long:
         return (is_reminder(one) and is_reminder(other)) or digest_alone(one) == digest_alone(other)
     if not short:
@@ -144,7 +144,7 @@ def digest_of_exchange(before: Mapping[str, object], alone: bytes) -> bytes:
 
     ``alone``: digest of the answer.
     """
-    text = _bare(_spoken(before))
+    text = _words(before)
     said = digest_alone({**before, "content": text} if text else before)
     return blake2b(said + alone, digest_size=16).digest()
 
@@ -156,12 +156,21 @@ _THOUGHT = re.compile(r"\s*<(think|thinking)>(.*?)</\1>", re.DOTALL)
 
 _FENCE = re.compile(r"```\w*")
 
+_PICTURE = re.compile(r"\s*\[[^\[\]\n]*\]\s*")
+
 _BLOCK = re.compile(r"<([A-Za-z][\w-]{0,40})>.*?</\1>", re.DOTALL)
 
 
 def _bare(text: str) -> str:
     """Return a text without blocks in tags, its words separated by one blank each."""
     return normalize("NFC", " ".join(_BLOCK.sub(" ", text).split()))
+
+
+def _words(message: Mapping[str, object]) -> str:
+    """Return the words of a message, without parts that are the mark of a picture or a note in its place."""
+    text = text_of(message)
+    parts = [text] if isinstance(text, str) else [part for part in text if isinstance(part, str)]
+    return _bare("\n".join([part for part in parts if not _PICTURE.fullmatch(part)] or parts))
 
 
 def _spoken(message: Mapping[str, object], between: str = "\n") -> str:
