@@ -354,14 +354,15 @@ class World:
             return "the answer is rewritten"
         if answer.get("touched") and (not agent.naming or len(mine.message["content"]) < LONG):
             return "a name stands before a short answer, or before one in a session without a name"
+        has_own = any(m["role"] == "assistant" and "of" not in m for m in sent[:-1])
+        if answer["content"] is None and mine.message["content"] and (has_own or not agent.naming):
+            return "before answers of the agent's own, or without a name, the text beside calls is left out"
         answers = [visible(said.message) for said in self.turns.values() if said is not mine]
         if visible(mine.message) in answers:
             return "there is an equal answer"
         others = len(self.agents) > 1 and not agent.naming
         if agent.naming and not any("." in other.name for other in self.agents) and not others:
             return ""
-        if not agent.naming and answer["content"] is None and mine.message["content"]:
-            return "without a name, the text beside the calls is left out"
         asked = set(agent.history[-2]["of"])
         questions = [
             next((message for message in each if asked & set(message.get("of", ()))), None)

@@ -486,7 +486,8 @@ def images_replaced(history: Messages, step: int) -> Messages:
         return [{"type": "text", "text": text}, {"type": "text", "text": picture}]
 
     return [
-        m | {"content": content(i, m["content"])} if m["role"] == "user" else m for i, m in enumerate(history)
+        m | {"content": content(i, m["content"])} if m["role"] == "user" and m.get("of") else m
+        for i, m in enumerate(history)
     ]
 
 

@@ -94,9 +94,12 @@ def is_rewritten(one: Mapping[str, object], other: Mapping[str, object]) -> bool
     """
     if role_of(one) != role_of(other):
         return False
-    short, long = sorted((_words(message) for message in (one, other)), key=len)
+    said = [_words(message) for message in (one, other)]
+    if not any(said):  # blocks in tags are all that they have, such as a result in XML
+        said = [" ".join(_spoken(message).split()) for message in (one, other)]
+    short, long = sorted(said, key=len)
     if not long:
-        return (is_reminder(one) and is_reminder(other)) or digest_alone(one) == digest_alone(other)
+        return digest_alone(one) == digest_alone(other)
     if not short:
         return False
     if short == long:
@@ -156,7 +159,9 @@ _THOUGHT = re.compile(r"\s*<(think|thinking)>(.*?)</\1>", re.DOTALL)
 
 _FENCE = re.compile(r"```\w*")
 
-_PICTURE = re.compile(r"\s*\[[^\[\]\n]*\]\s*")
+_PICTURE = re.compile(
+    r"\s*\[[^\[\]\n]*\b(image|picture|screenshot|document|audio|video)\b[^\[\]\n]*\]\s*", re.IGNORECASE
+)
 
 _BLOCK = re.compile(r"<([A-Za-z][\w-]{0,40})>.*?</\1>", re.DOTALL)
 
