@@ -315,7 +315,9 @@ class World:
             if said.paired:
                 self.problem(agent, "twice", said, ids)
             elif meant is not mine:
-                if mine is None or not is_hidden(mine, said, sent):
+                if said.agent is agent and all(m["role"] != "assistant" for m in sent[:-1]):
+                    self.reasons["asked again with more, and without an answer"] += 1
+                elif mine is None or not is_hidden(mine, said, sent):
                     self.problem(agent, "another's", said, ids)
                 else:
                     mine.exchanged = True

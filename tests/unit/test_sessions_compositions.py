@@ -54,6 +54,15 @@ def test_of_two_sessions_that_with_the_last_answer_goes_before_that_with_the_beg
     assert gateway.next_states() == {second: ["why"]} and first != second
 
 
+def test_a_turn_whose_conversation_has_gone_on_in_another_session_has_not_ended_it():
+    gateway, ask, yes = Gateway(), user("is 7 prime"), assistant("Yes")
+    first = gateway.talk([ask], "Yes<|end|>")
+    second = gateway.talk([user("Summary: 7 is prime."), user("is 8 prime")], "No<|end|>")
+    gateway.talk([ask, yes, user("is 8 prime"), assistant("No"), user("why")], "2 divides 8.<|end|>")
+    assert gateway.next_states() == {second: ["why"]}
+    assert unpaired(gateway) == {first}
+
+
 def test_what_is_said_to_calls_that_are_left_out_goes_to_their_turn():
     gateway, ask = Gateway(), [user("hi"), assistant("Hello"), user("find it")]
     first = gateway.talk(ask[:1], "Hello<|end|>", session="s")

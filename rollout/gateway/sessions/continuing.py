@@ -178,14 +178,31 @@ def _rewritten(
         if own is not None:
             return Predecessor(own, said_since(messages, place), own if own.waits else None)
     said = said_since(messages, place)
+    turns = _meant_last(session, messages, marks, place, said)
+    return Predecessor(turn or _behind_known(session, marks), said, turns[-1] if turns else None)
+
+
+def _meant_last(
+    session: SessionState,
+    messages: Sequence[ChatMessage],
+    marks: Sequence[Mark],
+    place: int,
+    said: Sequence[ChatMessage],
+) -> Sequence[ChainTurn]:
+    """Return the last answers of a session that a conversation may have in a place. Where several turns have
+    the answer, it may be another one's: ``said``, what is said to it, must not ask its question again, and no
+    other turn may wait if its question is not repeated."""
     turns = _alike(_last_answered(session), messages[place], marks[place])
-    if len(_alike(session.newest(), messages[place], marks[place])) > 1:
+    alike = _alike(session.newest(), messages[place], marks[place])
+    if len(alike) > 1:
+        waiting = {turn.node.before.mark.history for turn in alike if turn.waits and turn.node.before}
         turns = [
             turn
             for turn in turns
-            if repeats_at(turn, messages, marks, place) or not _is_asked_again(turn, said)
+            if not _is_asked_again(turn, said)
+            and (len(waiting) == 1 or repeats_at(turn, messages, marks, place))
         ]
-    return Predecessor(turn or _behind_known(session, marks), said, turns[-1] if turns else None)
+    return [turn for turn in turns if _has(turn, marks[place])] or turns
 
 
 def _is_asked_again(turn: ChainTurn, said: Sequence[ChatMessage]) -> bool:
@@ -258,8 +275,8 @@ def _goes_on(
 
     It then has something that stands for what was left out, before what is new. An answer with calls goes on
     with their results, and another agent has another system message: of one session's agents, the first goes
-    on, since others may begin alike one after the other. A request may also ask for another
-    answer to what the turn has answered; and of several answers to that, nothing tells which one is meant.
+    on, since others may begin alike one after the other. A request may also ask again what the turn has
+    answered.
     """
     users = [message for message in messages if role_of(message) == "user" and not is_reminder(message)]
     if ids_of_calls(turn.message) or (len(users) < 2 and CONTINUED not in str(text_of(new))):
@@ -296,21 +313,34 @@ def _with_answer(
     The message before the answer must be repeated, too, if only rewritten: short answers are often the same.
     """
     best: ChainTurn | None = None
-    most, equals = (False, 0, 0), 0
+    most, equals = (0, False), 0
     for turn in _alike(session.newest(), messages[last], marks[last]):
         common = repeated(turn, messages, marks, last)
-        if common[0] and common > most:
-            best, most, equals = turn, common, 1
-        elif common == most and best is not None:
+        rank = (common, _has(turn, marks[last]))
+        if common > 1 and rank > most:
+            best, most, equals = turn, rank, 1
+        elif best is not None and rank == most:
             equals += turn.node is not best.node
             best = turn if turn.node is best.node and turn.waits else best
     return best, equals
 
 
+def _has(turn: ChainTurn, mark: Mark) -> bool:
+    """True if a turn has an answer as it is."""
+    return any(node.mark.alone == mark.alone for node in turn.endings)
+
+
 def _alike(turns: Sequence[ChainTurn], answer: ChatMessage, mark: Mark) -> Sequence[ChainTurn]:
-    """Return the turns with an answer; if none has it as it is, those with what is written around it."""
-    exact = [turn for turn in turns if any(node.mark.alone == mark.alone for node in turn.endings)]
-    return exact or [turn for turn in turns if any(is_answer(n.message, answer) for n in turn.endings)]
+    """Return the turns with an answer; if none has it as it is, or if it has calls, also those with what is
+    written around it, or is left out beside its calls."""
+    exact = [turn for turn in turns if _has(turn, mark)]
+    if exact and not is_step(answer):
+        return exact
+    return [
+        turn
+        for turn in turns
+        if _has(turn, mark) or any(is_answer(node.message, answer) for node in turn.endings)
+    ]
 
 
 def _behind_known(session: SessionState, marks: Sequence[Mark]) -> ChainTurn | None:

@@ -13,6 +13,7 @@ journal, and the digest of its history stays here, so that its next state is sti
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from slipstream.rollout.gateway.conversations import (
     ChatMessage,
@@ -389,9 +390,11 @@ class SessionTable:
                 break
         else:
             return self._find_rewritten(key, messages, marks, last)
-        if place < last and (session := self._find_rewritten(key, messages, marks, last, place)) is not None:
-            return session
         first = next(iter(sessions.values()))
+        if place < last and (session := self._find_rewritten(key, messages, marks, last, place)) is not None:
+            if len(sessions) == 1:  # what followed there has begun another session
+                first.doubt()
+            return session
         if len(sessions) == 1 or _waits(first, marks[place].history):
             return first
         self._counters.ambiguous += 1
@@ -419,14 +422,10 @@ class SessionTable:
 
         The session has the answer that the conversation repeats last, after the same message, if only
         rewritten. The client may have answered messages of its own since: then the session's turn must wait.
-        ``beyond``: an answer up to this place does not count.
+        An answer up to the place ``beyond`` does not count.
         """
-        place = known_answer(
-            messages,
-            last,
-            lambda place: (key, marks[place].alone) in self._answers,
-            lambda message: self.is_asked(key, message),
-        )
+        is_asked = partial(self.is_asked, key)
+        place = known_answer(messages, last, lambda at: (key, marks[at].alone) in self._answers, is_asked)
         found = self._repeating(key, messages, marks, place) if place > beyond else []
         if len(found) > 1:
             self._counters.ambiguous += 1

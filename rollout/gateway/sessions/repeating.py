@@ -65,24 +65,17 @@ def said_since(messages: Sequence[ChatMessage], place: int) -> Sequence[ChatMess
     return [*said, *messages[place + 1 :][-1:]]
 
 
-def repeated(
-    turn: ChainTurn, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int
-) -> tuple[bool, int, int]:
-    """Return how much a turn has in common with a conversation, as ``_in_common`` counts it."""
+def repeated(turn: ChainTurn, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int) -> int:
+    """Return how many messages a turn has in common with a conversation, as ``_in_common`` counts them."""
     return max(_in_common(node, messages, marks, last) for node in turn.endings)
 
 
-def _in_common(
-    answer: MessageNode, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int
-) -> tuple[bool, int, int]:
-    """Return whether an answer and the message before it are those of a conversation up to a place; below 0,
-    how many calls and results between them are left out; and how many messages are the same, the last one
-    first. More is better.
-
-    Each message may be rewritten. Left out are the calls and results between a question and its answer, if
-    the conversation has none there, and messages that are reminders alone.
+def _in_common(answer: MessageNode, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int) -> int:
+    """Return how many messages up to an answer are those of a conversation up to a place, the last one first.
+    Each may be rewritten. Left out are messages that are reminders alone, and the calls and results between a
+    question and its answer, if the conversation has none there.
     """
-    length, place, left_out = 0, last, 0
+    length, place = 0, last
     node: MessageNode | None = answer
     while node is not None and place >= 0:
         message = messages[place]
@@ -92,11 +85,10 @@ def _in_common(
         elif length and is_reminder(message):
             place -= 1
         elif length and (is_reminder(node.message) or (is_step(node.message) and role_of(message) == "user")):
-            left_out -= length == 1 and is_step(node.message)
             node = node.before
         else:
             break
-    return length > 1, left_out, length
+    return length
 
 
 def asked_before(answer: MessageNode) -> list[ChatMessage]:
@@ -117,4 +109,4 @@ def asked_before(answer: MessageNode) -> list[ChatMessage]:
 
 def repeats_at(turn: ChainTurn, messages: Sequence[ChatMessage], marks: Sequence[Mark], place: int) -> bool:
     """True if a conversation has a turn's answer in a place, after the same message, if only rewritten."""
-    return repeated(turn, messages, marks, place)[0]
+    return repeated(turn, messages, marks, place) > 1
