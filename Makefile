@@ -1,7 +1,7 @@
 # make quickstart   sets everything up and trains a small policy on this machine; GPU=1: on one GPU of it
 # make test         sets everything up and runs the tests
 # make test-fast    the unit tests only: no engine, no Ray, no Slurm; less than ten minutes
-# make property-sweep SEEDS=20 N=2000   random schedules of the control core, N for each seed (some minutes)
+# make property-sweep SEEDS=20 N=2000   random schedules of the control core, N for each seed; agents that rewrite (some minutes)
 # make crash-cases                every known harm to a run once: kills, stops, damage (more than an hour); ONLY="damage"
 # make exactness N=1000 SEED=1    random conversations: is what is trained what the engines have sampled? (some minutes)
 # make diagnoses                  runs that are broken on purpose, and what diagnose says of them (half an hour)
@@ -121,6 +121,7 @@ test-other-megatron: install
 
 property-sweep: install
 	$(BIN)/python -m tests.control_sweep --seeds $(or $(SEEDS),20) --examples $(or $(N),2000)
+	$(BIN)/python -m tests.rewriting_sweep
 
 crash-cases: install
 	$(BIN)/python -m tests.crash.cases $(if $(ONLY),--only "$(ONLY)")

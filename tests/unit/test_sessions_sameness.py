@@ -5,7 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.rollout.gateway.sessions.sampling import judge_sampling
-from slipstream.rollout.tokens.conversation.sameness import digest_alone, marks_of
+from slipstream.rollout.tokens.conversation.sameness import (
+    digest_alone,
+    is_answer,
+    is_rewritten,
+    marks_of,
+)
 from tests.unit.talking import assistant, user
 
 
@@ -20,6 +25,10 @@ SAME = [
     (assistant("hi", reasoning_content="so"), assistant("hi")),
     (assistant([{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "hi"}]), assistant("hi")),
     (assistant("\n\nhi \n"), assistant("hi")),
+    (assistant("a  \n\n\nb"), assistant("a\r\n\r\nb")),
+    (assistant("a\n```py\nb\n```"), assistant("a\nb")),
+    (assistant("cafe\u0301"), assistant("caf\u00e9")),
+    (assistant("a\nb"), assistant([{"type": "text", "text": "a\n"}, {"type": "text", "text": "b"}])),
     (assistant("\n\n"), assistant(None)),
     (assistant(None), assistant("")),
     (assistant(None), {"role": "assistant"}),
@@ -54,6 +63,42 @@ def test_messages_are_the_same_by_role_text_and_calls(one, two):
 @pytest.mark.parametrize(("one", "two"), DIFFERENT)
 def test_messages_differ_by_role_text_and_calls(one, two):
     assert digest_alone(one) != digest_alone(two)
+
+
+LONG = "the file is empty, so I write it"
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (assistant(f"coder: {LONG}"), True),
+        (assistant(f"{LONG}\n[interrupted]"), True),
+        (assistant(f"not {LONG[:9]}"), False),
+        (call({}, id="1") | {"content": LONG}, False),
+    ],
+)
+def test_a_long_answer_is_known_in_what_is_written_around_it(other, expected):
+    assert is_answer(assistant(LONG), other) is expected
+
+
+def test_pictures_and_notes_in_their_places_do_not_say_what_a_message_is():
+    def shown(text, picture):
+        return user([{"type": "text", "text": part} for part in (text, picture)])
+
+    assert is_rewritten(shown("what is it", "[image]"), shown("what is it", "[image omitted]"))
+    assert not is_rewritten(shown("what is it", "[image]"), shown("who is it", "[image]"))
+
+
+def test_a_message_of_blocks_in_tags_alone_is_known_with_a_reminder_after_it():
+    one, other = user("<file>a</file>"), user("<file>b</file>")
+    assert is_rewritten(one, user(f"{one['content']}\n<system-reminder>x</system-reminder>"))
+    assert not is_rewritten(one, other)
+
+
+def test_an_answer_with_calls_is_known_without_the_text_beside_them():
+    assert is_answer(call({"a": 1}) | {"content": "Well"}, call('{"a": 1}'))
+    assert not is_answer(call({"a": 1}) | {"content": "Well"}, call('{"a": 2}'))
+    assert not is_answer(assistant("well"), assistant("not well"))
 
 
 def test_messages_that_are_nested_too_deeply_are_refused_and_never_crash():

@@ -2,6 +2,7 @@
 
     sampling    sampling parameters that the trainer cannot reproduce
     stored      turns and histories of one session
+    repeating   what a conversation repeats of a stored one, although it was rewritten
     placing     the session of a request that names none
     continuing  the turn that a request continues, and its prompt
     pairing     next states

@@ -3,7 +3,7 @@
 The predecessor of a request is, in this order,
 
 1. the turn at the end of the longest stored history with which its messages begin, if they add no unknown
-   answer;
+   answer, and no result of calls that they leave out;
 2. the turn that has made a tool call whose id the request repeats last;
 3. the turn with the answer that the request repeats last, although something before it has been rewritten;
    where the client has answered messages of its own since, the answer before those, if its turn waits;
@@ -12,21 +12,29 @@ The predecessor of a request is, in this order,
 
 A turn that is found by 1, 2 or 3 is answered by what follows. Otherwise, and where several turns have the
 answer, the last answer of the session is, as long as nothing else runs in it: whatever a client rewrites
-before, its next message is a reaction to the last answer. An answer that is rewritten itself is nobody's.
+before, its next message is a reaction to the last answer. An answer that is rewritten itself is nobody's,
+unless it is long and stands whole within other text.
 
 The prompt is as much of the predecessor's chain as its text repeats, and then what is new. It begins a branch
 where something is not repeated, or where another trained turn continues the predecessor already.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
 from slipstream.rollout.gateway.conversations import Arrival, ChatMessage
+from slipstream.rollout.gateway.sessions.repeating import (
+    asked_before,
+    known_answer,
+    last_answer,
+    repeated,
+    repeats_at,
+    said_since,
+)
 from slipstream.rollout.gateway.sessions.stored import (
     ChainTurn,
-    MessageNode,
     SessionState,
     common_depth,
     messages_of,
@@ -43,7 +51,9 @@ from slipstream.rollout.tokens.conversation.chains import (
 )
 from slipstream.rollout.tokens.conversation.sameness import (
     Mark,
+    functions_of,
     ids_of_calls,
+    is_answer,
     is_reminder,
     is_rewritten,
     is_step,
@@ -52,12 +62,6 @@ from slipstream.rollout.tokens.conversation.sameness import (
     role_of,
     text_of,
 )
-
-MOST_OWN = 8
-"""Answers of a client's own after one of the policy's."""
-
-MOST_STEPS = 64
-"""Messages before an answer among which its question is looked for."""
 
 CONTINUED = "This session is being continued from a previous conversation"
 """Phrase of Claude Code's before the summary of a compacted conversation. What is new follows in the same
@@ -120,82 +124,90 @@ class PromptPlan:
         return self.parent is not None and self.shared == self.parent.length
 
 
-def last_answer(messages: Sequence[ChatMessage]) -> int:
-    """Return the place of the last answer in a conversation; -1: it has none."""
-    answers = (place for place, message in enumerate(messages) if role_of(message) == "assistant")
-    return max(answers, default=-1)
-
-
-def known_answer(messages: Sequence[ChatMessage], last: int, is_known: Callable[[int], bool]) -> int:
-    """Return the place of the last known answer in a conversation, from ``last`` back; -1: none is known, or
-    something else than exchanges of the client's own follows it.
-    """
-    for _ in range(MOST_OWN):
-        if last < 0 or is_known(last):
-            return last
-        before = last_answer(messages[:last])
-        last = before if before < last - 1 else -1
-    return -1
-
-
-def said_since(messages: Sequence[ChatMessage], place: int) -> Sequence[ChatMessage]:
-    """Return what has been said to the answer in a place: all that follows but exchanges of the client's own,
-    an answer of its own to a message of its own each. A result that one of them follows is none.
-    """
-    said: list[ChatMessage] = []
-    for message in messages[place + 1 : -1]:
-        if role_of(message) != "assistant":
-            said.append(message)
-        elif said and role_of(said[-1]) == "user":
-            said.pop()
-    return [*said, *messages[place + 1 :][-1:]]
-
-
 def predecessor_of_chat(
-    session: SessionState, messages: Sequence[ChatMessage], marks: Sequence[Mark]
+    session: SessionState,
+    messages: Sequence[ChatMessage],
+    marks: Sequence[Mark],
+    is_asked: Callable[[ChatMessage], bool],
 ) -> Predecessor:
-    """Return the turn that a conversation continues."""
+    """Return the turn that a conversation continues. ``is_asked``: see ``known_answer``."""
     last = last_answer(messages)
+    called = _with_call(session, messages, last)
     for depth in range(len(marks), max(last, 0), -1):
         history = marks[depth - 1].history
         node = session.nodes.get(history)
         if node is not None and node.turns:
+            if called is not None and called.waits and called not in node.turns:
+                break  # the calls whose results come now are left out
             meant = _meant(node.turns, messages[depth - 1])
             turns = [turn for turn in meant if turn.waits]
             before = turns[0] if turns else meant[-1]
             return Predecessor(before, messages[depth:], before, exact=True)
         if history in session.cleared:
             return Predecessor(None, messages[depth:], evicted=history)
-    return _rewritten(session, messages, marks, last)
+    if called is not None:
+        return Predecessor(called, _said_to_calls(messages, called), called)
+    return _rewritten(session, messages, marks, last, is_asked)
 
 
 def _rewritten(
-    session: SessionState, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int
+    session: SessionState,
+    messages: Sequence[ChatMessage],
+    marks: Sequence[Mark],
+    last: int,
+    is_asked: Callable[[ChatMessage], bool],
 ) -> Predecessor:
     """Return the turn that a conversation continues in which something was rewritten.
 
     ``last``: place of its last answer; below 0: it has none.
     """
     reaction = messages[last + 1 :]
-    if (turn := _with_call(session, messages, last)) is not None:
-        return Predecessor(turn, _said_to_calls(messages, turn), turn)
     if last < 0:
-        turn, new = _last_answered(session), _last_of_user(messages)
-        is_reaction = turn is not None and new and _is_same_agent(turn, messages)
-        return Predecessor(None, new, turn) if is_reaction else Predecessor(None)
+        turns, new = _last_answered(session), _last_of_user(messages)
+        is_reaction = len(turns) == 1 and new and _goes_on(session, turns[0], messages, new[0])
+        return Predecessor(None, new, turns[0]) if is_reaction else Predecessor(None)
     turn, equals = _with_answer(session, messages, marks, last)
-    if not equals and marks[last].alone not in session.answers:
+    if equals == 1:
+        return Predecessor(turn, reaction, turn)
+    place = last
+    if not equals:
         # aider says which files there are, and "Ok." to that, between each answer and the next question
-        place = known_answer(messages, last, lambda place: marks[place].alone in session.answers)
-        own = _answered_at(session, messages, marks, place)
-        if own is not None and own.waits:
-            return Predecessor(own, said_since(messages, place), own)
-    if equals != 1:
-        answered = _last_answered(session)
-        is_meant = answered is not None and marks[last].alone in {n.mark.alone for n in answered.endings}
-        before = turn or _behind_known(session, marks)
-        return Predecessor(before, reaction, answered if is_meant else None)
-    return Predecessor(turn, reaction, turn)
+        known = known_answer(messages, last, lambda place: marks[place].alone in session.answers, is_asked)
+        place = last if known < 0 else known
+        own = None if place == last else _answered_at(session, messages, marks, place)
+        if own is not None:
+            return Predecessor(own, said_since(messages, place), own if own.waits else None)
+    said = said_since(messages, place)
+    turns = _meant_last(session, messages, marks, place, said)
+    return Predecessor(turn or _behind_known(session, marks), said, turns[-1] if turns else None)
+
+
+def _meant_last(
+    session: SessionState,
+    messages: Sequence[ChatMessage],
+    marks: Sequence[Mark],
+    place: int,
+    said: Sequence[ChatMessage],
+) -> Sequence[ChainTurn]:
+    """Return the last answers of a session that a conversation may have in a place. Where several turns have
+    the answer, it may be another one's: ``said``, what is said to it, must not ask its question again, and no
+    other turn may wait if its question is not repeated."""
+    turns = _alike(_last_answered(session), messages[place], marks[place])
+    alike = _alike(session.newest(), messages[place], marks[place])
+    if len(alike) > 1:
+        waiting = {turn.node.before.mark.history for turn in alike if turn.waits and turn.node.before}
+        turns = [
+            turn
+            for turn in turns
+            if not _is_asked_again(turn, said)
+            and (len(waiting) == 1 or repeats_at(turn, messages, marks, place))
+        ]
+    return [turn for turn in turns if _has(turn, marks[place])] or turns
+
+
+def _is_asked_again(turn: ChainTurn, said: Sequence[ChatMessage]) -> bool:
+    """True if what is said holds the message that a turn has answered."""
+    return any(is_rewritten(asked, message) for asked in asked_before(turn.node) for message in said)
 
 
 def _said_to_calls(messages: Sequence[ChatMessage], turn: ChainTurn) -> Sequence[ChatMessage]:
@@ -228,36 +240,59 @@ def _with_call(session: SessionState, messages: Sequence[ChatMessage], last: int
     if not ids:
         return None
     found = [turn for turn in session.newest() if not ids.isdisjoint(ids_of_calls(turn.message))]
-    return found[0] if len(found) == 1 else None
+    if len(found) != 1 or (last >= 0 and not _may_make(found[0].message, messages[last])):
+        return None
+    return found[0]
 
 
-def _last_answered(session: SessionState) -> ChainTurn | None:
-    """Return the last turn that may be trained, if its next state can come now; None: others run, or the turn
-    has its next state."""
-    last = next((turn for turn in session.newest() if turn.trained), None)
-    return last if last is not None and last.waits and not session.running else None
+def _may_make(answer: Mapping[str, object], repeated: ChatMessage) -> bool:
+    """True unless a repeated answer has other calls than one with the same ids: not all dialects make up ids
+    that differ."""
+    return not is_step(repeated) or functions_of(answer) == functions_of(repeated)
+
+
+def _last_answered(session: SessionState) -> Sequence[ChainTurn]:
+    """Return the last turn that may be trained, with the other answers to its request, as far as they wait
+    for their next states; empty: others run, or none waits."""
+    newest = [turn for turn in session.newest() if turn.trained]
+    if session.running or not newest:
+        return ()
+    return [turn for turn in newest if turn.waits and turn.node.before is newest[0].node.before]
 
 
 def _last_of_user(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-    """Return the user's last message; empty: another one than the system's follows, or there is none."""
-    spoken = [message for message in messages if role_of(message) != "system"]
-    return spoken[-1:] if spoken and role_of(spoken[-1]) == "user" else ()
+    """Return the user's last message, with the reminders after it; empty: another one than the system's
+    follows, or there is none."""
+    spoken = [message for message in messages if role_of(message) not in ("system", "assistant")]
+    last = max((place for place, message in enumerate(spoken) if not is_reminder(message)), default=0)
+    return spoken[last:] if spoken and role_of(spoken[last]) == "user" else ()
 
 
-def _is_same_agent(turn: ChainTurn, messages: Sequence[ChatMessage]) -> bool:
+def _goes_on(
+    session: SessionState, turn: ChainTurn, messages: Sequence[ChatMessage], new: ChatMessage
+) -> bool:
     """True if a conversation without any answer goes on after a turn, rather than beginning beside it.
 
     It then has something that stands for what was left out, before what is new. An answer with calls goes on
-    with their results, and another agent has another system message.
+    with their results, and another agent has another system message: of one session's agents, the first goes
+    on, since others may begin alike one after the other. A request may also ask again what the turn has
+    answered.
     """
-    users = [message for message in messages if role_of(message) == "user"]
-    if ids_of_calls(turn.message) or (len(users) < 2 and CONTINUED not in str(text_of(users[0]))):
+    users = [message for message in messages if role_of(message) == "user" and not is_reminder(message)]
+    if ids_of_calls(turn.message) or (len(users) < 2 and CONTINUED not in str(text_of(new))):
         return False
-    before = messages_of(turn.node)
-    systems = [[m for m in each if role_of(m) == "system"][:1] for each in (before, messages)]
-    return systems[0] == systems[1] or bool(
-        systems[0] and systems[1] and is_rewritten(systems[0][0], systems[1][0])
-    )
+    if _is_asked_again(turn, [new]):
+        return False
+    first = next((other for other in session.turns if other.trained), turn)
+    return all(_is_same_agent(messages_of(known.node), messages) for known in (first, turn))
+
+
+def _is_same_agent(one: Sequence[ChatMessage], other: Sequence[ChatMessage]) -> bool:
+    """True if two conversations begin with the same message of the system, or with none."""
+    systems = [next((m for m in each if role_of(m) == "system"), None) for each in (one, other)]
+    if systems[0] is None or systems[1] is None:
+        return systems[0] is systems[1]
+    return systems[0] == systems[1] or is_rewritten(systems[0], systems[1])
 
 
 def _meant(turns: Sequence[ChainTurn], answer: ChatMessage) -> Sequence[ChainTurn]:
@@ -272,65 +307,40 @@ def _meant(turns: Sequence[ChainTurn], answer: ChatMessage) -> Sequence[ChainTur
 def _with_answer(
     session: SessionState, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int
 ) -> tuple[ChainTurn | None, int]:
-    """Return the turn with the answer that is repeated last, and how many turns have it.
+    """Return the turn with the answer that is repeated last, and how many turns have it. Equal answers to one
+    request count once, as the oldest that waits.
 
     The message before the answer must be repeated, too, if only rewritten: short answers are often the same.
     """
     best: ChainTurn | None = None
-    longest, equals = 0, 0
-    for turn in session.newest():
-        length = _repeated(turn, messages, marks, last)
-        if length > max(longest, 1):
-            best, longest, equals = turn, length, 1
-        elif length == longest > 1:
-            equals += 1
+    most, equals = (0, False), 0
+    for turn in _alike(session.newest(), messages[last], marks[last]):
+        common = repeated(turn, messages, marks, last)
+        rank = (common, _has(turn, marks[last]))
+        if common > 1 and rank > most:
+            best, most, equals = turn, rank, 1
+        elif best is not None and rank == most:
+            equals += turn.node is not best.node
+            best = turn if turn.node is best.node and turn.waits else best
     return best, equals
 
 
-def _repeated(turn: ChainTurn, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int) -> int:
-    """Return how many messages a turn has in common with a conversation, as ``_in_common`` counts them."""
-    return max(_in_common(node, messages, marks, last) for node in turn.endings)
+def _has(turn: ChainTurn, mark: Mark) -> bool:
+    """True if a turn has an answer as it is."""
+    return any(node.mark.alone == mark.alone for node in turn.endings)
 
 
-def _in_common(answer: MessageNode, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int) -> int:
-    """Return how many messages up to an answer are those of a conversation up to a place, the last one first.
-    Each but the answer may be rewritten. Left out are messages that are reminders alone, and the calls and
-    results between a question and its answer, if the conversation has none there.
-    """
-    length, place = 0, last
-    node: MessageNode | None = answer
-    while node is not None and place >= 0:
-        message = messages[place]
-        if node.mark.alone == marks[place].alone or (length and is_rewritten(node.message, message)):
-            length, place, node = length + 1, place - 1, node.before
-        elif length and is_reminder(message):
-            place -= 1
-        elif length and (is_reminder(node.message) or (is_step(node.message) and role_of(message) == "user")):
-            node = node.before
-        else:
-            break
-    return length
-
-
-def asked_before(answer: MessageNode) -> list[ChatMessage]:
-    """Return the messages after which a conversation may repeat an answer: the one before it, and that before
-    the calls and results that have led to it. Messages that are reminders alone are neither."""
-    found: list[ChatMessage] = []
-    node = answer.before
-    for _ in range(MOST_STEPS):
-        if node is None:
-            break
-        if not is_reminder(node.message) and not (found and is_step(node.message)):
-            found.append(node.message)
-            if not is_step(node.message):
-                break
-        node = node.before
-    return found
-
-
-def repeats_at(turn: ChainTurn, messages: Sequence[ChatMessage], marks: Sequence[Mark], place: int) -> bool:
-    """True if a conversation has a turn's answer in a place, after the same message, if only rewritten."""
-    return _repeated(turn, messages, marks, place) > 1
+def _alike(turns: Sequence[ChainTurn], answer: ChatMessage, mark: Mark) -> Sequence[ChainTurn]:
+    """Return the turns with an answer; if none has it as it is, or if it has calls, also those with what is
+    written around it, or is left out beside its calls."""
+    exact = [turn for turn in turns if _has(turn, mark)]
+    if exact and not is_step(answer):
+        return exact
+    return [
+        turn
+        for turn in turns
+        if _has(turn, mark) or any(is_answer(node.message, answer) for node in turn.endings)
+    ]
 
 
 def _behind_known(session: SessionState, marks: Sequence[Mark]) -> ChainTurn | None:

@@ -45,6 +45,8 @@ def pair(session: SessionState, before: Predecessor, counters: SessionCounters) 
     if not turn.trained:
         return [], b""
     if not turn.waits or turn.number is None:
+        if any(other.waits and other.node.mark.alone == turn.node.mark.alone for other in session.newest()):
+            session.doubt()  # an equal answer may be meant
         return _next_state(None, reaction, counters), b""
     session.pair(turn)
     return _next_state(turn.number, reaction, counters), turn.node.mark.history

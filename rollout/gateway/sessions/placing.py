@@ -13,6 +13,7 @@ journal, and the digest of its history stays here, so that its next state is sti
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from slipstream.rollout.gateway.conversations import (
     ChatMessage,
@@ -21,13 +22,13 @@ from slipstream.rollout.gateway.conversations import (
     TooManySessions,
     UnknownTurn,
 )
-from slipstream.rollout.gateway.sessions.continuing import (
+from slipstream.rollout.gateway.sessions.counters import SessionCounters
+from slipstream.rollout.gateway.sessions.repeating import (
     asked_before,
     known_answer,
     last_answer,
     repeats_at,
 )
-from slipstream.rollout.gateway.sessions.counters import SessionCounters
 from slipstream.rollout.gateway.sessions.stored import EndedTurn, MessageNode, SessionGroup, SessionState
 from slipstream.rollout.tokens.conversation.sameness import (
     Mark,
@@ -96,8 +97,8 @@ class SessionTable:
         """By key and history: the sessions in which a turn ends there. Those in which it waits for its next
         state are first."""
         self._answers: dict[tuple[str, bytes], dict[Id, SessionState]] = {}
-        """By key and by the digest of an answer, alone and with the message before it: sessions with a turn
-        that has it."""
+        """By key and by the digest of an answer, alone and with the message before it, and of that message
+        alone: sessions with a turn that has it."""
         self._named: dict[tuple[str, str], SessionState] = {}
         """Sessions by key and by the ids of requests whose answers can be named."""
         self._with_id: dict[tuple[str, str], list[SessionState]] = {}
@@ -299,8 +300,10 @@ class SessionTable:
         if identity not in sessions:
             sessions[identity] = session
             session.histories.append(mark.history)
-        asked = asked_before(answer)
-        for digest in {mark.alone, *(digest_of_exchange(message, mark.alone) for message in asked)}:
+        digests = {mark.alone}
+        for message in asked_before(answer):
+            digests |= {digest_of_exchange(message, mark.alone), digest_of_exchange(message, b"")}
+        for digest in digests:
             same = self._answers.setdefault((session.key, digest), {})
             if identity not in same:
                 same[identity] = session
@@ -368,21 +371,31 @@ class SessionTable:
             if not session.group.sessions:
                 del self._groups[session.key, session.group.name]
 
-    def find(self, key: str, marks: Sequence[Mark]) -> SessionState | None:
+    def is_asked(self, key: str, message: ChatMessage) -> bool:
+        """True if a turn of a key has answered a message."""
+        return (key, digest_of_exchange(message, b"")) in self._answers
+
+    def find(self, key: str, messages: Sequence[ChatMessage], marks: Sequence[Mark]) -> SessionState | None:
         """Return the session with the longest stored history with which a conversation begins.
 
         Several sessions of a key may have it, for example where greedy answers to one greeting are equal.
         Then it is the one that has waited longest for a next state. If none waits, nothing tells them
-        apart: None, so that no two clients ever share one.
+        apart: None, so that no two clients ever share one. Where the history does not hold the last answer,
+        another session may: then the one with that answer counts.
         """
-        for mark in reversed(marks):
-            sessions = self._histories.get((key, mark.history))
+        last = last_answer(messages)
+        for place in range(len(marks) - 1, -1, -1):
+            sessions = self._histories.get((key, marks[place].history))
             if sessions:
                 break
         else:
-            return None
+            return self._find_rewritten(key, messages, marks, last)
         first = next(iter(sessions.values()))
-        if len(sessions) == 1 or _waits(first, mark.history):
+        if place < last and (session := self._find_rewritten(key, messages, marks, last, place)) is not None:
+            if len(sessions) == 1:  # what followed there has begun another session
+                first.doubt()
+            return session
+        if len(sessions) == 1 or _waits(first, marks[place].history):
             return first
         self._counters.ambiguous += 1
         return None
@@ -402,26 +415,18 @@ class SessionTable:
         }
         return next(iter(called.values())) if len(called) == 1 else None
 
-    def find_rewritten(
-        self, key: str, messages: Sequence[ChatMessage], marks: Sequence[Mark]
+    def _find_rewritten(
+        self, key: str, messages: Sequence[ChatMessage], marks: Sequence[Mark], last: int, beyond: int = -1
     ) -> SessionState | None:
         """Return the session of a conversation whose history was rewritten; None: none, or several may be.
 
-        A conversation that begins as a stored one is not rewritten: None. The session has the answer that the
-        conversation repeats last, after the same message, if only rewritten. The client may have answered
-        messages of its own since: then the session's turn must wait.
+        The session has the answer that the conversation repeats last, after the same message, if only
+        rewritten. The client may have answered messages of its own since: then the session's turn must wait.
+        An answer up to the place ``beyond`` does not count.
         """
-        if any((key, mark.history) in self._histories for mark in marks):
-            return None
-        last = last_answer(messages)
-        place = known_answer(messages, last, lambda place: (key, marks[place].alone) in self._answers)
-        found = self._with_answer(key, messages, marks, place)
-        if len(found) <= MOST_COMPARED:
-            found = [
-                session
-                for session in found
-                if any(repeats_at(turn, messages, marks, place) for turn in session.newest())
-            ]
+        is_asked = partial(self.is_asked, key)
+        place = known_answer(messages, last, lambda at: (key, marks[at].alone) in self._answers, is_asked)
+        found = self._repeating(key, messages, marks, place) if place > beyond else []
         if len(found) > 1:
             self._counters.ambiguous += 1
             for session in found:
@@ -429,6 +434,20 @@ class SessionTable:
         if len(found) != 1 or (place < last and not _waits_at(found[0], messages, marks, place)):
             return None
         return found[0]
+
+    def _repeating(
+        self, key: str, messages: Sequence[ChatMessage], marks: Sequence[Mark], place: int
+    ) -> list[SessionState]:
+        """Return the sessions that have the answer in a place of a conversation, after the same message, if
+        only rewritten. Of very many, all that may have it."""
+        found = self._with_answer(key, messages, marks, place)
+        if len(found) > MOST_COMPARED:
+            return found
+        return [
+            session
+            for session in found
+            if any(repeats_at(turn, messages, marks, place) for turn in session.newest())
+        ]
 
     def _with_answer(
         self, key: str, messages: Sequence[ChatMessage], marks: Sequence[Mark], place: int

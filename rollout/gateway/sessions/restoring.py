@@ -8,19 +8,21 @@ import json
 from typing import cast
 
 from slipstream.rollout.gateway.conversations import ChatMessage, RewardedTurn, TakenReward
-from slipstream.rollout.gateway.sessions.continuing import BranchReason
 from slipstream.rollout.gateway.sessions.placing import Id, SessionTable
+from slipstream.rollout.gateway.sessions.repeating import last_answer
 from slipstream.rollout.gateway.sessions.stored import (
     ChainTurn,
     EndedTurn,
     SessionState,
     ancestor,
     append_answer,
+    messages_of,
 )
 from slipstream.rollout.tokens.conversation.chains import length_of, resume
 from slipstream.rollout.tokens.conversation.sameness import marks_of
 from slipstream.rollout.tokens.record import decode_chunks
 from slipstream.rollout.tokens.turn_entries import (
+    HELPER,
     Entry,
     Forgotten,
     HeldReward,
@@ -28,6 +30,7 @@ from slipstream.rollout.tokens.turn_entries import (
     Opened,
     SessionEnd,
     Turn,
+    TurnType,
     UserReward,
 )
 
@@ -39,8 +42,8 @@ class Restoring:
         self._table = table
         self._sessions: dict[int, SessionState] = {}
         """Sessions by the number of a turn."""
-        self._heard: set[Id] = set()
-        """Sessions in which a next state came after the last turn."""
+        self._heard: dict[Id, set[int]] = {}
+        """By session: turns whose next state has come, while the request that has brought it has no entry."""
 
     def take(self, number: int, entry: Entry) -> None:
         """Take an entry. Raises CorruptRecord, ValueError."""
@@ -50,7 +53,7 @@ class Restoring:
             case NextState() as state:
                 session = self._sessions.get(state.turn)
                 if session is not None:
-                    self._heard.add((session.key, session.name))
+                    self._heard.setdefault((session.key, session.name), set()).add(state.turn)
                     for history in session.pair_number(state.turn):
                         self._table.settled(session, history)
                     self._table.used(session, session.used_s)
@@ -108,10 +111,6 @@ class Restoring:
             session = SessionState(entry.key, entry.session, entry.ended_s)
             self._table.add(session)
         session.ended = False
-        has_heard = (entry.key, entry.session) in self._heard
-        self._heard.discard((entry.key, entry.session))
-        if entry.reason == BranchReason.CLIENT and not has_heard:
-            session.doubt()
         answer = cast(ChatMessage, json.loads(bytes(entry.answer)))
         self._table.add_ended(session, EndedTurn.of(number, entry, answer))
         self._sessions[number] = session
@@ -119,6 +118,7 @@ class Restoring:
         if parent is not None or entry.parent is None:  # otherwise its parent is evicted, and it with it
             size = session.size
             turn = _stored(session, entry, answer, parent)
+            self._hear(session, entry, turn)
             turn.number = number
             turn.continue_anchor()
             session.add_turn(turn)
@@ -128,6 +128,26 @@ class Restoring:
         if bytes(entry.exchange):
             self._table.name_answer(session, entry.response, number, entry.previous)
         self._table.used(session, entry.ended_s)
+
+    def _hear(self, session: SessionState, entry: Turn, turn: ChainTurn) -> None:
+        """Take out the turn whose next state a request has brought. If it has rewritten the answer that it
+        repeats last, its next state is nobody's."""
+        if entry.choice or not _is_main(entry):
+            return
+        heard = self._heard.get((session.key, session.name), set())
+        last = last_answer(messages_of(turn.node.before))
+        if turn.parent is not None and turn.parent.number in heard:
+            heard.discard(turn.parent.number)
+        elif last < 0 or last >= entry.kept:
+            if heard:
+                heard.remove(max(heard))
+            elif last >= 0:
+                session.doubt()
+
+
+def _is_main(entry: Turn) -> bool:
+    """True for a turn that is a main turn, or that would be one if it could be trained."""
+    return entry.turn_type is TurnType.MAIN or bool(entry.reason and not entry.reason.startswith(HELPER))
 
 
 def _stored(session: SessionState, entry: Turn, answer: ChatMessage, parent: ChainTurn | None) -> ChainTurn:

@@ -10,6 +10,7 @@ them to the journal at once and in this order. What arises elsewhere leaves with
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -297,7 +298,7 @@ class Sessions:
         key, table = arrival.user.name, self._table
         session = table.find_called(key, arrival.messages)
         if session is None and arrival.client_session is None:
-            session = table.find(key, marks) or table.find_rewritten(key, arrival.messages, marks)
+            session = table.find(key, arrival.messages, marks)
         if session is not None:
             self.counters.by_history += 1
         return session
@@ -307,7 +308,8 @@ class Sessions:
     ) -> tuple[PromptPlan, Predecessor]:
         if not arrival.messages:
             return prompt_of_ids(session, arrival, self._decode)
-        before = predecessor_of_chat(session, arrival.messages, marks)
+        is_asked = partial(self._table.is_asked, session.key)
+        before = predecessor_of_chat(session, arrival.messages, marks, is_asked)
         return prompt_of_chat(session, arrival, marks, before, self._decode), before
 
     def _expect(self, session: SessionState, arrival: Arrival, marks: Sequence[Mark]) -> bool:

@@ -1,8 +1,9 @@
 """Digests that are equal for equal messages, and for equal beginnings of conversations.
 
 Two messages are the same if their role, text and tool calls are. Calls are compared as JSON values. Ids,
-the order of keys, reasoning (in its field, or before the text in ``<think>``), names, settings of caches and
-blanks around an answer do not count: clients change or drop them when they send a message again.
+the order of keys, reasoning (in its field, or before the text in ``<think>``), names and settings of caches
+do not count, nor do an answer's blanks, fences of code, parts and ways to write a letter in Unicode: clients
+change or drop them when they send a message again.
 ``developer`` is another word for ``system``, and ``function`` for ``tool``. One part of text is the same as
 the text itself.
 """
@@ -12,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import NamedTuple, cast
+from unicodedata import normalize
 
 ROLES = {"developer": "system", "function": "tool"}
 """Other words for roles."""
@@ -41,10 +43,9 @@ def digest_alone(message: Mapping[str, object]) -> bytes:
     """Return a digest that is equal for equal messages. Raises ValueError for JSON nested too deeply."""
     role = role_of(message).encode("utf-8", "replace")
     text = text_of(message)
-    if role == b"assistant" and isinstance(text, str):
-        thought = _THOUGHT.match(text)
-        text = text[thought.end() if thought else 0 :].strip()
-    calls = _calls(message)
+    if role == b"assistant" and _is_text(text):
+        text = _letters(message)
+    calls = functions_of(message)
     if isinstance(text, str) and not calls:
         return blake2b(b"%b\0%b" % (role, text.encode("utf-8", "replace")), digest_size=16).digest()
     try:
@@ -89,18 +90,33 @@ def text_of(message: Mapping[str, object]) -> str | list[object]:
 
 def is_rewritten(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
     """True if one message is the other one, but for what agents add to a message and take out of it again:
-    blocks in tags such as ``<system-reminder>``, text before or after, and blanks.
+    blocks in tags such as ``<system-reminder>``, text before or after, blanks, and pictures.
     """
-    texts = text_of(one), text_of(other)
-    if role_of(one) != role_of(other) or not all(isinstance(text, str) for text in texts):
+    if role_of(one) != role_of(other):
+        return False
+    said = [_words(message) for message in (one, other)]
+    if not any(said):  # blocks in tags are all that they have, such as a result in XML
+        said = [" ".join(_spoken(message).split()) for message in (one, other)]
+    short, long = sorted(said, key=len)
+    if not long:
         return digest_alone(one) == digest_alone(other)
-    short, long = sorted((_bare(cast(str, text)) for text in texts), key=len)
-    if short == long:
-        return True
     if not short:
         return False
+    if short == long:
+        return True
     begins_or_ends = long.startswith(f"{short} ") or long.endswith(f" {short}")
     return begins_or_ends or (len(short) >= _TELLING and short in long)
+
+
+def is_answer(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
+    """True if one of two answers holds the other whole, and both make the same calls: agents write names
+    before answers and notes after them, and leave out the text beside calls.
+    """
+    functions = functions_of(one)
+    if functions != functions_of(other) or not (_is_text(text_of(one)) and _is_text(text_of(other))):
+        return False
+    short, long = sorted((_letters(one), _letters(other)), key=len)
+    return bool(functions and not short) or (len(short) >= _TELLING and short in long)
 
 
 def reasoning_of(message: Mapping[str, object]) -> str:
@@ -115,8 +131,10 @@ def reasoning_of(message: Mapping[str, object]) -> str:
 
 def is_reminder(message: Mapping[str, object]) -> bool:
     """True for a message of blocks in tags alone: agents put such messages in and take them out again."""
-    text = text_of(message) if role_of(message) in ("user", "system") else ""
-    return isinstance(text, str) and text.lstrip().startswith("<") and not _bare(text)
+    if role_of(message) not in ("user", "system") or not _is_text(text_of(message)):
+        return False
+    text = _spoken(message)
+    return text.lstrip().startswith("<") and not _bare(text)
 
 
 def is_step(message: Mapping[str, object]) -> bool:
@@ -129,8 +147,8 @@ def digest_of_exchange(before: Mapping[str, object], alone: bytes) -> bytes:
 
     ``alone``: digest of the answer.
     """
-    text = text_of(before)
-    said = digest_alone({**before, "content": _bare(text)}) if isinstance(text, str) else digest_alone(before)
+    text = _words(before)
+    said = digest_alone({**before, "content": text} if text else before)
     return blake2b(said + alone, digest_size=16).digest()
 
 
@@ -139,12 +157,43 @@ _TELLING = 16
 
 _THOUGHT = re.compile(r"\s*<(think|thinking)>(.*?)</\1>", re.DOTALL)
 
+_FENCE = re.compile(r"```\w*")
+
+_PICTURE = re.compile(
+    r"\s*\[[^\[\]\n]*\b(image|picture|screenshot|document|audio|video)\b[^\[\]\n]*\]\s*", re.IGNORECASE
+)
+
 _BLOCK = re.compile(r"<([A-Za-z][\w-]{0,40})>.*?</\1>", re.DOTALL)
 
 
 def _bare(text: str) -> str:
     """Return a text without blocks in tags, its words separated by one blank each."""
-    return " ".join(_BLOCK.sub(" ", text).split())
+    return normalize("NFC", " ".join(_BLOCK.sub(" ", text).split()))
+
+
+def _words(message: Mapping[str, object]) -> str:
+    """Return the words of a message, without parts that are the mark of a picture or a note in its place."""
+    text = text_of(message)
+    parts = [text] if isinstance(text, str) else [part for part in text if isinstance(part, str)]
+    return _bare("\n".join([part for part in parts if not _PICTURE.fullmatch(part)] or parts))
+
+
+def _spoken(message: Mapping[str, object], between: str = "\n") -> str:
+    """Return the text of all parts of a message that are text."""
+    text = text_of(message)
+    return text if isinstance(text, str) else between.join(part for part in text if isinstance(part, str))
+
+
+def _letters(answer: Mapping[str, object]) -> str:
+    """Return the text of an answer without reasoning, blanks and fences of code."""
+    text = _spoken(answer, "")
+    thought = _THOUGHT.match(text)
+    text = _FENCE.sub("", text[thought.end() if thought else 0 :])
+    return normalize("NFC", "".join(text.split()))
+
+
+def _is_text(text: str | list[object]) -> bool:
+    return isinstance(text, str) or all(isinstance(part, str) for part in text)
 
 
 def results_of(message: Mapping[str, object]) -> str | None:
@@ -160,7 +209,7 @@ def ids_of_calls(message: Mapping[str, object]) -> list[object]:
     return [cast("dict[str, object]", call).get("id") for call in items if isinstance(call, dict)]
 
 
-def _calls(message: Mapping[str, object]) -> list[object]:
+def functions_of(message: Mapping[str, object]) -> list[object]:
     """Return (name, arguments as a JSON value) of each tool call."""
     calls = message.get("tool_calls")
     if isinstance(calls, list):
