@@ -422,3 +422,24 @@ def test_what_is_said_before_the_beginning_of_an_answer_is_the_next_state(naming
         turns.append(gateway.end(gateway.begin(sent, **naming), f"answer {step}<|end|>"))
         history += [assistant(f"The answer {step}"), user(f"question {step + 1}")]
     assert gateway.next_states() == {turns[0]: ["question 1"], turns[1]: ["question 2"]}
+
+
+@pytest.mark.parametrize("many", [1, placing.MOST_COMPARED + 6])
+@pytest.mark.parametrize("naming", NAMINGS)
+@pytest.mark.parametrize("left", ["[0.0] ...", "[Old tool result content cleared]"])
+def test_results_that_are_cut_once_they_are_answered_hide_no_answer(left, naming, many):
+    """Nothing else of the conversation is as it was: the clock in the system's message has gone on."""
+    gateway, call = Gateway(), written_call({"name": "f", "arguments": {"of": 1}})
+    turns: dict[int, int] = {}
+    for n in range(many):
+        own = {name: f"{value} {n}" for name, value in naming.items()}
+        asked, called = user(f"find number {n}"), parsed(f"{call * 2}<|end|>")
+        for place, one in enumerate(called["tool_calls"]):
+            one["id"] = f"call_{n}_{place}"
+        results = [tool(f"[{n}.{k}] found") | {"tool_call_id": f"call_{n}_{k}"} for k in range(2)]
+        gateway.end(gateway.begin([system("at 0"), asked], **own), f"{call * 2}<|end|>", message=called)
+        turns[n] = gateway.talk([system("at 1"), asked, called, *results], "Done<|end|>", **own)
+    cut = [result | {"content": left} for result in results]
+    begun = gateway.begin([system("at 2"), asked, called, *cut, assistant("Done"), user("on")], **own)
+    assert begun.session == gateway.turn(turns[many - 1]).session
+    assert gateway.next_states()[turns[many - 1]] == ["on"]

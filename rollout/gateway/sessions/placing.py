@@ -35,6 +35,7 @@ from slipstream.rollout.tokens.conversation.sameness import (
     digest_of_exchange,
     ids_of_calls,
     is_reminder,
+    is_step,
     results_of,
 )
 from slipstream.rollout.tokens.turn_entries import Opened
@@ -461,8 +462,10 @@ class SessionTable:
         alone = marks[place].alone
         same = self._answers.get((key, alone), {})
         if len(same) > MOST_COMPARED:
-            before = next((m for m in messages[place - 1 :: -1] if not is_reminder(m)), messages[place - 1])
-            same = self._answers.get((key, digest_of_exchange(before, alone)), {})
+            said = [m for m in messages[:place] if not is_reminder(m)] or messages[place - 1 : place]
+            asked = (said[-1], *[m for m in said if not is_step(m)][-1:])
+            exchanges = [self._answers.get((key, digest_of_exchange(each, alone)), {}) for each in asked]
+            same = exchanges[0] | exchanges[-1]
         return list(same.values())
 
     def _unlist(self, session: SessionState, keep: frozenset[bytes]) -> None:

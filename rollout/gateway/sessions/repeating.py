@@ -82,6 +82,8 @@ def _in_common(answer: MessageNode, messages: Sequence[ChatMessage], marks: Sequ
         is_same = is_rewritten if length else is_answer
         if node.mark.alone == marks[place].alone or is_same(node.message, message):
             length, place, node = length + 1, place - 1, node.before
+        elif length and role_of(node.message) == role_of(message) == "tool":
+            place, node = place - 1, node.before
         elif length and is_reminder(message):
             place -= 1
         elif length and (is_reminder(node.message) or (is_step(node.message) and role_of(message) == "user")):
