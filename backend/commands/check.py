@@ -184,12 +184,10 @@ def further_problems(error: RecipeError) -> list[str]:
     return [
         problem
         for problem, setting in zip(problems, settings, strict=True)
-        if not any(_are_related(setting, path) for path in told)
+        if not any(
+            f"{setting}.".startswith(f"{path}.") or f"{path}.".startswith(f"{setting}.") for path in told
+        )
     ]
-
-
-def _are_related(setting: str, other: str) -> bool:
-    return f"{setting}.".startswith(f"{other}.") or f"{other}.".startswith(f"{setting}.")
 
 
 def _found(

@@ -598,7 +598,7 @@ class RolloutControl:
 
     def _treat_stale(self, on_stale: OnStale) -> None:
         """Requeue or drop groups until the whole next batch may be trained, parts of it masked."""
-        for slot in self._table.oldest_ready_slots(self.batch_size, self._is_late):
+        for slot in self._table.oldest_ready_slots(self.batch_size, lambda slot: bool(self._stale(slot))):
             if on_stale is OnStale.MASK and self._stale(slot) != slot.versions:
                 continue
             if on_stale is OnStale.REQUEUE and slot.requeues < REQUEUES:
@@ -606,10 +606,6 @@ class RolloutControl:
                 self._expire(slot, Loss.REQUEUED)
             else:
                 self._expire(slot, Loss.STALE)
-
-    def _is_late(self, slot: Slot) -> bool:
-        """True if the ready group has tokens that are too old."""
-        return bool(self._stale(slot))
 
     def _stale(self, slot: Slot) -> frozenset[int]:
         """Return the versions of the ready group whose tokens are too old."""

@@ -271,7 +271,7 @@ class LiveTurns:
         if turn is None or not self._table.core.live.is_alive(id_):
             self._late_rewards += 1
             return self._table.end_of(id_)
-        if self._table.is_in_training(id_):
+        if any(id_ in path for path in self._table.core.live.training):
             self._late_rewards += 1
             return TurnState.TRAINING
         if self._needs.alone and turn.teacher is None:

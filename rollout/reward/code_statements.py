@@ -30,7 +30,13 @@ def uses_of(statements: str) -> Uses:
         raise ValueError(f"found statements that are no Python ({error}): {statements[:80]!r}") from None
     defined = _defined(tree)
     used = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id not in defined]
-    names = tuple(dict.fromkeys(name for name in used if not _is_known(name)))
+    names = tuple(
+        dict.fromkeys(
+            name
+            for name in used
+            if not (hasattr(builtins, name) or name in MODULES or name in TYPING or name == "__name__")
+        )
+    )
     own: tuple[str, ...] = ()
     if not names:
         called = {name for call in _calls(tree) if (name := _called(call)) and name not in defined}
@@ -43,10 +49,6 @@ def uses_of(statements: str) -> Uses:
     for call in _calls(tree):
         _refuse_judge(tree, call, frozenset(names))
     return Uses(names, own)
-
-
-def _is_known(name: str) -> bool:
-    return hasattr(builtins, name) or name in MODULES or name in TYPING or name == "__name__"
 
 
 def _defined(tree: ast.AST) -> frozenset[str]:

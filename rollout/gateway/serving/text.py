@@ -67,7 +67,7 @@ class GrowingText:
         if not self._stops:
             self._extend(tokens)
             return len(tokens)
-        before = self._state()
+        before = len(self._ids), self._read, self._context, self._context_text, self.text
         self._extend(tokens)
         if self.matched is None:
             return len(tokens)
@@ -152,9 +152,6 @@ class GrowingText:
             ),
             default=0,
         )
-
-    def _state(self) -> tuple[int, int, int, str, str]:
-        return len(self._ids), self._read, self._context, self._context_text, self.text
 
     def _restore(self, state: tuple[int, int, int, str, str]) -> None:
         length, self._read, self._context, self._context_text, self.text = state
