@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
-from slipstream.backend.simulate.clock import Deadlock
-from slipstream.backend.simulate.timers import SWEEP, Timers
+from slipstream.backend.simulate.clock import SWEEP, Deadlock, Timers
 
 
 def now() -> float:
