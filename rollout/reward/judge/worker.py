@@ -141,8 +141,8 @@ def answer_in_turn(
 ) -> None:
     """Answer questions until the connection ends, one at a time, in the main thread.
 
-    ``reply_with``: makes a reply of what ``score`` returns. No event loop runs meanwhile, so that the reward may
-    use one of its own. The watchdog keeps the time limit by itself: nothing else can end a plain function.
+    ``reply_with``: makes a reply of what ``score`` returns. No event loop runs meanwhile, so that the reward
+    may use one of its own. The watchdog keeps the time limit: nothing else can end a plain function.
     """
     judge = _OneByOne(score, bounds, reply_with)
     reader = FrameReader()
