@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, cast
 
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.memory.activations import Kernels
-from slipstream.backend.memory.checkpoint_size import CheckpointPlan, checkpoint_bytes
 from slipstream.backend.memory.engine_memory import EngineMemory, engine_memory
 from slipstream.backend.memory.trainer_memory import (
     StageMemory,
@@ -18,7 +17,14 @@ from slipstream.backend.memory.trainer_memory import (
     tokens_of,
     trainer_memory,
 )
-from slipstream.backend.memory.verdict import GIB, judge_misfits, late_checkpoints, misfits
+from slipstream.backend.memory.verdict import (
+    GIB,
+    CheckpointPlan,
+    checkpoint_bytes,
+    judge_misfits,
+    late_checkpoints,
+    misfits,
+)
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.model.layout import UnevenSplit

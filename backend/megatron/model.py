@@ -35,7 +35,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from slipstream.backend.megatron import lora
-from slipstream.backend.megatron.adapter_export import AdapterExport
 from slipstream.backend.megatron.config import Settings, fields_of, transformer_config
 from slipstream.backend.megatron.delta_net import PackedDeltaNet
 from slipstream.backend.megatron.groups import groups
@@ -43,6 +42,7 @@ from slipstream.backend.megatron.head import ValueHead
 from slipstream.backend.megatron.layer_spec import layer_spec
 from slipstream.backend.megatron.layers import WindowRopeAttention, final_norm, layer_specs
 from slipstream.backend.megatron.local_layers import DownProjection, RMSNorm
+from slipstream.backend.megatron.lora import AdapterExport
 from slipstream.backend.megatron.marks import marks_of
 from slipstream.backend.megatron.sparse_attention import TokenIndexer
 from slipstream.backend.megatron.supported import require_supported

@@ -167,11 +167,10 @@ from dataclasses import dataclass, field
 
 from slipstream.rollout.control.admission import AdmissionPolicy, Slots
 from slipstream.rollout.control.consumption import ConsumptionPolicy, Due, Fifo, OnStale
-from slipstream.rollout.control.control_errors import ControlError
 from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.control.live_door import LiveDoor, TurnEnd
 from slipstream.rollout.control.slots import OPEN, Slot, SlotTable, State
-from slipstream.rollout.control.versions import VersionTree
+from slipstream.rollout.control.versions import ControlError, VersionTree
 
 REQUEUES = 3
 """Largest number of times that a prompt is requeued. A prompt whose completions always take longer than the

@@ -7,12 +7,11 @@ import pytest
 
 from slipstream.rollout.control.admission import VolumeGate
 from slipstream.rollout.control.consumption import Fifo, OnStale, ReadyFirst, Windowed
-from slipstream.rollout.control.control_errors import ControlError, UnknownVersion
 from slipstream.rollout.control.core import REQUEUES, RolloutControl, Ticket
 from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.control.filters import MixedRewards
 from slipstream.rollout.control.slots import State
-from slipstream.rollout.control.versions import VersionTree
+from slipstream.rollout.control.versions import ControlError, UnknownVersion, VersionTree
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
 
 

@@ -39,8 +39,8 @@ from slipstream.rollout.collection.messages import (
     PriorSample,
     Up,
 )
-from slipstream.rollout.control.control_errors import UnknownVersion
 from slipstream.rollout.control.core import Ticket
+from slipstream.rollout.control.versions import UnknownVersion
 from slipstream.rollout.ledger.rows.samples import SAMPLES, OpenSample
 from slipstream.rollout.ledger.storage.database import LedgerError
 from slipstream.rollout.system.changes import Changes
