@@ -18,6 +18,29 @@ from slipstream.configs.schema.judge import OwnEngines, own_engines
 GIB = 2**30
 
 
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """The size of a checkpoint, and how long it takes to write."""
+
+    bytes: int
+    bytes_per_s: float
+    """``cluster.file_system_bytes_per_s``"""
+    settings: CheckpointConfig
+
+    @property
+    def seconds(self) -> float:
+        return self.bytes / self.bytes_per_s
+
+    @property
+    def in_time(self) -> bool:
+        """False if the writing would be given up."""
+        return not self.settings.every or self.seconds <= self.settings.timeout_s
+
+    def steps(self, step_s: float) -> int:
+        """Return the training steps during which a checkpoint is written, if one takes ``step_s``."""
+        return ceil(self.seconds / step_s)
+
+
 def trainers_part(setting: EngineConfig, gpu_memory: int) -> int:
     """Return the bytes of a GPU that the trainer may use beside engines that work at the same time."""
     return round((1 - (setting.gpu_share or 0)) * gpu_memory)
@@ -86,29 +109,6 @@ def judge_weights(engines: OwnEngines) -> int:
     """Return the bytes of weights on each rank of the judge's own engines, as their files have them."""
     size = sum(file.stat().st_size for file in engines.path.glob("*.safetensors"))
     return size // engines.tensor_parallel
-
-
-@dataclass(frozen=True)
-class CheckpointPlan:
-    """The size of a checkpoint, and how long it takes to write."""
-
-    bytes: int
-    bytes_per_s: float
-    """``cluster.file_system_bytes_per_s``"""
-    settings: CheckpointConfig
-
-    @property
-    def seconds(self) -> float:
-        return self.bytes / self.bytes_per_s
-
-    @property
-    def in_time(self) -> bool:
-        """False if the writing would be given up."""
-        return not self.settings.every or self.seconds <= self.settings.timeout_s
-
-    def steps(self, step_s: float) -> int:
-        """Return the training steps during which a checkpoint is written, if one takes ``step_s``."""
-        return ceil(self.seconds / step_s)
 
 
 def checkpoint_bytes(actor: ActorConfig, critic: CriticConfig | None, dtype: str, spec: ModelSpec) -> int:
