@@ -5,7 +5,7 @@ Megatron objects are constructed only here, so that a change of Megatron is a ch
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed import (
@@ -274,14 +274,10 @@ def wrap_ddp(parts: Sequence[GPTModel], actor: ActorConfig) -> list[DistributedD
     for part in wrapped:
         part.broadcast_params()
         if optimizer.overlap_grad_reduce:
-            transformer = cast("_NoSync", part.config)
+            # One function per chunk if there are several; Megatron's annotation lacks the list.
+            transformer = cast(Any, part.config)
             transformer.no_sync_func = [p.no_sync for p in wrapped] if len(wrapped) > 1 else part.no_sync
     return wrapped
-
-
-class _NoSync(Protocol):
-    no_sync_func: Callable[[], object] | list[Callable[[], object]]
-    """One function per chunk if there are several; Megatron's annotation lacks the list."""
 
 
 def build_optimizer(

@@ -251,7 +251,7 @@ def _restored(
     """Return the collection with which the run goes on, as ``start.resume.restore_collection`` does."""
     rollout, stream = config.rollout, SimulatedStream(recovered.position)
     control = schedule.control(rollout, config.run.total_steps, recovered, served)
-    groups = take_up(recovered.open, control, ledger, stream, rollout.n_samples_per_prompt)
+    groups = take_up(recovered.open, control, ledger.discarded, stream, rollout.n_samples_per_prompt)
     for group in recovered.requeued:
         control.restore_requeued(group.id, group.requeues)
     positions = [(group.id, group.position) for group in (*recovered.open, *recovered.requeued)]
