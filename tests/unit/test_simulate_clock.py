@@ -9,10 +9,7 @@ from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
 from slipstream.backend.simulate.clock import SWEEP, Deadlock, Timers
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
+from tests.unit.test_time_limit import now
 
 
 def test_a_year_passes_at_once():
