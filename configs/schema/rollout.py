@@ -236,9 +236,6 @@ class VolumeAdmission(Section):
     type: Literal["volume"] = "volume"
 
 
-AdmissionConfig = Annotated[SlotsAdmission | VolumeAdmission, Field(discriminator="type")]
-
-
 class ReadyFirstConsumption(Section):
     """Ready groups are trained, the oldest first. No batch waits for a particular group, so tokens may become
     older than the bound: `on_stale` says what happens to them."""
@@ -290,7 +287,7 @@ class RolloutConfig(Section):
         ge=1, description="Number of groups in a batch. A training step consumes one batch."
     )
     n_samples_per_prompt: int = Field(ge=1, description="Number of trajectories in a group.")
-    admission: AdmissionConfig = Field(
+    admission: Annotated[SlotsAdmission | VolumeAdmission, Field(discriminator="type")] = Field(
         default=SlotsAdmission(), description="Condition for starting the next group."
     )
     consumption: ConsumptionConfig = Field(

@@ -80,16 +80,12 @@ class Verdicts:
             return
         self.count += 1
         if teacher is None and self._needs.alone:
-            self._filter_out(turn)
+            if self._table.core.live.ended(turn.id, TurnEnd.FILTERED):
+                self._table.ledger.turns.ended(turn.id, TurnEnd.FILTERED, Loss.FILTERED)
+                self._table.drop_if_over(turn.session)
             return
         scores = b"" if teacher is None else encode_scores(teacher)
         self.rule(turn, VerdictRow(verdict.score, JUDGE, teacher is not None), verdict.hint, scores)
-
-    def _filter_out(self, turn: KnownTurn) -> None:
-        """End a turn that would train nothing."""
-        if self._table.core.live.ended(turn.id, TurnEnd.FILTERED):
-            self._table.ledger.turns.ended(turn.id, TurnEnd.FILTERED, Loss.FILTERED)
-            self._table.drop_if_over(turn.session)
 
     def unanswerable(self, id_: int, problem: str) -> None:
         """Give up a turn whose question cannot be read, or whose verdict cannot be used."""

@@ -24,8 +24,6 @@ COMMITS = "hub.json"
 
 WILL_DOWNLOAD = "is not in the cache of this machine: the run downloads it when it starts"
 
-_Commits = TypeAdapter(dict[str, str])
-
 
 def models_of_hub(config: RunConfig) -> dict[str, str]:
     """Return the models of the hub by the settings that name them."""
@@ -134,7 +132,7 @@ def _is_data(path: Path) -> bool:
 def _recorded(file: Path) -> Mapping[str, str]:
     """Return the recorded commits; none of a run that had nothing of the hub. Raises InputError."""
     try:
-        return _Commits.validate_json(file.read_bytes())
+        return TypeAdapter(dict[str, str]).validate_json(file.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValidationError) as error:

@@ -131,11 +131,8 @@ class GrowingText:
         ]
         if matches:
             start, stop = min(matches)
-            self._stop_at(stop, start)
-
-    def _stop_at(self, stop: str, start: int) -> None:
-        self.matched = stop
-        self.text = self.text[: start + len(stop) if self._keep_stop else start]
+            self.matched = stop
+            self.text = self.text[: start + len(stop) if self._keep_stop else start]
 
     def _held(self) -> int:
         """Return the length of the longest end of the text with which a stop string, or a pair, begins."""
