@@ -15,7 +15,7 @@ from slipstream.backend.driver.start.prepare import run_module
 from slipstream.backend.driver.start.run_folder import with_paths
 from slipstream.configs.rules import check_rules
 from slipstream.configs.schema import RunConfig, hub_model, is_on_hub, path_text
-from slipstream.rollout.prompts.files import at_commit, cached_commit
+from slipstream.rollout.prompts.reading import at_commit, cached_commit
 from slipstream.rollout.system.durable import write_durably
 from slipstream.rollout.system.hub import HubError, model_files
 
