@@ -80,6 +80,11 @@ def _named(config: RunConfig, suffix: str) -> RunConfig:
     return config.model_copy(update={"run": run})
 
 
+def saved_in(config: RunConfig) -> Path:
+    """Return the folder in which a rollout half saves its batches."""
+    return config.run.folder / BATCHES
+
+
 def saved_batches(config: RunConfig, folder: Path) -> list[Path]:
     """Return the files of saved batches, as many as the recipe has steps, in their order; all of them if it
     has epochs.
