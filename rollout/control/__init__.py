@@ -1,7 +1,7 @@
 """Decides which groups may start and which may be trained, and accounts for every group.
 
 core            the state machine of groups and its proof; decides which groups are too stale
-admission         ... whether one more group may start: ``AdmissionPolicy``
+admission         ... whether one more group may start: an ``AdmissionPolicy``
 consumption       ... when the oldest ready groups make a batch: ``ConsumptionPolicy``
 slots             ... the groups that hold a slot
 live_door         ... the turns of live users

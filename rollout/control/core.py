@@ -165,7 +165,7 @@ from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from slipstream.rollout.control.admission import AdmissionPolicy, Slots
+from slipstream.rollout.control.admission import AdmissionPolicy, by_slots
 from slipstream.rollout.control.consumption import ConsumptionPolicy, Due, Fifo, OnStale
 from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.control.live_door import LiveDoor, TurnEnd
@@ -201,7 +201,7 @@ class RolloutControl:
     """Groups in a batch; 0 without a prompt set."""
     bound: int
     """``rollout.max_head_offpolicyness``."""
-    admission: AdmissionPolicy = field(default_factory=Slots)
+    admission: AdmissionPolicy = by_slots
     consumption: ConsumptionPolicy = field(default_factory=Fifo)
     over_sampling: float = 1.0
     """Groups admitted per group that a batch needs. Groups that no batch needed in time are given up."""
@@ -217,7 +217,7 @@ class RolloutControl:
     counts: GroupCounts = field(default_factory=GroupCounts)
     losses: Counter[Loss] = field(default_factory=Counter[Loss])
     accepted: int = 0
-    """Groups that are ready and not withheld, in training or trained; ``VolumeGate`` counts them."""
+    """Groups that are ready and not withheld, in training or trained; ``by_volume`` counts them."""
     live_trajectories: int = 0
     """Trajectories of turns that a full batch has besides its groups."""
     step: int = field(init=False)
@@ -303,7 +303,7 @@ class RolloutControl:
                 return False
         if self.served is not None and held >= self._room(self._present):
             return False
-        return self.admission.may_admit(self)
+        return self.admission(self)
 
     def admit(self) -> Ticket:
         """Give a slot to the next group: unstarted since a restart, else of a requeued prompt, else new.

@@ -15,7 +15,7 @@ from typing import ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slipstream.rollout.control.admission import AdmissionPolicy, Slots, VolumeGate
+from slipstream.rollout.control.admission import AdmissionPolicy, by_slots, by_volume
 from slipstream.rollout.control.consumption import ConsumptionPolicy, Fifo, OnStale, ReadyFirst, Windowed
 from slipstream.rollout.control.core import REQUEUES, RolloutControl, Ticket
 from slipstream.rollout.control.ends import GroupCounts, Loss
@@ -32,7 +32,7 @@ POLICIES: dict[str, Callable[[], ConsumptionPolicy]] = {
     "requeue": lambda: ReadyFirst(OnStale.REQUEUE),
     "drop": lambda: ReadyFirst(OnStale.DROP),
 }
-ADMISSIONS: dict[str, Callable[[], AdmissionPolicy]] = {"slots": Slots, "volume": VolumeGate}
+ADMISSIONS: dict[str, AdmissionPolicy] = {"slots": by_slots, "volume": by_volume}
 
 MOST_RESTARTS = 4
 STEPS_TO_GO_ON = 4
@@ -167,7 +167,7 @@ class Schedule(RuleBasedStateMachine):
         self.core = RolloutControl(
             self.batch_size,
             self.eta,
-            ADMISSIONS[self.admission](),
+            ADMISSIONS[self.admission],
             POLICIES[self.policy](),
             self.over_sampling,
             VersionTree(self.parents, self.copies),
