@@ -233,6 +233,10 @@ class Chatting(OpenAIServingChat):
             prompt_ids = self._applied.encode(prompt_ids)
         return super()._append_assistant_prefix_to_prompt_ids(prompt_ids, assistant_prefix)
 
+    def _is_parsed(self, has_tools: bool) -> bool:
+        """True if a parser splits the text of the answer."""
+        return bool(self.reasoning_parser or (has_tools and self.tool_call_parser))
+
     def _prompt(self, prompt: object) -> Arrival:
         """Return the request with its prompt: the text that the template has made, or ids.
 
@@ -286,8 +290,8 @@ class Chat(Chatting):
                 converted, request = self._prepared.result(timeout=0)  # it never waits: the event loop would
             finally:
                 del self._prepared  # an error in it refers to this frame
-            self.call.one_by_one = bool(request.stream) and bool(
-                self.reasoning_parser or (bool(self._effective_tools(request)) and self.tool_call_parser)
+            self.call.one_by_one = bool(request.stream) and self._is_parsed(
+                bool(self._effective_tools(request))
             )
             prompt = self._prompt(converted.input_ids if converted.text is None else converted.text)
         sampling: Any = converted.sampling_params
