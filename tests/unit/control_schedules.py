@@ -332,7 +332,9 @@ class Schedule(RuleBasedStateMachine):
         batch = self.core.take_batch()
         self.note_expired()
         ready = self.in_order(self.ready.values())
-        is_taken = batch is not None or self.core.lacks_turns or self.has_nothing_to_train()
+        is_taken = (
+            batch is not None or self.core.lacks_turns or (self.batch_size == 0 and not self.trainable())
+        )
         if self.core.consumption.on_stale is None:
             is_complete = len(due) == self.batch_size and all(group.id in self.ready for group in due)
             # Groups that return may stand in front of others whose deadlines are sooner.
@@ -588,9 +590,6 @@ class Schedule(RuleBasedStateMachine):
         self.waits_for_turns = waits
 
     waits_for_turns = False
-
-    def has_nothing_to_train(self) -> bool:
-        return self.batch_size == 0 and not self.trainable()
 
     def check_wait(self) -> None:
         """The batch may wait: it would hold more turns than there are."""
