@@ -110,13 +110,14 @@ def sides(engine: str, gateway: str) -> list[Side]:
     chat = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": TOKENS, "stream": True}
     return [
         Side("engine", f"{engine}/generate", native, lambda event: b"output_ids" in event),
-        Side("/v1/chat/completions", f"{gateway}/v1/chat/completions", chat, _has_content),
+        Side(
+            "/v1/chat/completions",
+            f"{gateway}/v1/chat/completions",
+            chat,
+            lambda event: b'"content":"' in event and b'"content":""' not in event,
+        ),
         Side("/generate", f"{gateway}/generate", native, lambda event: b"output_ids" in event),
     ]
-
-
-def _has_content(event: bytes) -> bool:
-    return b'"content":"' in event and b'"content":""' not in event
 
 
 async def stream(session: aiohttp.ClientSession, side: Side, delays: Delays) -> None:

@@ -64,7 +64,7 @@ class MicroBatch:
     @property
     def is_last_M(self) -> np.ndarray:
         """bool [M]: True for the last token of each trajectory."""
-        return _is_last(self.owner_M)
+        return np.append(self.owner_M[1:] != self.owner_M[:-1], np.ones(len(self.owner_M[:1]), np.bool_))
 
     @property
     def owners(self) -> int:
@@ -187,10 +187,6 @@ def _taken_runs(rows: Sequence[_Row], taken: Sequence[int]) -> np.ndarray:
         start_r = row.start_R[row.start_R < take]
         runs.append(np.column_stack([np.full_like(start_r, number), start_r, row.positions(start_r)]))
     return np.concatenate(runs)
-
-
-def _is_last(owner_M: np.ndarray) -> np.ndarray:
-    return np.append(owner_M[1:] != owner_M[:-1], np.ones(len(owner_M[:1]), np.bool_))
 
 
 def _taught(parts: Sequence[Trajectory], places: Sequence[np.ndarray]) -> TeacherScores | None:

@@ -126,7 +126,12 @@ def _engines(
         return _take(
             nodes, free, engine.count, engine.ranks_per_node, "engines (rollout.engine)", spread=engine.nodes
         )
-    _enough_nodes(nodes, engine.nodes)
+    if len(nodes) < engine.nodes:
+        addresses = ", ".join(node.address for node in nodes)
+        raise PlacementError(
+            f"each engine is spread over {engine.nodes} nodes (rollout.engine.nodes), and engines have "
+            f"{len(nodes)} ({addresses}): ask sbatch for more nodes, or use fewer for an engine"
+        )
     return tuple(
         tuple(nodes[(number * engine.nodes + part) % len(nodes)] for part in range(engine.nodes))
         for number in range(engine.count)
@@ -226,16 +231,6 @@ def _giving_way(
             giving.append(engine)
             free += taken
     return giving if free >= gpus else None
-
-
-def _enough_nodes(nodes: Sequence[Node], needed: int) -> None:
-    """Raise PlacementError if an engine has more nodes than there are."""
-    if len(nodes) < needed:
-        addresses = ", ".join(node.address for node in nodes)
-        raise PlacementError(
-            f"each engine is spread over {needed} nodes (rollout.engine.nodes), and engines have "
-            f"{len(nodes)} ({addresses}): ask sbatch for more nodes, or use fewer for an engine"
-        )
 
 
 def _collectors(nodes: Sequence[Node], config: RunConfig) -> tuple[Node, ...]:

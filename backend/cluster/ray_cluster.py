@@ -47,7 +47,7 @@ def ray_cluster(config: RunConfig, *, batch_bytes: int, note: Callable[[str], No
         if cluster.type == "local":
             _start_local(actor_count(config), folder.path, batch_bytes, note)
         else:
-            _join()
+            ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR)
         if threading.current_thread() is threading.main_thread():  # no other thread has signals
             signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts in one that exits without cleaning up
         if cluster.type != "local":
@@ -125,7 +125,3 @@ def _check_address(cluster: Cluster) -> None:
             f"cluster.type is local, but RAY_ADDRESS is set to {address}: unset it to run on this machine, "
             "or set cluster.type to ray to run on that cluster"
         )
-
-
-def _join() -> None:
-    ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, cast
 
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.memory.activations import Kernels
-from slipstream.backend.memory.checkpoint_size import CheckpointPlan, checkpoint_bytes, share_bytes
 from slipstream.backend.memory.engine_memory import EngineMemory, engine_memory
 from slipstream.backend.memory.trainer_memory import (
     StageMemory,
@@ -18,7 +17,15 @@ from slipstream.backend.memory.trainer_memory import (
     tokens_of,
     trainer_memory,
 )
-from slipstream.backend.memory.verdict import GIB, judge_misfits, late_checkpoints, misfits
+from slipstream.backend.memory.verdict import (
+    GIB,
+    CheckpointPlan,
+    checkpoint_bytes,
+    judge_misfits,
+    late_checkpoints,
+    misfits,
+    share_bytes,
+)
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.model.layout import UnevenSplit
@@ -184,12 +191,10 @@ def further_problems(error: RecipeError) -> list[str]:
     return [
         problem
         for problem, setting in zip(problems, settings, strict=True)
-        if not any(_are_related(setting, path) for path in told)
+        if not any(
+            f"{setting}.".startswith(f"{path}.") or f"{path}.".startswith(f"{setting}.") for path in told
+        )
     ]
-
-
-def _are_related(setting: str, other: str) -> bool:
-    return f"{setting}.".startswith(f"{other}.") or f"{other}.".startswith(f"{setting}.")
 
 
 def _found(

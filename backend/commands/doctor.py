@@ -53,10 +53,10 @@ def examine() -> list[Finding]:
         _kind(),
         *map(_package, PACKAGES),
         _gpus(),
-        _cpus(),
+        Finding("CPU cores", str(len(os.sched_getaffinity(0)))),
         _memory(),
         _shared_memory(),
-        _slurm(),
+        Finding("Slurm", "sbatch found" if shutil.which("sbatch") else "none", "for multi-node runs"),
     ]
 
 
@@ -95,10 +95,6 @@ def _gpus() -> Finding:
     return Finding("GPUs", str(count))
 
 
-def _cpus() -> Finding:
-    return Finding("CPU cores", str(len(os.sched_getaffinity(0))))
-
-
 def _memory() -> Finding:
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     small = size < 6 * 2**30
@@ -112,10 +108,6 @@ def _shared_memory() -> Finding:
     small = free < NEEDED_SHM
     advice = f"{NEEDED_SHM // 2**20} MiB are needed, in a container: --shm-size=1g" if small else ""
     return Finding("free in /dev/shm", f"{free / 2**30:.1f} GiB", advice, small)
-
-
-def _slurm() -> Finding:
-    return Finding("Slurm", "sbatch found" if shutil.which("sbatch") else "none", "for multi-node runs")
 
 
 def print_findings(findings: list[Finding]) -> None:

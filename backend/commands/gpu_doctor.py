@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import TypedDict
 
 from slipstream.backend.commands import compile_check
 from slipstream.backend.commands.compile_check import Compiled, LaunchedKernels
@@ -78,79 +78,41 @@ class TorchFacts(TypedDict, total=False):
     errors: dict[str, str]
 
 
-class Facts(Protocol):
-    """The part of a machine that the checks read."""
+@dataclass
+class ThisMachine:
+    """What the checks read of this machine."""
 
-    @property
-    def variables(self) -> Mapping[str, str]:
-        """The environment of this process."""
-        ...
+    variables: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    """The environment of this process."""
 
     def text(self, path: str) -> str | None:
         """Return the content of a file; None if it cannot be read."""
-        ...
-
-    def names(self, folder: str) -> list[str]:
-        """Return the names in a folder, sorted; none if there is no such folder."""
-        ...
-
-    def free(self, folder: str) -> int:
-        """Return the free bytes of the file system of a folder; 0 if there is no such folder."""
-        ...
-
-    def glibc(self) -> str:
-        """Return name and version of the C library."""
-        ...
-
-    def lock_problem(self, folder: Path) -> str | None:
-        """Return why file locks do not keep two processes apart in a folder; None if they do."""
-        ...
-
-    def torch(self) -> TorchFacts:
-        """Return what PyTorch sees."""
-        ...
-
-    def toolchain(self) -> Toolchain:
-        """Return what an engine would compile with."""
-        ...
-
-    def compiled(self) -> Compiled:
-        """Compile a small file with the toolchain, which is complete."""
-        ...
-
-    def launched(self) -> LaunchedKernels:
-        """Let SGLang compile and launch its own kernels."""
-        ...
-
-
-@dataclass
-class ThisMachine:
-    """This machine."""
-
-    variables: Mapping[str, str] = field(default_factory=lambda: os.environ)
-
-    def text(self, path: str) -> str | None:
         try:
             return Path(path).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return None
 
     def names(self, folder: str) -> list[str]:
+        """Return the names in a folder, sorted; none if there is no such folder."""
         return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
     def free(self, folder: str) -> int:
+        """Return the free bytes of the file system of a folder; 0 if there is no such folder."""
         return shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
 
     def glibc(self) -> str:
+        """Return name and version of the C library."""
         return os.confstr("CS_GNU_LIBC_VERSION") or "another C library"
 
     def lock_problem(self, folder: Path) -> str | None:
+        """Return why file locks do not keep two processes apart in a folder; None if they do."""
         try:
             return lock_problem(folder)
         except OSError as error:
             return error.strerror or str(error)
 
     def torch(self) -> TorchFacts:
+        """Return what PyTorch sees."""
         try:
             ended = subprocess.run(
                 [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
@@ -162,16 +124,19 @@ class ThisMachine:
             return {"errors": {"torch": f"the question failed: {error}"}}
 
     def toolchain(self) -> Toolchain:
+        """Return what an engine would compile with."""
         return find(self.variables)
 
     def compiled(self) -> Compiled:
+        """Compile a small file with the toolchain, which is complete."""
         return compile_check.compile_sample(self.toolchain(), self.variables)
 
     def launched(self) -> LaunchedKernels:
+        """Let SGLang compile and launch its own kernels."""
         return compile_check.launch_kernels(self.variables)
 
 
-def examine_gpus(machine: Facts, folder: Path) -> list[Finding]:
+def examine_gpus(machine: ThisMachine, folder: Path) -> list[Finding]:
     """Return every finding about a run on GPUs. ``folder``: the folder of runs, whose locks are tried."""
     driver = _driver(machine)
     facts: TorchFacts = {} if driver.wrong else machine.torch()
@@ -193,7 +158,7 @@ def examine_gpus(machine: Facts, folder: Path) -> list[Finding]:
     ]
 
 
-def _driver(machine: Facts) -> Finding:
+def _driver(machine: ThisMachine) -> Finding:
     text = machine.text("/proc/driver/nvidia/version")
     if text is None:
         advice = "run this on a GPU node (srun --gpus-per-node=8); in a container: --nv, or --gpus all"
@@ -270,14 +235,14 @@ def _peers(facts: TorchFacts) -> Finding:
     return Finding(what, f"not for {pairs}", advice, wrong=True)
 
 
-def _compiling(machine: Facts, *, has_gpus: bool) -> list[Finding]:
+def _compiling(machine: ThisMachine, *, has_gpus: bool) -> list[Finding]:
     compilers = compile_check.compilers(machine.toolchain(), machine.variables)
     compiled = compile_check.compilation(None if compilers.wrong else machine.compiled())
     can_launch = has_gpus and compiled.seen and not compiled.wrong
     return [compilers, compiled, compile_check.kernels(machine.launched() if can_launch else None)]
 
 
-def _agreement(machine: Facts) -> Finding:
+def _agreement(machine: ThisMachine) -> Finding:
     names = gpu_environment.AGREED
     given = [f"{name}={machine.variables[name]}" for name in names if name in machine.variables]
     if not given:
@@ -290,7 +255,7 @@ def _agreement(machine: Facts) -> Finding:
     return Finding("NCCL settings", ", ".join(given), advice)
 
 
-def infiniband_ports(machine: Facts) -> dict[str, str]:
+def infiniband_ports(machine: ThisMachine) -> dict[str, str]:
     """Return the state of each port of an InfiniBand or RoCE adapter, by its name."""
     root = "/sys/class/infiniband"
     return {
@@ -300,7 +265,7 @@ def infiniband_ports(machine: Facts) -> dict[str, str]:
     }
 
 
-def _infiniband(machine: Facts) -> Finding:
+def _infiniband(machine: ThisMachine) -> Finding:
     ports = infiniband_ports(machine)
     if not ports:
         advice = "one node needs none, several would use TCP; a container needs /dev/infiniband"
@@ -315,14 +280,14 @@ def _infiniband(machine: Facts) -> Finding:
     return Finding("InfiniBand", active, advice if down else "", wrong)
 
 
-def _shared_memory(machine: Facts) -> Finding:
+def _shared_memory(machine: ThisMachine) -> Finding:
     free = machine.free("/dev/shm")
     small = free < SHARED_MEMORY
     advice = f"{SHARED_MEMORY / 2**30:.0f} GiB are needed, in a container: --shm-size=32g, or --ipc=host"
     return Finding("/dev/shm for NCCL and Ray", f"{free / 2**30:.1f} GiB", advice if small else "", small)
 
 
-def _locks(machine: Facts, folder: Path) -> Finding:
+def _locks(machine: ThisMachine, folder: Path) -> Finding:
     problem = machine.lock_problem(folder)
     if problem is None:
         return Finding("file locks", f"work in {folder.resolve()}")
@@ -330,7 +295,7 @@ def _locks(machine: Facts, folder: Path) -> Finding:
     return Finding("file locks", f"{folder.resolve()}: {problem}", advice, wrong=True)
 
 
-def _glibc(machine: Facts) -> Finding:
+def _glibc(machine: ThisMachine) -> Finding:
     text = machine.glibc()
     match = re.fullmatch(r"glibc (\d+)\.(\d+).*", text)
     old = match is None or (int(match[1]), int(match[2])) < GLIBC

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-from collections.abc import Mapping
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
@@ -29,7 +28,8 @@ def init(folder: Path, model: Path | None = None) -> list[Path]:
     ``model``: a Hugging Face checkpoint that chats, or its name on the hub; None: the run makes a policy of
     its own, without a download. Raises WrongInput when a file is there already, or the model is not.
     """
-    contents = _contents(model, _run_name(folder))
+    run_name = re.sub("[^A-Za-z0-9._-]+", "-", Path(os.path.realpath(folder)).name).lstrip("._-") or "my-run"
+    contents = _contents(model, run_name)
     there = [str(folder / name) for name in contents if os.path.lexists(folder / name)]
     problems = [f"{', '.join(there)}: there already, and not overwritten: name another folder"] * bool(there)
     if model is not None and hub_model(model) is None and not (model / "config.json").is_file():
@@ -49,11 +49,6 @@ def init(folder: Path, model: Path | None = None) -> list[Path]:
             "written: name another one"
         ) from None
     return [folder / name for name in contents]
-
-
-def _run_name(folder: Path) -> str:
-    """Return the name of the folder as that of a run."""
-    return re.sub("[^A-Za-z0-9._-]+", "-", Path(os.path.realpath(folder)).name).lstrip("._-") or "my-run"
 
 
 def _contents(model: Path | None, name: str) -> dict[str, str]:
@@ -76,15 +71,13 @@ def _contents(model: Path | None, name: str) -> dict[str, str]:
         settings |= {"dtype": "bfloat16" if has_gpus() else "float32", "tokens": "256", "steps": "100"}
     settings["name"] = name
     return {
-        "recipe.yaml": _filled((starter / "recipe.yaml").read_text(), settings),
+        "recipe.yaml": Template((starter / "recipe.yaml").read_text())
+        .substitute(settings)
+        .replace("\n\n\n", "\n\n"),
         "my_reward.py": (starter / "my_reward.py").read_text(),
         "train.jsonl": _lines(train),
         "heldout.jsonl": _lines(held_out),
     }
-
-
-def _filled(text: str, settings: Mapping[str, str]) -> str:
-    return Template(text).substitute(settings).replace("\n\n\n", "\n\n")
 
 
 def _sums(rng: random.Random) -> list[Problem]:

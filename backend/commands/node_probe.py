@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from slipstream.backend.commands.gpu_doctor import Facts, ThisMachine
+from slipstream.backend.commands.gpu_doctor import ThisMachine
 from slipstream.backend.commands.node_surroundings import surroundings
 from slipstream.rollout.ledger.storage.locks import lock_problem
 from slipstream.rollout.system.network import process_group_variables
@@ -68,7 +68,7 @@ class Probe:
         clock: Callable[[], float] = time.time,
         versions: Callable[[], dict[str, str]] = installed,
         locks: Callable[[Path], str | None] = lock_problem,
-        machine: Facts | None = None,
+        machine: ThisMachine | None = None,
     ) -> None:
         """``address``: of the node, for the other nodes. ``folder``: of runs, for all nodes. ``machine``:
         what surrounds the process; None: this machine.

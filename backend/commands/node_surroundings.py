@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TypedDict
 
 from slipstream.backend.commands.doctor import NEEDED_SHM, Finding
-from slipstream.backend.commands.gpu_doctor import SHARED_MEMORY, Facts, infiniband_ports
+from slipstream.backend.commands.gpu_doctor import SHARED_MEMORY, ThisMachine, infiniband_ports
 from slipstream.backend.commands.slurm_jobs import CONTAINER, IMAGE
 
 NAMES = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
@@ -39,7 +39,7 @@ class NodeSurroundings(TypedDict):
     """Free bytes of /dev/shm."""
 
 
-def surroundings(machine: Facts) -> NodeSurroundings:
+def surroundings(machine: ThisMachine) -> NodeSurroundings:
     """Return what this process meets on a machine."""
     variables = machine.variables
     given = variables.get("SLURM_GPUS_ON_NODE", "")
@@ -55,7 +55,7 @@ def surroundings(machine: Facts) -> NodeSurroundings:
     }
 
 
-def _container(machine: Facts) -> str:
+def _container(machine: ThisMachine) -> str:
     for name in NAMES:
         if name in machine.variables:
             return machine.variables[name]

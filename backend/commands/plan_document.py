@@ -10,8 +10,7 @@ from slipstream.backend.commands.check import Planned
 from slipstream.backend.commands.check import planned as planned_of
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.memory.activations import route_bytes
-from slipstream.backend.memory.checkpoint_size import CheckpointPlan
-from slipstream.backend.memory.verdict import judge_weights
+from slipstream.backend.memory.verdict import CheckpointPlan, judge_weights
 from slipstream.backend.simulate.advice import SplitAdvice
 from slipstream.backend.simulate.compare import Costs
 from slipstream.backend.simulate.derived import derived_model, saved_flops

@@ -66,7 +66,10 @@ def view(name: str, course: Course, end: str | None, now: float) -> RenderableTy
     last = course.steps[steps[-1]]
     total = course.total_steps
     title = Text.assemble((name, "bold"), f"  step {steps[-1]}" + (f"/{total}" if total else ""), "  ")
-    title.append(end or _pace(course, now), style=_style(end))
+    title.append(
+        end or _pace(course, now),
+        style={"done": "green", "failed": "red", "stopped": "yellow", None: "cyan"}.get(end, ""),
+    )
     line = Table.grid(padding=(0, 2, 0, 0))
     shown = "reward" if course.series("reward/mean") else "loss"
     points = course.series("reward/mean") or course.series("train/loss")
@@ -139,10 +142,6 @@ def _pace(course: Course, now: float) -> str:
         return f"{each:.1f} s per step{late}"
     left = each * (course.total_steps - steps[-1])
     return f"{clock_face(max(0.0, left - min(since, each)))} left{late}"
-
-
-def _style(end: str | None) -> str:
-    return {"done": "green", "failed": "red", "stopped": "yellow", None: "cyan"}.get(end, "")
 
 
 def _number(record: Record, tag: str) -> str:

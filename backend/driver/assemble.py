@@ -17,7 +17,7 @@ from slipstream.backend.cluster.engine_spec import adapters_of
 from slipstream.backend.cluster.placement import Placement
 from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.driver.loops.evaluation import Evaluation
-from slipstream.backend.driver.loops.hooked_batches import HookedBatches, sees_batches
+from slipstream.backend.driver.loops.hooked_batches import BESIDE_DRIVER, HookedBatches
 from slipstream.backend.driver.loops.live_users import LiveUsers
 from slipstream.backend.driver.ports import RunListener, RunTrainer
 from slipstream.backend.driver.processes.collectors import Collectors
@@ -262,7 +262,7 @@ def _restored(
 
 def _hooks(config: RunConfig, logs: Path, note: Callable[[str], None]) -> HookedBatches | None:
     hooks = config.rollout.hooks
-    if hooks is None or not sees_batches(hooks):
+    if hooks is None or not any(setting in hooks.named() for setting in BESIDE_DRIVER):
         return None
     return HookedBatches(hooks, config.model_dump_json().encode(), logs, note)
 

@@ -20,11 +20,10 @@ From an HF checkpoint to a model:
     rotation             ... rotary embeddings of packs
     router               ... and the router of experts
     fusions              ... in fused kernels, where there are any
-    lora                 ... and adapters
+    lora                 ... and adapters, with the export of their factors
     supported          models that these layers cannot compute in some layouts
     marks              attributes of parameters that Megatron reads
     export_plan        the order in which the weights leave the trainer
-    adapter_export       ... and the factors of an adapter
 
 What a model computes:
 

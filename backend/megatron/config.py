@@ -6,7 +6,7 @@ them.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -120,17 +120,11 @@ def transformer_config(
     config = kind(**settings | fields_of(kind, actor.megatron))
     if kind is TransformerConfig and geometry.rope.kind == "yarn":
         # Megatron's attention reads the factor of its cosines and sines from attributes that are no fields.
-        yarn = cast("_YarnAttributes", config)
+        yarn = cast(Any, config)
         yarn.yarn_rotary_scaling_factor = geometry.rope.factor
         yarn.yarn_mscale = geometry.rope.magnitude
         yarn.yarn_mscale_all_dim = geometry.rope.magnitude_all
     return config
-
-
-class _YarnAttributes(Protocol):
-    yarn_rotary_scaling_factor: float
-    yarn_mscale: float | None
-    yarn_mscale_all_dim: float | None
 
 
 def _pipeline(layout: Layout, n_layers: int) -> Settings:

@@ -88,8 +88,7 @@ def write_huggingface(
         from megatron.core import dist_checkpointing
 
         from slipstream.backend.megatron import weights
-        from slipstream.backend.megatron.adapter_export import AdapterExport
-        from slipstream.backend.megatron.lora import adapt
+        from slipstream.backend.megatron.lora import AdapterExport, adapt
         from slipstream.backend.megatron.model import empty_model, named_shards
 
         spec, layout = model_spec(model, plugins.resolved(families)), Layout.of(parallel)

@@ -11,7 +11,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -215,13 +215,9 @@ def _latent_attention() -> None:
         multi_latent_attention.HAVE_TE = False
 
 
-class _TensorClass(Protocol):
-    type: Callable[..., Tensor | str]
-
-
 def _tensor_type_names() -> None:
     """Optimizers and gradient clipping compare ``Tensor.type()`` with 'torch.cuda.FloatTensor'."""
-    tensor_class = cast("_TensorClass", torch.Tensor)
+    tensor_class: Any = torch.Tensor
     original = tensor_class.type
 
     def cuda_name(self: Tensor, *args: object, **kwargs: object) -> Tensor | str:

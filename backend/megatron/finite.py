@@ -6,7 +6,7 @@ check fails.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,19 +23,10 @@ class NotFinite(RuntimeError):
     """Numbers that would leave the trainer are not finite. Every rank raises it, with the names of all."""
 
 
-class _Buffer(Protocol):
-    grad_data: Tensor
-
-
-class _Buffers(Protocol):
-    buffers: list[_Buffer]
-    """DDP's buffers of gradients, which replace the method of this name of torch's modules."""
-    expert_parallel_buffers: list[_Buffer]
-
-
 def gradient_buffers(parts: Sequence["DistributedDataParallel"]) -> list[Tensor]:
     """Return the contiguous buffers that hold every gradient of this rank."""
-    views = [cast("_Buffers", part) for part in parts]
+    # DDP's ``buffers`` replaces the method of this name of torch's modules.
+    views = cast("Sequence[Any]", parts)
     return [buffer.grad_data for view in views for buffer in [*view.buffers, *view.expert_parallel_buffers]]
 
 

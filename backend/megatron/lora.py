@@ -20,6 +20,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from math import sqrt
+from pathlib import Path
 from typing import Literal, cast
 
 import torch
@@ -42,7 +43,8 @@ from torch.nn import Parameter
 from slipstream.backend.megatron.groups import ShardingMetadata
 from slipstream.backend.megatron.local_layers import DownProjection, copied_to_ranks
 from slipstream.backend.megatron.marks import marks_of
-from slipstream.bridge.hf.peft import PeftFolder
+from slipstream.bridge.hf.bucket import FlatBucket
+from slipstream.bridge.hf.peft import PeftFolder, write_peft
 from slipstream.bridge.model.layout import Layout, Shard
 from slipstream.bridge.model.mapping import Split, copy_in
 from slipstream.bridge.model.spec import ModelSpec
@@ -54,9 +56,11 @@ from slipstream.bridge.shards.adapter import (
     is_adapted,
     linear_layer,
     modules_of,
+    peft_config_of,
 )
-from slipstream.bridge.shards.factors import read_factors
-from slipstream.bridge.shards.plan import entries, entries_of, pieces_of
+from slipstream.bridge.shards.export import export
+from slipstream.bridge.shards.factors import peft_tensors, read_factors
+from slipstream.bridge.shards.plan import entries, entries_of, make_plan, pieces_of
 from slipstream.configs.schema import LoraConfig
 
 
@@ -311,3 +315,31 @@ _ADAPTED: dict[type[torch.nn.Module], type[_AdaptedColumn | _AdaptedRow | _Adapt
     RowParallelLinear: _AdaptedRow,
     DownProjection: _AdaptedDown,
 }
+
+
+BUCKET_BYTES = 2**28
+
+
+class AdapterExport:
+    """Exports the adapter of this rank's parts of a model, as often as it is asked to. Collective."""
+
+    def __init__(
+        self, parts: Sequence[GPTModel], spec: ModelSpec, layout: Layout, lora: LoraConfig, rank: int
+    ) -> None:
+        """``layout``: that of the ranks, with the local layer spec, of which adapted layers are."""
+        self.adapter = adapter_of(spec, lora)
+        self.parameters: Sequence[Mapping[str, Tensor]] = [factors(part) for part in parts]
+        self._base = spec.path
+        self._rank = rank
+        itemsize = next(iter(self.parameters[0].values())).itemsize
+        self._plan = make_plan(self.adapter.factors, layout, BUCKET_BYTES, itemsize)
+
+    def buckets(self) -> Iterator[FlatBucket | None]:
+        """Yield the factors as ``bridge.shards.export`` does."""
+        return export(self._plan, self.parameters, self._rank)
+
+    def write(self, folder: Path) -> None:
+        """Write the adapter in PEFT's format. The sender writes."""
+        tensors = peft_tensors(self.buckets(), self.adapter)
+        if tensors:
+            write_peft(tensors, peft_config_of(self.adapter, str(self._base)), folder)

@@ -5,7 +5,7 @@ Megatron objects are constructed only here, so that a change of Megatron is a ch
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed import (
@@ -35,7 +35,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from slipstream.backend.megatron import lora
-from slipstream.backend.megatron.adapter_export import AdapterExport
 from slipstream.backend.megatron.config import Settings, fields_of, transformer_config
 from slipstream.backend.megatron.delta_net import PackedDeltaNet
 from slipstream.backend.megatron.groups import groups
@@ -43,6 +42,7 @@ from slipstream.backend.megatron.head import ValueHead
 from slipstream.backend.megatron.layer_spec import layer_spec
 from slipstream.backend.megatron.layers import WindowRopeAttention, final_norm, layer_specs
 from slipstream.backend.megatron.local_layers import DownProjection, RMSNorm
+from slipstream.backend.megatron.lora import AdapterExport
 from slipstream.backend.megatron.marks import marks_of
 from slipstream.backend.megatron.sparse_attention import TokenIndexer
 from slipstream.backend.megatron.supported import require_supported
@@ -274,14 +274,10 @@ def wrap_ddp(parts: Sequence[GPTModel], actor: ActorConfig) -> list[DistributedD
     for part in wrapped:
         part.broadcast_params()
         if optimizer.overlap_grad_reduce:
-            transformer = cast("_NoSync", part.config)
+            # One function per chunk if there are several; Megatron's annotation lacks the list.
+            transformer = cast(Any, part.config)
             transformer.no_sync_func = [p.no_sync for p in wrapped] if len(wrapped) > 1 else part.no_sync
     return wrapped
-
-
-class _NoSync(Protocol):
-    no_sync_func: Callable[[], object] | list[Callable[[], object]]
-    """One function per chunk if there are several; Megatron's annotation lacks the list."""
 
 
 def build_optimizer(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -39,11 +39,6 @@ LossHead = Callable[[Tensor], tuple[Tensor, Tensor, R]]
 Megatron asks for with a loss per token."""
 
 
-class _GatherContext(Protocol):
-    held: slice
-    """This rank's part of the gathered values."""
-
-
 class _Gather(torch.autograd.Function):
     """Gives each context-parallel rank the values of all, in the order of the ranks, so that a loss can be
     about whole trajectories.
@@ -53,19 +48,18 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: _GatherContext, local_m: Tensor, counts: Sequence[int], group: dist.ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, local_m: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         rank = group.rank()
         padded = local_m.new_zeros(max(1, *counts))  # an idle micro-batch has no values
         padded[: len(local_m)] = local_m
         parts = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(parts, padded, group)
+        # This rank's part of the gathered values.
         ctx.held = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     @staticmethod
-    def backward(ctx: _GatherContext, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad_M,) = grads
         return grad_M[ctx.held], None, None
 

@@ -1,7 +1,7 @@
 """The random states of one rank: torch, Megatron's tensor-parallel generators, numpy and ``random``."""
 
 import random
-from typing import Any, Protocol, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
@@ -21,19 +21,10 @@ class RandomStates(TypedDict):
     """``random.getstate()``."""
 
 
-class _Tracker(Protocol):
-    def get_states(self) -> dict[str, Tensor]: ...
-    def set_states(self, states: dict[str, Tensor]) -> None: ...
-
-
-def _tracker() -> _Tracker:
-    return cast("_Tracker", get_cuda_rng_tracker())
-
-
 def capture() -> RandomStates:
     """Return the present states."""
     name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state())
-    tensor_parallel = _tracker().get_states()
+    tensor_parallel: dict[str, Tensor] = cast(Any, get_cuda_rng_tracker()).get_states()
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
@@ -48,7 +39,7 @@ def restore(states: RandomStates) -> None:
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None:
         torch.cuda.set_rng_state(states["cuda"])
-    _tracker().set_states(states["tensor_parallel"])
+    cast(Any, get_cuda_rng_tracker()).set_states(states["tensor_parallel"])
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     random.setstate(states["python"])

@@ -7,7 +7,7 @@ Where Transformer Engine's kernel is legal it is used instead (``fusions``).
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from megatron.core.models.common.embeddings import rope_utils
@@ -31,12 +31,6 @@ class _Rotation:
     """Angles of each rotary embedding of the model: one, or two if layers with a window have their own."""
 
 
-class _Boundaries(Protocol):
-    """The boundaries of a pack. Megatron's rotary functions are given nothing else of it."""
-
-    slipstream_rotation: _Rotation
-
-
 def install() -> None:
     """Replace Megatron's plain rotation of packed sequences."""
     rope_utils._apply_rotary_pos_emb_thd = rotated
@@ -44,7 +38,8 @@ def install() -> None:
 
 def set_positions(cu_seqlens: Tensor, position_t: Tensor) -> None:
     """Give ``rotated`` the positions of a pack's tokens, by the boundaries of the pack."""
-    cast("_Boundaries", cu_seqlens).slipstream_rotation = _Rotation(position_t)
+    # Megatron's rotary functions are given nothing of a pack but its boundaries.
+    cast(Any, cu_seqlens).slipstream_rotation = _Rotation(position_t)
 
 
 def rotated(

@@ -67,10 +67,6 @@ class LayerBytes:
         """Without recomputation."""
         return self.attention + self.feed_forward
 
-    @property
-    def kept_selective(self) -> float:
-        return self.kept - self.core
-
 
 def layer_bytes(geometry: Geometry, layer: int, sharing: Sharing) -> LayerBytes:
     """Return the bytes per token of the ``layer``-th layer."""
@@ -78,7 +74,12 @@ def layer_bytes(geometry: Geometry, layer: int, sharing: Sharing) -> LayerBytes:
     experts = geometry.experts if mixed else None
     delta = geometry.delta_of(layer)
     attention, core = (_delta(geometry, delta, sharing), 0.0) if delta else _attention(geometry, sharing)
-    feed_forward = _mixture(geometry, experts, sharing) if experts else _dense(geometry, sharing)
+    feed_forward = (
+        _mixture(geometry, experts, sharing)
+        if experts
+        else _input_norm(geometry, sharing)
+        + _activation(geometry, geometry.ffn_hidden / sharing.tensor, sharing)
+    )
     if geometry.post_norms:
         around = norm_bytes(geometry.hidden, 1, sharing) / sharing.tokens
         attention, feed_forward = attention + around, feed_forward + around
@@ -250,12 +251,6 @@ def _activation(geometry: Geometry, width: float, sharing: Sharing, *, scaled: b
     kept = {"clamped_swiglu": 7, "squared_relu": 3}
     elements = kept.get(geometry.activation, 5) + scaled
     return elements * width * sharing.itemsize
-
-
-def _dense(geometry: Geometry, sharing: Sharing) -> float:
-    return _input_norm(geometry, sharing) + _activation(
-        geometry, geometry.ffn_hidden / sharing.tensor, sharing
-    )
 
 
 def _copies(experts: Experts, sharing: Sharing) -> float:

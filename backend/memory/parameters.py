@@ -39,9 +39,6 @@ class Shapes:
         return sum(self.dense) + sum(self.expert) + sum(self.single)
 
 
-_Kind = Literal["dense", "expert", "single"]
-
-
 @dataclass
 class _Lists:
     """``Shapes`` in the making."""
@@ -50,7 +47,7 @@ class _Lists:
     expert: list[int] = field(default_factory=list[int])
     single: list[int] = field(default_factory=list[int])
 
-    def of(self, kind: _Kind) -> list[int]:
+    def of(self, kind: Literal["dense", "expert", "single"]) -> list[int]:
         return {"dense": self.dense, "expert": self.expert, "single": self.single}[kind]
 
     @property
@@ -91,7 +88,9 @@ def stage_parameters(
         if entry.mapping.float32 and entry.mapping.frozen:
             buffers[stage] += prod(shape)
             return
-        kind: _Kind = "single" if entry.mapping.float32 else "expert" if is_expert else "dense"
+        kind: Literal["dense", "expert", "single"] = (
+            "single" if entry.mapping.float32 else "expert" if is_expert else "dense"
+        )
         weights[stage][chunk].of(kind).append(prod(shape))
         if lora is None and not entry.mapping.frozen:
             trained[stage][chunk].of(kind).append(prod(shape))

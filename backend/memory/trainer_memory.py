@@ -153,7 +153,9 @@ def trainer_memory(
                 critic=values,
                 activations=kept,
                 work=work,
-                frozen=held.total * itemsize if _scores(actor) else 0,
+                frozen=held.total * itemsize
+                if actor.kl is not None or actor.teacher_model is not None
+                else 0,
                 transfer=_transfer(plan, itemsize, stage, buckets),
                 runtime=runtime,
             )
@@ -169,10 +171,6 @@ def buckets_at_once(transport: TransportConfig, *, quantizes: bool, on_gpus: boo
     if quantizes:
         return 4
     return 3 if on_gpus and transport.type == "tensor" else 2
-
-
-def _scores(actor: ActorConfig) -> bool:
-    return actor.kl is not None or actor.teacher_model is not None
 
 
 def state_bytes(
@@ -290,7 +288,7 @@ def _recomputed(layers: Sequence[LayerBytes], actor: ActorConfig) -> tuple[float
         return sum(layer.kept for layer in layers), 0.0
     if actor.recompute == "selective":
         again = max((layer.core for layer in layers), default=0.0)
-        return sum(layer.kept_selective for layer in layers), max(again, 0.0)
+        return sum(layer.kept - layer.core for layer in layers), max(again, 0.0)
     number = actor.megatron.get("recompute_num_layers", 1)
     count = number if isinstance(number, int) else 1
     if actor.megatron.get("recompute_method") == "block":
@@ -307,11 +305,6 @@ def _logit_bytes(actor: ActorConfig, sharing: Sharing) -> int:
     return FLOAT if actor.fp32_lm_head else sharing.itemsize
 
 
-def _has_head_kernels(actor: ActorConfig, sharing: Sharing) -> bool:
-    """True if kernels go through the logits of a slice in place (``actor.lm_head``)."""
-    return sharing.kernels == "fused" and actor.lm_head != "chunked"
-
-
 def _head_work(geometry: Geometry, sharing: Sharing, actor: ActorConfig, columns: int, tokens: int) -> float:
     """Return the bytes of the head besides what it keeps.
 
@@ -321,7 +314,7 @@ def _head_work(geometry: Geometry, sharing: Sharing, actor: ActorConfig, columns
     """
     width = min(columns, max(HEAD_MIN_COLUMNS, HEAD_SLICE[sharing.kernels] // tokens))
     logit = _logit_bytes(actor, sharing)
-    if _has_head_kernels(actor, sharing):
+    if sharing.kernels == "fused" and actor.lm_head != "chunked":
         in_slice = width * (logit if logit == sharing.itemsize else logit + sharing.itemsize)
     else:
         in_slice = width * (2 * FLOAT + logit)

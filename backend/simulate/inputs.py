@@ -72,7 +72,11 @@ def read(options: Options, derive: Derive) -> tuple[list[Work], Fitted | None]:
     overrides = [word for word in options.overrides if word not in numbers]
     config = attempt(lambda path: recipe(path, overrides), options.recipe)
     lengths = attempt(read_lengths, options.lengths) if options.lengths else None
-    fitted = attempt(fit_run, options.fit) if options.fit else None
+    fitted = (
+        attempt(lambda run: fit(recipe(str(run / "recipe.yaml")), read_trace(run)), options.fit)
+        if options.fit
+        else None
+    )
     nodes = attempt(read_nodes, [*options.nodes, *numbers]) or []
     if options.lengths and options.fit:
         reason = "--fit takes the lengths of its run; give one of both"
@@ -169,11 +173,6 @@ def _length(entry: object) -> int | None:
     if isinstance(length, dict):
         length = next((length[name] for name in LENGTH_FIELDS if name in length), None)
     return length if isinstance(length, int) and not isinstance(length, bool) and length >= 1 else None
-
-
-def fit_run(run: Path) -> Fitted:
-    """Fit the cost model to a run, given its folder."""
-    return fit(recipe(str(run / "recipe.yaml")), read_trace(run))
 
 
 def _sizes(config: RunConfig, nodes: Sequence[int]) -> list[RunConfig]:

@@ -6,7 +6,7 @@ from matplotlib.patches import Patch
 
 from slipstream.backend.monitor.figure import HEAD_INCHES, clock_axis, house_style, png, sheet
 from slipstream.backend.monitor.units import clock_face
-from slipstream.backend.simulate.timeline import Timeline
+from slipstream.backend.simulate.compare import Timeline
 
 TRAINING, WAITING, PUBLISHING = "#2654a0", "#e9ecef", "#f08c00"
 IDLE, SOME, FULL = "#f1f3f5", "#96ded1", "#097869"

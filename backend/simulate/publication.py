@@ -17,7 +17,6 @@ from slipstream.backend.memory.engine_memory import EngineMemory
 from slipstream.backend.memory.parameters import StageParameters, stage_parameters
 from slipstream.backend.simulate.gpu_split import GpuSplit
 from slipstream.bridge.hf.index import ITEMSIZE
-from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.shards.plan import ExportPlan
 from slipstream.bridge.shards.sends import most_sent
 from slipstream.configs.schema import RunConfig
@@ -87,7 +86,9 @@ def _fullest(
     whole: int,
 ) -> int:
     """Return the bytes on the link that carries most: out of a trainer rank or into an engine rank."""
-    layout = _on(export.layout, split)
+    layout = replace(
+        export.layout, data=max(split.trainer_gpus // (export.layout.tensor * export.layout.pipeline), 1)
+    )
     dense, expert = (most_sent(layout, split.engines, expert=expert) for expert in (False, True))
     sent = max(
         sum(
@@ -98,11 +99,6 @@ def _fullest(
     # An engine holds some tensors on several of its ranks, each of which gets them.
     repeated = engine.weights * split.gpus_per_engine / whole
     return max(round(sent * itemsize * repeated), engine.weights)
-
-
-def _on(layout: Layout, split: GpuSplit) -> Layout:
-    """Return the layout with the replicas that the GPUs of a split make."""
-    return replace(layout, data=max(split.trainer_gpus // (layout.tensor * layout.pipeline), 1))
 
 
 def _engine_nodes(config: RunConfig, split: GpuSplit) -> int:

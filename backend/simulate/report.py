@@ -13,8 +13,8 @@ from rich.text import Text
 from slipstream.backend.monitor.tables import Columns, pairs_table, rows_table
 from slipstream.backend.monitor.units import count, seconds
 from slipstream.backend.simulate.account import Outcome
+from slipstream.backend.simulate.advice import cost_model
 from slipstream.backend.simulate.compare import Comparison, SimulatedRun, Work
-from slipstream.backend.simulate.costs import cost_model
 from slipstream.backend.simulate.fit import Fitted, Residual
 from slipstream.backend.simulate.gpu_split import model_of
 from slipstream.backend.simulate.schedules import BOUNDS, INTERRUPTS

@@ -12,7 +12,7 @@ from slipstream.configs.schema.rollout import (
     VolumeAdmission,
     WindowedConsumption,
 )
-from slipstream.rollout.control.admission import Slots, VolumeGate
+from slipstream.rollout.control.admission import by_slots, by_volume
 from slipstream.rollout.control.consumption import ConsumptionPolicy, OnStale, ReadyFirst
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.policies import consumption_policy
@@ -63,7 +63,7 @@ class Schedule:
         control = RolloutControl(
             rollout.batch_size,
             self.bound,
-            VolumeGate() if self.volume else Slots(),
+            by_volume if self.volume else by_slots,
             policy,
             self.over_sampling,
             last_step=steps,

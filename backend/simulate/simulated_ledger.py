@@ -117,7 +117,11 @@ class SimulatedLedger(NoLedger):
             undone = self._trained.pop(step)
             self.trained_ids.difference_update(group.id for group in undone)
             self._open.update((group.id, group) for group in undone)
-        self._failures = [left for left in map(self._untrained, self._failures) if left]
+        self._failures = [
+            left
+            for left in (tuple(id_ for id_ in ids if id_ in self._open) for ids in self._failures)
+            if left
+        ]
         by_end = Counter[str]()
         for loss, number in self._losses.items():
             by_end[loss.end.value] += number
@@ -141,9 +145,6 @@ class SimulatedLedger(NoLedger):
         while version := self._parents.get(version, 0):
             line.add(version)
         return line
-
-    def _untrained(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(id_ for id_ in ids if id_ in self._open)
 
     def _add(self, key: int, state: int, base: int, refs: bytes | None, header: bytes) -> None:
         group = self._open.get(key // SAMPLES)

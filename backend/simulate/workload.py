@@ -122,7 +122,3 @@ class SimulatedStream:
 
 HELD_OUT = 2**40
 """First position of held-out prompts, beyond the positions that training reaches."""
-
-
-def held_out_prompts(number: int) -> list[Prompt]:
-    return [Prompt(HELD_OUT + index, "") for index in range(number)]

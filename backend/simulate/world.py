@@ -35,7 +35,7 @@ from slipstream.backend.simulate.simulated_failures import ENGINE, Failures, Sim
 from slipstream.backend.simulate.simulated_ledger import SimulatedLedger
 from slipstream.backend.simulate.simulated_pool import SimulatedPool
 from slipstream.backend.simulate.simulated_trainer import SimulatedTrainer, TimeShared
-from slipstream.backend.simulate.workload import SimulatedStream, Workload, held_out_prompts
+from slipstream.backend.simulate.workload import HELD_OUT, SimulatedStream, Workload
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collection.collector.episodes import Episodes
 from slipstream.rollout.collection.collector.evaluation import Evaluations
@@ -53,7 +53,7 @@ from slipstream.rollout.ledger.recovery import Recovered
 from slipstream.rollout.system.plugins import build
 from slipstream.rollout.system.restarts import Restarts
 from slipstream.rollout.system.time_limit import TimeLimit
-from slipstream.rollout.tokens.trajectory import Trajectory
+from slipstream.rollout.tokens.trajectory import Prompt, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
 
 
@@ -150,7 +150,7 @@ class World:
         if config.eval is not None and self._held_out:
             evaluation = Evaluation(
                 config.eval,
-                held_out_prompts(self._held_out),
+                [Prompt(HELD_OUT + index, "") for index in range(self._held_out)],
                 questions,
                 account,
                 step_of=lambda version: gate.core.versions.updates(version),
@@ -251,7 +251,7 @@ def _restored(
     """Return the collection with which the run goes on, as ``start.resume.restore_collection`` does."""
     rollout, stream = config.rollout, SimulatedStream(recovered.position)
     control = schedule.control(rollout, config.run.total_steps, recovered, served)
-    groups = take_up(recovered.open, control, ledger, stream, rollout.n_samples_per_prompt)
+    groups = take_up(recovered.open, control, ledger.discarded, stream, rollout.n_samples_per_prompt)
     for group in recovered.requeued:
         control.restore_requeued(group.id, group.requeues)
     positions = [(group.id, group.position) for group in (*recovered.open, *recovered.requeued)]

@@ -50,7 +50,7 @@ from slipstream.configs.schema import (
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 
 if TYPE_CHECKING:
-    from slipstream.backend.megatron.adapter_export import AdapterExport
+    from slipstream.backend.megatron.lora import AdapterExport
 
 VERSIONS = "weights"
 """Folder of the disk transport's versions within the run folder."""

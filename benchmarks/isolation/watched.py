@@ -158,10 +158,12 @@ class WatchedRun:
     def processes(self, loop: str) -> list[psutil.Process]:
         """Return the processes that a loop runs in."""
         belongs = {
-            "trainer": _is_trainer,
+            "trainer": lambda process: "ray::TrainerActor" in " ".join(process.cmdline()),
             "judge": _is_live_judge,
-            "gateway": _is_gateway,
-            "engine": _is_engine,
+            "gateway": lambda process: "slipstream.rollout.gateway.gateway_process" in process.cmdline(),
+            "engine": lambda process: os.readlink(f"/proc/{process.pid}/fd/1").endswith(
+                f"/logs/engine-{ENGINE}.log"
+            ),
         }
         found: list[psutil.Process] = []
         for process in self.descendants():
@@ -199,18 +201,6 @@ class WatchedRun:
             for process in left:
                 with suppress(psutil.Error):
                     process.kill()
-
-
-def _is_trainer(process: psutil.Process) -> bool:
-    return "ray::TrainerActor" in " ".join(process.cmdline())
-
-
-def _is_gateway(process: psutil.Process) -> bool:
-    return "slipstream.rollout.gateway.gateway_process" in process.cmdline()
-
-
-def _is_engine(process: psutil.Process) -> bool:
-    return os.readlink(f"/proc/{process.pid}/fd/1").endswith(f"/logs/engine-{ENGINE}.log")
 
 
 def _is_live_judge(process: psutil.Process) -> bool:

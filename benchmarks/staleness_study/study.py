@@ -27,7 +27,7 @@ from benchmarks.staleness_study.warm_start import warm_start
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.quickstart import TRAIN_PROBLEMS, policy, task
 from slipstream.backend.quickstart.tokenizer import build_tokenizer, prompt_text
-from slipstream.configs.schema.drift import DriftConfig
+from slipstream.configs.schema.actor import DriftConfig
 from slipstream.rollout.control.drift import DriftController, DriftLimits
 from slipstream.rollout.tokens.trajectory import Completion, Finish, Span, Trajectory, TrajectoryBuilder
 

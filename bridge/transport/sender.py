@@ -164,7 +164,9 @@ class ShardSender:
         if engine.peers is None:
             return RankAnswer()
         sent, digests = 0, dict[int, list[int]]()
-        for window in windows(_addressed(engine)):
+        for window in windows(
+            [[(to, message) for message in engine.messages[to]] for to in sorted(engine.messages)]
+        ):
             flats = list(self._flats([message for _, message in window]))
             engine.peers.send(
                 [(engine.first + to, flat) for (to, _), flat in zip(window, flats, strict=True)]
@@ -212,11 +214,6 @@ class ShardSender:
     def _shard(self, name: str) -> Tensor:
         chunk, parameter = name.split("/", 1)
         return self._parameters[int(chunk)][parameter].detach()
-
-
-def _addressed(engine: _Engine) -> list[list[tuple[int, Message]]]:
-    """Return the messages by rank of the engine, each with that rank."""
-    return [[(to, message) for message in engine.messages[to]] for to in sorted(engine.messages)]
 
 
 def _incoming(message: Message, dtype: torch.dtype) -> Incoming:

@@ -153,7 +153,10 @@ class _Module:
             case ast.BinOp(left=left, op=ast.BitOr(), right=right):
                 return self.accepts(left) | self.accepts(right)
             case ast.Subscript(value=generic, slice=inside):
-                return self._generic(ast.unparse(generic).rpartition(".")[2], _items(inside))
+                return self._generic(
+                    ast.unparse(generic).rpartition(".")[2],
+                    list(inside.elts) if isinstance(inside, ast.Tuple) else [inside],
+                )
             case _:
                 return _ANYTHING
 
@@ -226,7 +229,3 @@ class _Module:
 @cache
 def _module(file: Path, root: Path) -> _Module:
     return _Module(file, root)
-
-
-def _items(inside: ast.expr) -> list[ast.expr]:
-    return list(inside.elts) if isinstance(inside, ast.Tuple) else [inside]

@@ -13,13 +13,9 @@ REWARD = "slipstream.rollout.reward.ModelVotes"
 NONE_TRAINED = "it is about turns of live users, and none are trained; leave it out, or add a section `live`"
 
 
-def _judges_turns(config: RunConfig) -> bool:
-    return config.live is not None and config.live.train
-
-
 def judge_has_something_to_judge(config: RunConfig) -> Iterator[Violation]:
     judge = config.judge
-    if _judges_turns(config):
+    if config.live is not None and config.live.train:
         return
     if judge.type == "code":
         if judge.code != CodeJudge().code:

@@ -11,7 +11,6 @@ from slipstream.configs.schema.data import (
     EvalConfig,
     PromptFile,
 )
-from slipstream.configs.schema.dialect import DialectConfig, EndpointConfig
 from slipstream.configs.schema.gateway import GatewayConfig, LimitsConfig, TracesConfig, TurnRule
 from slipstream.configs.schema.hooks import HooksConfig
 from slipstream.configs.schema.judge import CodeJudge, Judge, ModelJudge
@@ -26,7 +25,13 @@ from slipstream.configs.schema.models import (
 from slipstream.configs.schema.objective import CorrectionConfig, Objective, TurnsConfig
 from slipstream.configs.schema.optimizer import ConstantRate, CosineDecay, LinearDecay, OptimizerConfig
 from slipstream.configs.schema.plugin import PluginConfig
-from slipstream.configs.schema.rollout import EngineConfig, JudgingConfig, RolloutConfig
+from slipstream.configs.schema.rollout import (
+    DialectConfig,
+    EndpointConfig,
+    EngineConfig,
+    JudgingConfig,
+    RolloutConfig,
+)
 from slipstream.configs.schema.run import ModelConfig, RunConfig
 from slipstream.configs.schema.sampling import EvalSamplingConfig, SamplingConfig
 from slipstream.configs.schema.simulate import SimulateConfig

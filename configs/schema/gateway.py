@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from slipstream.configs.schema.base import PathSetting, Section
-from slipstream.configs.schema.dialect import DialectConfig
+from slipstream.configs.schema.rollout import DialectConfig
 
 
 class LimitsConfig(Section):

@@ -107,9 +107,6 @@ class UrlTeacher(ScoringTeacher, KeyedServer):
     )
 
 
-Teacher = Annotated[PolicyTeacher | JudgeTeacher | UrlTeacher, Field(discriminator="type")]
-
-
 class LongestHint(Section):
     """The longest hint."""
 
@@ -128,8 +125,6 @@ class OverlapHint(Section):
         description="Number of likeliest tokens of teacher and policy that are compared at each position.",
     )
 
-
-HintChoice = Annotated[LongestHint | OverlapHint, Field(discriminator="type")]
 
 MODEL = "slipstream.rollout.reward.model"
 
@@ -179,10 +174,10 @@ class HintConfig(Section):
         description="With null in place of the section, the votes for the winning score carry the hints, "
         "and nothing else is asked.",
     )
-    choose: HintChoice = Field(
+    choose: Annotated[LongestHint | OverlapHint, Field(discriminator="type")] = Field(
         default=LongestHint(), description="Choice among the hints of the votes that say yes."
     )
-    teacher: Teacher | None = Field(
+    teacher: Annotated[PolicyTeacher | JudgeTeacher | UrlTeacher, Field(discriminator="type")] | None = Field(
         default=None,
         description="Model that scores the tokens of the answer after the prompt with the hint. Without "
         "the section no tokens are scored, and hints are only stored.",

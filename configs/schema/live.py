@@ -71,9 +71,6 @@ class RunningBaseline(Section):
     )
 
 
-Baseline = Annotated[RunningBaseline | NoBaseline, Field(discriminator="type")]
-
-
 class LastCredit(Section):
     """The last main turn of a session gets the session's reward, and its other turns get none from it."""
 
@@ -133,7 +130,7 @@ class LiveConfig(Section):
         "trained with those that have come. Until a turn is ready, batches wait for a tenth of the time at "
         "most. Users and judge should take less: steps that are quicker let turns expire.",
     )
-    baseline: Baseline = Field(
+    baseline: Annotated[RunningBaseline | NoBaseline, Field(discriminator="type")] = Field(
         default=RunningBaseline(),
         description="Number that is subtracted from the score of a turn for its advantage.",
     )

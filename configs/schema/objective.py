@@ -226,9 +226,6 @@ class TokenRaw(Section):
     type: Literal["raw"] = "raw"
 
 
-TokenCorrection = Annotated[TokenCap | TokenMask | TokenRaw, Field(discriminator="type")]
-
-
 class GeometricMask(Section):
     """Drops sequences whose geometric mean of pi_old / mu is outside a band."""
 
@@ -283,7 +280,7 @@ class NegativeMask(Section):
 class CorrectionConfig(Section):
     """Corrections for tokens and sequences that another policy sampled. The three can be combined."""
 
-    token: TokenCorrection | None = Field(
+    token: Annotated[TokenCap | TokenMask | TokenRaw, Field(discriminator="type")] | None = Field(
         default=None,
         description="Correction of single tokens. Without the section: `{type: cap}` with "
         "`actor.use_decoupled_loss`, and no correction otherwise.",

@@ -41,13 +41,9 @@ class CosineDecay(_Decaying):
     type: Literal["cosine"] = "cosine"
 
 
-def _from_type(value: object) -> object:
-    return {"type": value} if isinstance(value, str) else value
-
-
 Decay = Annotated[
     Annotated[ConstantRate | LinearDecay | CosineDecay, Field(discriminator="type")],
-    BeforeValidator(_from_type),
+    BeforeValidator(lambda value: {"type": value} if isinstance(value, str) else value),
 ]
 """``constant``, ``linear`` or ``cosine``; or ``{type: cosine, min_lr: 1e-7}``."""
 

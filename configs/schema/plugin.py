@@ -28,9 +28,7 @@ class PluginConfig(Section):
     args: dict[str, object] = Field(default={}, description="Keyword arguments of the class or function.")
 
 
-def _from_string(value: object) -> object:
-    return {"path": value} if isinstance(value, str) else value
-
-
-Plugin = Annotated[PluginConfig, BeforeValidator(_from_string)]
+Plugin = Annotated[
+    PluginConfig, BeforeValidator(lambda value: {"path": value} if isinstance(value, str) else value)
+]
 """``package.module.Name``, or ``{path: package.module.Name, args: {...}}``."""

@@ -138,9 +138,6 @@ def _are_variables(args: dict[str, object]) -> dict[str, object]:
     return args
 
 
-TemplateArgs = Annotated[dict[str, object], AfterValidator(_are_variables)]
-
-
 class ModelConfig(Section):
     """The initial policy."""
 
@@ -160,7 +157,7 @@ class ModelConfig(Section):
         description="Model families of your own: a mapping from the `model_type` of a `config.json` to the "
         "import path of a module or object with the functions of `slipstream.bridge.families.Family`.",
     )
-    template_args: TemplateArgs = Field(
+    template_args: Annotated[dict[str, object], AfterValidator(_are_variables)] = Field(
         default={},
         description="Variables of the chat template, such as `enable_thinking: false`, for all prompts of "
         "the policy.",

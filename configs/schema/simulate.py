@@ -27,9 +27,6 @@ class ClusterLayout(Section):
     )
 
 
-LayoutConfig = Annotated[RecipeLayout | ClusterLayout, Field(discriminator="type")]
-
-
 class LengthModel(Section):
     """A log-normal distribution of lengths in tokens."""
 
@@ -209,7 +206,9 @@ class SimulateConfig(Section):
     what each constant stands for and where its default comes from; `--fit RUN` takes the constants from a
     run."""
 
-    layout: LayoutConfig = Field(default=RecipeLayout(), description="The simulated cluster.")
+    layout: Annotated[RecipeLayout | ClusterLayout, Field(discriminator="type")] = Field(
+        default=RecipeLayout(), description="The simulated cluster."
+    )
     prompts: PromptModel = Field(default=PromptModel())
     responses: ResponseModel = Field(default=ResponseModel())
     engine: EngineModel = Field(default=EngineModel())

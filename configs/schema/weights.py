@@ -99,13 +99,9 @@ class VerifyOff(Section):
     type: Literal["off"] = "off"
 
 
-def _from_type(value: object) -> object:
-    return {"type": value} if isinstance(value, str) else value
-
-
 Verify = Annotated[
     Annotated[VerifyAlways | VerifyEveryN | VerifyDigests | VerifyOff, Field(discriminator="type")],
-    BeforeValidator(_from_type),
+    BeforeValidator(lambda value: {"type": value} if isinstance(value, str) else value),
 ]
 """``always``, ``every_n``, ``digests`` or ``off``; or ``{type: every_n, n: 5}``."""
 

@@ -1,5 +1,6 @@
 """Admission policies, which decide whether one more group may start. Pure."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -28,19 +29,15 @@ class Occupancy(Protocol):
         ...
 
 
-class AdmissionPolicy(Protocol):
-    def may_admit(self, now: Occupancy) -> bool: ...
+AdmissionPolicy = Callable[[Occupancy], bool]
+"""Returns True if one more group may start."""
 
 
-class Slots:
+def by_slots(now: Occupancy) -> bool:
     """(bound + 1) batches of slots, charged at admission and freed when the trained version is published."""
-
-    def may_admit(self, now: Occupancy) -> bool:
-        return now.held < now.capacity
+    return now.held < now.capacity
 
 
-class VolumeGate:
+def by_volume(now: Occupancy) -> bool:
     """AReaL's gate (arXiv 2505.24298, eq. 3): bounds the number of accepted groups, but not their lag."""
-
-    def may_admit(self, now: Occupancy) -> bool:
-        return now.accepted + now.open < (now.bound + now.step + 1) * now.batch_size
+    return now.accepted + now.open < (now.bound + now.step + 1) * now.batch_size

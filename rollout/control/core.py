@@ -165,13 +165,12 @@ from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from slipstream.rollout.control.admission import AdmissionPolicy, Slots
+from slipstream.rollout.control.admission import AdmissionPolicy, by_slots
 from slipstream.rollout.control.consumption import ConsumptionPolicy, Due, Fifo, OnStale
-from slipstream.rollout.control.control_errors import ControlError
 from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.control.live_door import LiveDoor, TurnEnd
 from slipstream.rollout.control.slots import OPEN, Slot, SlotTable, State
-from slipstream.rollout.control.versions import VersionTree
+from slipstream.rollout.control.versions import ControlError, VersionTree
 
 REQUEUES = 3
 """Largest number of times that a prompt is requeued. A prompt whose completions always take longer than the
@@ -202,7 +201,7 @@ class RolloutControl:
     """Groups in a batch; 0 without a prompt set."""
     bound: int
     """``rollout.max_head_offpolicyness``."""
-    admission: AdmissionPolicy = field(default_factory=Slots)
+    admission: AdmissionPolicy = by_slots
     consumption: ConsumptionPolicy = field(default_factory=Fifo)
     over_sampling: float = 1.0
     """Groups admitted per group that a batch needs. Groups that no batch needed in time are given up."""
@@ -218,7 +217,7 @@ class RolloutControl:
     counts: GroupCounts = field(default_factory=GroupCounts)
     losses: Counter[Loss] = field(default_factory=Counter[Loss])
     accepted: int = 0
-    """Groups that are ready and not withheld, in training or trained; ``VolumeGate`` counts them."""
+    """Groups that are ready and not withheld, in training or trained; ``by_volume`` counts them."""
     live_trajectories: int = 0
     """Trajectories of turns that a full batch has besides its groups."""
     step: int = field(init=False)
@@ -304,7 +303,7 @@ class RolloutControl:
                 return False
         if self.served is not None and held >= self._room(self._present):
             return False
-        return self.admission.may_admit(self)
+        return self.admission(self)
 
     def admit(self) -> Ticket:
         """Give a slot to the next group: unstarted since a restart, else of a requeued prompt, else new.
@@ -598,7 +597,7 @@ class RolloutControl:
 
     def _treat_stale(self, on_stale: OnStale) -> None:
         """Requeue or drop groups until the whole next batch may be trained, parts of it masked."""
-        for slot in self._table.oldest_ready_slots(self.batch_size, self._is_late):
+        for slot in self._table.oldest_ready_slots(self.batch_size, lambda slot: bool(self._stale(slot))):
             if on_stale is OnStale.MASK and self._stale(slot) != slot.versions:
                 continue
             if on_stale is OnStale.REQUEUE and slot.requeues < REQUEUES:
@@ -606,10 +605,6 @@ class RolloutControl:
                 self._expire(slot, Loss.REQUEUED)
             else:
                 self._expire(slot, Loss.STALE)
-
-    def _is_late(self, slot: Slot) -> bool:
-        """True if the ready group has tokens that are too old."""
-        return bool(self._stale(slot))
 
     def _stale(self, slot: Slot) -> frozenset[int]:
         """Return the versions of the ready group whose tokens are too old."""

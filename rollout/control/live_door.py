@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from slipstream.rollout.control.control_errors import ControlError
+from slipstream.rollout.control.versions import ControlError
 
 
 class TurnEnd(StrEnum):

@@ -10,7 +10,7 @@ from slipstream.configs.schema.rollout import (
     VolumeAdmission,
     WindowedConsumption,
 )
-from slipstream.rollout.control.admission import AdmissionPolicy, Slots, VolumeGate
+from slipstream.rollout.control.admission import AdmissionPolicy, by_slots, by_volume
 from slipstream.rollout.control.consumption import ConsumptionPolicy, Fifo, OnStale, ReadyFirst, Windowed
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.ends import GroupCounts, Loss
@@ -18,7 +18,7 @@ from slipstream.rollout.control.versions import VersionTree
 
 
 def admission_policy(config: RolloutConfig) -> AdmissionPolicy:
-    return VolumeGate() if isinstance(config.admission, VolumeAdmission) else Slots()
+    return by_volume if isinstance(config.admission, VolumeAdmission) else by_slots
 
 
 def consumption_policy(config: RolloutConfig) -> ConsumptionPolicy:

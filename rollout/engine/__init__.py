@@ -33,5 +33,4 @@ Which engines serve:
     routing            ... whose messages tell collectors and gateways
     asked_engines    those that a judge process may ask
     descriptors      file descriptors of a process that asks engines
-    shortage           ... and what a lack of them, of ports or of memory says
 """

@@ -21,18 +21,20 @@ from slipstream.rollout.engine.completion import (
     parse_token_scores,
 )
 from slipstream.rollout.engine.connection import (
+    LONGEST_PAUSE_S,
     REQUESTS_FAULT,
+    SHORTAGES,
     EngineAddress,
     EngineError,
     EngineLost,
     Malformed,
     RequestRefused,
+    is_local,
 )
 from slipstream.rollout.engine.context import InvalidRequest
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.sampling import LiveSampling, Sampling, request_fields, violations
 from slipstream.rollout.engine.server_control import EngineMemory, ServerControl
-from slipstream.rollout.engine.shortage import LONGEST_PAUSE_S, SHORTAGES, is_local
 
 __all__ = [
     "Aborted",

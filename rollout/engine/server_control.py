@@ -186,7 +186,7 @@ class ServerControl(EngineConnection):
 
     async def replica_version(self) -> int | None:
         """Return the version of the replica; None when it is incomplete."""
-        return (await self._replica())["version"]
+        return cast(_Replica, await self._get(REPLICA))["version"]
 
     async def replica_begin(self, files: bytes) -> None:
         await self._request("POST", f"{REPLICA}/begin", files)
@@ -201,9 +201,6 @@ class ServerControl(EngineConnection):
         """Load all weights from the replica, if it still holds ``version`` as it was committed."""
         checked = cast(_Replica, await self._request("POST", f"{REPLICA}/check/{version}", b""))
         await self.load_files(Path(checked["folder"]), version=version)
-
-    async def _replica(self) -> _Replica:
-        return cast(_Replica, await self._get(REPLICA))
 
     # ---- state
 

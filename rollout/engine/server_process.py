@@ -275,7 +275,9 @@ class ServerProcess:
 
         # Not in the event loop's executor, whose threads are joined when the loop ends.
         self._exit: Future[int] = Future()
-        threading.Thread(target=self._watch, name="engine-exit", daemon=True).start()
+        threading.Thread(
+            target=lambda: self._exit.set_result(self._process.wait()), name="engine-exit", daemon=True
+        ).start()
 
     @property
     def pid(self) -> int:
@@ -290,7 +292,9 @@ class ServerProcess:
         start = StartTime(timeout_s, time.monotonic())
         exited = asyncio.ensure_future(self.wait_exit())
         try:
-            while start.goes_on(time.monotonic(), self._compiles):
+            while start.goes_on(
+                time.monotonic(), lambda: any(map(toolchain.compiles, members(self._process.pid)))
+            ):
                 if await asyncio.to_thread(self._is_healthy):
                     processes = members(self._process.pid)
                     self._shared_memory |= shared_memory_of(processes)
@@ -306,15 +310,9 @@ class ServerProcess:
             exited.cancel()
         raise EngineStartError(f"SGLang was not healthy within {timeout_s:.0f} s{self._tail()}")
 
-    def _compiles(self) -> bool:
-        return any(map(toolchain.compiles, members(self._process.pid)))
-
     async def wait_exit(self) -> int:
         """Wait until the server has ended, and return its exit code."""
         return await asyncio.shield(asyncio.wrap_future(self._exit))
-
-    def _watch(self) -> None:
-        self._exit.set_result(self._process.wait())
 
     def write_stacks(self) -> list[str]:
         """Let the server's processes write their stacks. Return who has not, and why."""
@@ -347,7 +345,7 @@ class ServerProcess:
         SGLang does so itself only for the processes that the server of the first node has started: not on the
         other nodes, and not for those of its controller of data parallelism.
         """
-        watched = [self._process.pid, *filter(_is_sglangs, processes)]
+        watched = [self._process.pid, *filter(lambda pid: _title(pid).startswith(SGLANGS_OWN), processes)]
         descriptors: list[int] = []
         try:
             for pid in watched:
@@ -399,11 +397,6 @@ class ServerProcess:
         with self._log_path.open(errors="replace") as log:
             tail = "".join(deque(log, lines))
         return f"; the end of {self._log_path}:\n{tail}"
-
-
-def _is_sglangs(pid: int) -> bool:
-    """True for a process to which SGLang has given a title."""
-    return _title(pid).startswith(SGLANGS_OWN)
 
 
 def _title(pid: int) -> str:

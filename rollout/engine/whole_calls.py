@@ -91,7 +91,10 @@ class WholeCalls(FunctionCallParser):
     def parse_non_stream(self, full_text: str) -> tuple[str, list[ToolCallItem]]:
         said, calls, unread = self.read(full_text)
         if unread and self._is_harmony:
-            return "", _harmony_calls(full_text)
+            return "", [
+                ToolCallItem(tool_index=at, name=name.rpartition(".")[2], parameters=arguments.strip())
+                for at, (name, arguments) in enumerate(_HARMONY_CALL.findall(full_text))
+            ]
         return (full_text, []) if unread else (said, calls)
 
     def parse_stream_chunk(self, chunk_text: str) -> tuple[str, list[ToolCallItem]]:
@@ -170,10 +173,3 @@ def _is_json(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _harmony_calls(text: str) -> list[ToolCallItem]:
-    return [
-        ToolCallItem(tool_index=at, name=name.rpartition(".")[2], parameters=arguments.strip())
-        for at, (name, arguments) in enumerate(_HARMONY_CALL.findall(text))
-    ]

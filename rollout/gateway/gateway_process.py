@@ -8,7 +8,7 @@
 The process takes its settings from the recipe in the run folder, and finds the driver there, too. It may
 outlive the driver, whose successor takes it over. It ends by SIGTERM, after ``linger_s`` seconds without a
 driver, and when its journal fails: then it must not take another request. The process that started it starts
-it again, unless its exit code is WRONG_INPUT; one that was killed is forked again (``forked.py``).
+it again, unless its exit code is WRONG_INPUT; one that was killed is forked again (``run_forked``).
 """
 
 import asyncio
@@ -26,7 +26,6 @@ from slipstream.rollout.engine.engine_pool import EnginePool
 from slipstream.rollout.engine.server_process import let_import_sglang
 from slipstream.rollout.gateway.administration import Administration
 from slipstream.rollout.gateway.engines import EngineTokens
-from slipstream.rollout.gateway.forked import run_forked
 from slipstream.rollout.gateway.forward import Forwarding, Owners, PeersOnly
 from slipstream.rollout.gateway.journal import TurnJournal
 from slipstream.rollout.gateway.journal_file import DamagedJournal, JournalError
@@ -52,6 +51,8 @@ from slipstream.rollout.system.garbage import (
     return_free_memory,
 )
 from slipstream.rollout.system.key import Application, Key
+from slipstream.rollout.system.linux import PR_SET_PDEATHSIG, prctl
+from slipstream.rollout.system.restarts import RestartLimit, Restarts
 from slipstream.rollout.system.steady_clock import steady_s
 from slipstream.rollout.tokens.tokenizer import Decode
 from slipstream.rollout.tokens.turn_entries import Entry
@@ -376,6 +377,68 @@ def _parts(spec: GatewaySpec) -> tuple[Build, Decode]:
         from slipstream.rollout.tokens.tokenizer import load_tokenizer
 
     return build, load_tokenizer(spec.config.model.path).decode
+
+
+LIMIT = RestartLimit("the gateway", allowed=10, window_s=3600.0, progress="it has not served", same=None)
+"""Restarts by a fork. Beyond them the starter decides, whose limit is the recipe's."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def run_forked(serve: Callable[[], int]) -> int:
+    """Run ``serve`` in a child, and again after each child that was killed. Return the exit code.
+
+        imports everything ──► fork ──► serves ──► killed ──► fork ──► serves ──► ends ──► exit code
+        (seconds of a core)             (a child)             (no imports)
+
+    This process only waits. A child that was killed has said nothing about its input, and leaves its sessions
+    in the journal. Whatever else ends it is for the starter of both. The child gets the signals to end that
+    this process gets, and dies with it.
+    """
+    ends = False
+    child = 0
+
+    def forward(number: int, _frame: object) -> None:
+        nonlocal ends
+        ends = ends or number == signal.SIGTERM
+        with suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    restarts = Restarts(LIMIT)
+    while True:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until both know what to do with them
+        parent = os.getpid()
+        child = os.fork()
+        if child == 0:
+            _serve_as_child(serve, parent)
+        for number in SIGNALS:
+            signal.signal(number, forward)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code >= 0 or ends:
+            return abs(code)
+        failure = f"it has ended by signal {-code}"
+        if (refused := restarts.refused(failure)) is not None:
+            log.error("the gateway %s", refused)
+            return 1
+        log.warning("the gateway is started again by a fork: %s", failure)
+
+
+def _serve_as_child(serve: Callable[[], int], parent: int) -> None:
+    """Run ``serve``, and end this process with its exit code."""
+    code = 1
+    try:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:  # else the parent has died before
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            code = serve()
+    except BaseException:
+        log.exception("the gateway has failed")
+    finally:
+        logging.shutdown()
+        os._exit(code)
 
 
 if __name__ == "__main__":

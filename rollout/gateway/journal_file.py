@@ -18,7 +18,7 @@ from uuid import uuid4
 
 import msgspec
 
-from slipstream.rollout.ledger.storage.database import BrokenSeal, sealed, unsealed
+from slipstream.rollout.ledger.storage.database import BrokenSeal, log_of, sealed, unsealed
 from slipstream.rollout.ledger.storage.locks import fcntl_error
 from slipstream.rollout.live.gateway_messages import crc_of_entry
 from slipstream.rollout.system.durable import sync_folder
@@ -132,7 +132,7 @@ class JournalFile:
                 _create(path, JournalStamp(FORMAT, f"{name}.{uuid4().hex[:12]}"))
             if not path.stat().st_size:
                 raise DamagedJournal(f"{path} is empty: {way_out(path)}")
-            had_log = _log_of(path).exists()
+            had_log = log_of(path).exists()
             connection = _connect(path)
         except (sqlite3.Error, OSError) as error:
             raise explained(path, error) from error
@@ -299,7 +299,7 @@ class JournalFile:
 
     def _problems(self, had_log: bool) -> Iterator[str]:
         if self.stamp.is_open and not had_log:
-            yield f"it was not closed, and {_log_of(self.path).name} is gone, which holds its last entries"
+            yield f"it was not closed, and {log_of(self.path).name} is gone, which holds its last entries"
         problems: Sequence[tuple[str]] = self._connection.execute("PRAGMA quick_check(5)").fetchall()
         if problems != [("ok",)]:
             yield "; ".join(problem for (problem,) in problems)
@@ -308,7 +308,7 @@ class JournalFile:
 def way_out(path: Path) -> str:
     """Return what to do about a journal that cannot be used."""
     return (
-        f"restore the file from a copy, or move it away together with {_log_of(path).name}: the gateway then "
+        f"restore the file from a copy, or move it away together with {log_of(path).name}: the gateway then "
         "begins a new journal, without the conversations of this one and without the turns that the driver "
         "has not acknowledged"
     )
@@ -380,7 +380,3 @@ def _read_stamp(connection: sqlite3.Connection, path: Path) -> JournalStamp:
 
 def _sealed_stamp(stamp: JournalStamp) -> bytes:
     return sealed(msgspec.msgpack.encode(stamp))
-
-
-def _log_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}-wal")

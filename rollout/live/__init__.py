@@ -7,9 +7,8 @@
 
 receiver     the connections with gateways, at ``driver_address``, for ``gateway_messages``
 live_turns   all turns of open sessions: entries in, trajectories out, and restarts
-verdicts     the turns that wait for verdicts, and what becomes of them
+verdicts     the turns that wait for verdicts, what becomes of them, and what is wrong with a turn
 table        what both share: turns, sessions, the control core
-checks       what is wrong with a turn or a verdict
 conversation the messages that a judge is shown, and how they are stored
 batches      trajectories of the turns that train together
 judging      asks judge processes about turns, again and again until there is a verdict

@@ -16,10 +16,10 @@ from functools import partial
 from itertools import chain
 
 from slipstream.configs.schema.sampling import NEUTRAL
-from slipstream.rollout.control.control_errors import UnknownVersion
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.live_door import TurnEnd, TurnState
+from slipstream.rollout.control.versions import UnknownVersion
 from slipstream.rollout.ledger.rows.stored_turns import (
     CLIENT,
     KnownTurn,
@@ -34,11 +34,10 @@ from slipstream.rollout.ledger.rows.stored_turns import (
 from slipstream.rollout.ledger.writing.writer import Ledger
 from slipstream.rollout.live.baseline import Score, ScoreBaseline
 from slipstream.rollout.live.batches import LiveTrajectory, live_trajectory
-from slipstream.rollout.live.checks import can_continue, check_chunk
 from slipstream.rollout.live.conversation import Said
 from slipstream.rollout.live.status import LiveStatus, SinceLastBatch
 from slipstream.rollout.live.table import TurnTable
-from slipstream.rollout.live.verdicts import Verdicts
+from slipstream.rollout.live.verdicts import Verdicts, can_continue, check_chunk
 from slipstream.rollout.tokens.record import encode
 from slipstream.rollout.tokens.teacher import NOTHING_NEEDED, TeacherNeeds
 from slipstream.rollout.tokens.trajectory import LARGEST_REWARD
@@ -271,7 +270,7 @@ class LiveTurns:
         if turn is None or not self._table.core.live.is_alive(id_):
             self._late_rewards += 1
             return self._table.end_of(id_)
-        if self._table.is_in_training(id_):
+        if any(id_ in path for path in self._table.core.live.training):
             self._late_rewards += 1
             return TurnState.TRAINING
         if self._needs.alone and turn.teacher is None:

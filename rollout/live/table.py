@@ -105,9 +105,6 @@ class TurnTable:
         end = self.core.live.end_of(id_) or (None if turn is None else turn.end)
         return end or self._past.get(id_, ENDED)
 
-    def is_in_training(self, id_: int) -> bool:
-        return any(id_ in path for path in self.core.live.training)
-
     def erase(self) -> None:
         """Have what is forgotten written over, unless a training step may read it."""
         if not self.core.is_training:

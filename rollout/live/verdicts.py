@@ -8,18 +8,20 @@ ask() ──► queue ──► unjudged() ──► question() ──► take()
 from collections import deque
 from functools import partial
 
+import numpy as np
+
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.live_door import TurnEnd
 from slipstream.rollout.ledger.rows.stored_turns import JUDGE, KnownTurn, VerdictRow
-from slipstream.rollout.live.checks import problem_of_scores
 from slipstream.rollout.live.conversation import question_of
 from slipstream.rollout.live.table import TurnTable
 from slipstream.rollout.reward.live import NO_VOTES, JudgedTurn, Verdict
 from slipstream.rollout.system.changes import Changes
-from slipstream.rollout.tokens.record import encode_scores
-from slipstream.rollout.tokens.teacher import TeacherNeeds
+from slipstream.rollout.tokens.record import CorruptRecord, decode_chunks, encode_scores
+from slipstream.rollout.tokens.teacher import TeacherNeeds, TeacherScores
 from slipstream.rollout.tokens.trajectory import Messages
+from slipstream.rollout.tokens.turn_entries import Turn
 
 SOONEST_S = 0.01
 LOOK_AGAIN_S = 1.0
@@ -78,16 +80,12 @@ class Verdicts:
             return
         self.count += 1
         if teacher is None and self._needs.alone:
-            self._filter_out(turn)
+            if self._table.core.live.ended(turn.id, TurnEnd.FILTERED):
+                self._table.ledger.turns.ended(turn.id, TurnEnd.FILTERED, Loss.FILTERED)
+                self._table.drop_if_over(turn.session)
             return
         scores = b"" if teacher is None else encode_scores(teacher)
         self.rule(turn, VerdictRow(verdict.score, JUDGE, teacher is not None), verdict.hint, scores)
-
-    def _filter_out(self, turn: KnownTurn) -> None:
-        """End a turn that would train nothing."""
-        if self._table.core.live.ended(turn.id, TurnEnd.FILTERED):
-            self._table.ledger.turns.ended(turn.id, TurnEnd.FILTERED, Loss.FILTERED)
-            self._table.drop_if_over(turn.session)
 
     def unanswerable(self, id_: int, problem: str) -> None:
         """Give up a turn whose question cannot be read, or whose verdict cannot be used."""
@@ -173,3 +171,52 @@ class Verdicts:
         if core is self._table.core and core.live.is_waiting(id_):
             core.live.ready(id_)
             self._table.notify_ready()
+
+
+LARGEST_LOGPROB = 1e-3
+"""Log-probs may be above 0 by what rounding adds."""
+
+
+def check_chunk(entry: Turn, vocab: int) -> tuple[int, str | None]:
+    """Return the number of context tokens of a turn's chunk, and what is wrong with the chunk, if anything.
+
+    ``vocab``: number of token ids.
+    """
+    try:
+        chunks = list(decode_chunks(entry.chunk))
+    except CorruptRecord as error:
+        return 0, str(error)
+    if len(chunks) != 1:
+        return 0, f"{len(chunks)} chunks, expected 1"
+    context, tokens, logprobs = chunks[0]
+    sampled = sum(number for _, number in entry.spans)
+    if len(tokens) != sampled or any(number < 0 for _, number in entry.spans):
+        return len(context), f"{len(tokens)} sampled tokens, and version spans {entry.spans}"
+    for ids in (context, tokens):
+        if len(ids) and not (ids.min() >= 0 and ids.max() < vocab):
+            return len(context), f"token ids outside the vocabulary of {vocab}"
+    if not (np.isfinite(logprobs) & (logprobs <= LARGEST_LOGPROB)).all():
+        return len(context), "log-probs that are no finite numbers of at most 0"
+    return len(context), None
+
+
+def problem_of_scores(turn: KnownTurn, teacher: TeacherScores, needs: TeacherNeeds, vocab: int) -> str | None:
+    """Return what is wrong with a teacher's scores of a turn, if anything."""
+    if len(teacher) != turn.head.sampled or not teacher.has_T.all():
+        return (
+            f"its judge gave a teacher's scores of {int(teacher.has_T.sum())} tokens, expected one for "
+            f"each of the {turn.head.sampled} sampled tokens"
+        )
+    missing = needs.problem(teacher, np.ones(len(teacher), np.bool_))
+    if missing is not None:
+        return f"its judge has not given {missing}"
+    if teacher.largest_id >= vocab:
+        return f"its judge gave a teacher's token ids outside the vocabulary of {vocab}"
+    return None
+
+
+def can_continue(shared: int, parent: KnownTurn | None) -> bool:
+    """True if a turn can share so many tokens with its parent; None: there is no such turn."""
+    if parent is None:
+        return False
+    return not shared or (not parent.is_lost and shared <= parent.head.length)

@@ -54,10 +54,6 @@ def last_boxed(response: str) -> str | None:
     return None if last is None else response[slice(*last)].strip()
 
 
-def _last_line(response: str) -> str | None:
-    return next((line.strip() for line in reversed(response.splitlines()) if line.strip()), None)
-
-
 def _after(marker: str, response: str) -> str | None:
     _, separator, answer = response.rpartition(marker)
     return answer.strip() if separator else None
@@ -70,4 +66,10 @@ def _tagged(name: str, response: str) -> str | None:
     return None if end < 0 or start < 0 else response[start + len(opening) : end].strip()
 
 
-_PLAIN: dict[str, FindAnswer] = {"all": str.strip, "boxed": last_boxed, "last_line": _last_line}
+_PLAIN: dict[str, FindAnswer] = {
+    "all": str.strip,
+    "boxed": last_boxed,
+    "last_line": lambda response: next(
+        (line.strip() for line in reversed(response.splitlines()) if line.strip()), None
+    ),
+}

@@ -389,7 +389,7 @@ class Operations:
 
     def outcome(self, kind, target, arguments):
         """Return or raise what an operation has come to; a reference if that is not known yet."""
-        operation = [kind, target, self._sent(arguments)]
+        operation = [kind, target, [self._one_sent(each) for each in arguments]]
         place = self._place(json.dumps(operation))
         if place is not None:
             return self._result(place, self._outcomes[place], arguments)
@@ -419,9 +419,6 @@ class Operations:
                 return None
             self._next += 1
         return places.popleft() if places else None
-
-    def _sent(self, arguments):
-        return [self._one_sent(each) for each in arguments]
 
     def _one_sent(self, value):
         if isinstance(value, Reference):
@@ -463,16 +460,13 @@ def _change(value, left):
                 _change(mine, theirs)
         if isinstance(value, list):
             kept = [
-                mine if _is_same(mine, theirs) else theirs for mine, theirs in zip(value, left, strict=False)
+                mine if type(mine) is type(theirs) and mine == theirs else theirs
+                for mine, theirs in zip(value, left, strict=False)
             ]
             value[:] = kept + left[len(kept) :]
     elif isinstance(value, (dict, set)):
         value.clear()
         value.update(left)
-
-
-def _is_same(mine, theirs):
-    return type(mine) is type(theirs) and mine == theirs
 
 
 class Names(dict):

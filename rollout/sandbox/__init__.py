@@ -10,7 +10,7 @@
 
 `interface.py` is what workflows, environments and rewards use; `open.py` makes a sandbox from settings.
 `running.py` keeps the limits of a command: it adds up memory, processor time and processes of all that the
-command has started (`usage.py`) and the bytes of its files (`disk.py`), and ends all of them. The kernel
+command has started (`usage.py`) and the bytes of its files, and ends all of them. The kernel
 refuses what one process could take at once: by limits set at its start, and by `filter.py`, which forbids
 system calls. `enclosure.py` makes the namespaces, `root.py` the files that commands see; `paths.py` opens
 files that foreign code has named. `keeper_process.py` starts the keeper; `wire.py` and `protocol.py` are the

@@ -106,10 +106,9 @@ _IS_ROUTES = 2**32 - 2
 
 
 Ids = Sequence[int] | npt.NDArray[np.integer]
-LogProbs = Sequence[float] | npt.NDArray[np.floating]
 
 
-def encode_chunk(context: Ids, tokens: Ids, logprobs: LogProbs) -> bytes:
+def encode_chunk(context: Ids, tokens: Ids, logprobs: Sequence[float] | npt.NDArray[np.floating]) -> bytes:
     """Return a chunk of ``context`` and then of sampled ``tokens``, with a log-prob for each of these."""
     return b"".join(
         (

@@ -14,18 +14,9 @@ if TYPE_CHECKING:  # most processes that import this read no recipe
     from slipstream.configs.schema import ActorConfig
 
 Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int32]
 
 LARGEST_LOGPROB = 1e-3
 """Log-probs may be above 0 by what rounding adds."""
-
-
-def _no_ids() -> Ints:
-    return np.zeros((0, 0), np.int32)
-
-
-def _no_logps() -> Floats:
-    return np.zeros((0, 0), np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +39,10 @@ class TeacherScores:
 
     logp_T: Floats
     """float32 [T]: log-prob of each token."""
-    top_ids_TK: Ints = field(default_factory=_no_ids)
+    top_ids_TK: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     """int32 [T, K]: ids of the teacher's likeliest tokens at each place, in any order. K is 0 without them.
     Not read where the log-prob is NaN."""
-    top_logp_TK: Floats = field(default_factory=_no_logps)
+    top_logp_TK: Floats = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """float32 [T, K]: their log-probs."""
 
     def __post_init__(self) -> None:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import cast
 
 from slipstream.rollout.system.plugins import PluginError, resolve
-from slipstream.rollout.system.programs.call import command_of
 from slipstream.rollout.system.programs.program import ProgramEnd, run_program
+from slipstream.rollout.system.programs.start import python_calling
 from slipstream.rollout.system.temporary import OwnedFolder
 from slipstream.rollout.tokens.trajectory import Prompt
 from slipstream.rollout.workflow.agent_episodes import (
@@ -71,7 +71,11 @@ class Agent(AgentEpisodes):
             raise PluginError(f"slipstream.rollout.workflow.Agent: {'; '.join(wrong)}")
         super().__init__(max_turns=max_turns, max_tokens=max_tokens, on_limit=on_limit)
         self._run = function if function is not None and _is_async(function) else None
-        self._command = command_of(run) if run is not None else tuple(command or ())
+        self._command = (
+            python_calling("slipstream.rollout.system.programs.call.call", run)
+            if run is not None
+            else tuple(command or ())
+        )
         self._is_command = command is not None
         self._name = (
             f"the agent {run}" if run is not None else f"the agent command {shlex.join(self._command)}"
@@ -81,7 +85,10 @@ class Agent(AgentEpisodes):
 
     async def result(self, endpoint: OpenEndpoint, prompt: Prompt) -> object:
         """Run the agent. Raises AgentFailed, and what the agent raises."""
-        base_url, metadata = f"{endpoint.base_url}/v1", _metadata(prompt)
+        base_url, metadata = (
+            f"{endpoint.base_url}/v1",
+            {**prompt.metadata, **({} if prompt.label is None else {"label": prompt.label})},
+        )
         if self._run is not None:
             running = cast(
                 "Awaitable[object]", self._run(base_url, endpoint.api_key, prompt.prompt, metadata)
@@ -145,11 +152,6 @@ def _is_async(function: object) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004
     )
-
-
-def _metadata(prompt: Prompt) -> dict[str, object]:
-    """Return all columns of the prompt's row but the prompt itself."""
-    return {**prompt.metadata, **({} if prompt.label is None else {"label": prompt.label})}
 
 
 def _last_json(end: ProgramEnd) -> object:

@@ -74,11 +74,8 @@ def wrong_limits(max_turns: object, max_tokens: object, on_limit: object) -> lis
         *(
             f"{name}: expected a whole number from 1, found {value!r}"
             for name, value in (("max_turns", max_turns), ("max_tokens", max_tokens))
-            if value is not None and not _is_positive(value)
+            if value is not None
+            and not (isinstance(value, int) and not isinstance(value, bool) and value > 0)
         ),
         *wrong_on_limit(on_limit),
     ]
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -63,7 +63,13 @@ class Dialogue:
     def prompt(self, messages: Messages) -> Segment | None:
         """Return the chain of a prompt, whose ids are those of the chain so far wherever it repeats them."""
         text = self._rendered(messages)
-        extended = continue_text(self._tail, text, self._encode, self._decode, self._closing)
+        extended = continue_text(
+            self._tail,
+            text,
+            lambda text: self._context.tokenizer.encode(text, add_special_tokens=False),
+            lambda ids: self._context.tokenizer.decode(list(ids)),
+            self._closing,
+        )
         return extended.tail
 
     def is_continued_by(self, messages: Messages) -> bool:
@@ -140,9 +146,3 @@ class Dialogue:
         return self._context.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=answer, **self._template
         )
-
-    def _encode(self, text: str) -> Sequence[int]:
-        return self._context.tokenizer.encode(text, add_special_tokens=False)
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._context.tokenizer.decode(list(ids))

@@ -168,12 +168,16 @@ async def play(agent: Agent, scene: str, folder: Path, wire: Path | None) -> tup
 def write_wire(path: Path, wire: list[dict[str, Any]]) -> None:
     """Write every request and its reply."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps({name: _shown(value) for name, value in each.items()}) for each in wire)
+    lines = (
+        json.dumps(
+            {
+                name: value.decode(errors="replace") if isinstance(value, bytes) else value
+                for name, value in each.items()
+            }
+        )
+        for each in wire
+    )
     path.write_text("".join(f"{line}\n" for line in lines))
-
-
-def _shown(value: Any) -> Any:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 async def play_all(agents: list[Agent], scenes: list[str], wire: Path | None) -> int:

@@ -3,6 +3,7 @@
 import anthropic
 import pytest
 
+from tests.clients.test_errors import user
 from tests.clients.tools import CALLS, PARAMETERS
 
 TOOLS = [{"name": "weather", "description": "The weather of a city", "input_schema": PARAMETERS}]
@@ -13,10 +14,6 @@ EPHEMERAL = {"type": "ephemeral"}
 def client(gateway):
     with anthropic.Anthropic(base_url=gateway.url, api_key="key-anna", max_retries=0) as client:
         yield client
-
-
-def user(text: str) -> list:
-    return [{"role": "user", "content": text}]
 
 
 def test_a_message(client):

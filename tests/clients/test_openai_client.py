@@ -5,6 +5,7 @@ import json
 import openai
 import pytest
 
+from tests.clients.test_errors import user
 from tests.clients.tools import CALLS, TOOLS, WEATHER
 from tests.scripted_source import logprob
 
@@ -13,10 +14,6 @@ from tests.scripted_source import logprob
 def client(gateway):
     with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="key-anna", max_retries=0) as client:
         yield client
-
-
-def user(text: str) -> list:
-    return [{"role": "user", "content": text}]
 
 
 def test_a_completion_has_text_usage_and_session(client):

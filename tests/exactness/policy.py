@@ -65,7 +65,9 @@ class Policy:
         vocab = tokenizer.get_vocab()
         special = set(self._markers.values())
         symbols = {token: number for token, number in vocab.items() if number not in special}
-        self._by_bytes = {_bytes_of(token): number for token, number in symbols.items()}
+        self._by_bytes = {
+            bytes(_ALPHABET[symbol] for symbol in token): number for token, number in symbols.items()
+        }
         self._longest = max(map(len, self._by_bytes))
 
     def answer(self, draw: random.Random, prompt: Sequence[int]) -> list[int]:
@@ -132,10 +134,6 @@ class Policy:
             ids.append(self._by_bytes[data[:size]])
             data = data[size:]
         return ids
-
-
-def _bytes_of(token: str) -> bytes:
-    return bytes(_ALPHABET[symbol] for symbol in token)
 
 
 def _alphabet() -> Mapping[str, int]:

@@ -33,6 +33,7 @@ from tests.models import make_checkpoint, stack_experts
 from tests.ports import held_port
 from tests.ranks import run_ranks
 from tests.selection import chosen, shortened
+from tests.unit.test_bridge_checkpoint import tensors_of
 
 ROOT = Path(__file__).parents[2]
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -174,10 +175,6 @@ def in_form(folder: Path, form: str) -> None:
         words = tensors["model.embed_tokens.weight"]
         head = words.clone() if form == "stored" else words.flip(0).contiguous()
         save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
 def assert_same(found: Path, expected: Path) -> None:

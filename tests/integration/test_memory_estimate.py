@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
-from slipstream.backend.memory.checkpoint_size import checkpoint_bytes
 from slipstream.backend.memory.trainer_memory import tokens_of, trainer_memory
+from slipstream.backend.memory.verdict import checkpoint_bytes
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.model.layout import Coordinates
 from slipstream.configs.schema import RunConfig

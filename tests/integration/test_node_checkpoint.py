@@ -19,7 +19,7 @@ from slipstream.backend.checkpoint.node_folder import NodeFolder, Share, node_fo
 from slipstream.backend.cluster.local_ranks import RankFailed
 from slipstream.backend.megatron.export_plan import export_plan
 from slipstream.backend.megatron.parallel import RankSpec
-from slipstream.backend.memory.checkpoint_size import share_bytes
+from slipstream.backend.memory.verdict import share_bytes
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.index import ITEMSIZE
 from slipstream.configs.schema import RunConfig

@@ -15,7 +15,7 @@ from typing import ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slipstream.rollout.control.admission import AdmissionPolicy, Slots, VolumeGate
+from slipstream.rollout.control.admission import AdmissionPolicy, by_slots, by_volume
 from slipstream.rollout.control.consumption import ConsumptionPolicy, Fifo, OnStale, ReadyFirst, Windowed
 from slipstream.rollout.control.core import REQUEUES, RolloutControl, Ticket
 from slipstream.rollout.control.ends import GroupCounts, Loss
@@ -32,7 +32,7 @@ POLICIES: dict[str, Callable[[], ConsumptionPolicy]] = {
     "requeue": lambda: ReadyFirst(OnStale.REQUEUE),
     "drop": lambda: ReadyFirst(OnStale.DROP),
 }
-ADMISSIONS: dict[str, Callable[[], AdmissionPolicy]] = {"slots": Slots, "volume": VolumeGate}
+ADMISSIONS: dict[str, AdmissionPolicy] = {"slots": by_slots, "volume": by_volume}
 
 MOST_RESTARTS = 4
 STEPS_TO_GO_ON = 4
@@ -167,7 +167,7 @@ class Schedule(RuleBasedStateMachine):
         self.core = RolloutControl(
             self.batch_size,
             self.eta,
-            ADMISSIONS[self.admission](),
+            ADMISSIONS[self.admission],
             POLICIES[self.policy](),
             self.over_sampling,
             VersionTree(self.parents, self.copies),
@@ -332,7 +332,9 @@ class Schedule(RuleBasedStateMachine):
         batch = self.core.take_batch()
         self.note_expired()
         ready = self.in_order(self.ready.values())
-        is_taken = batch is not None or self.core.lacks_turns or self.has_nothing_to_train()
+        is_taken = (
+            batch is not None or self.core.lacks_turns or (self.batch_size == 0 and not self.trainable())
+        )
         if self.core.consumption.on_stale is None:
             is_complete = len(due) == self.batch_size and all(group.id in self.ready for group in due)
             # Groups that return may stand in front of others whose deadlines are sooner.
@@ -588,9 +590,6 @@ class Schedule(RuleBasedStateMachine):
         self.waits_for_turns = waits
 
     waits_for_turns = False
-
-    def has_nothing_to_train(self) -> bool:
-        return self.batch_size == 0 and not self.trainable()
 
     def check_wait(self) -> None:
         """The batch may wait: it would hold more turns than there are."""

@@ -16,14 +16,10 @@ from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.device_batch import on_device, unpacking_of
 from slipstream.rollout.tokens.routes import NO_ROUTE
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
+from tests.unit.test_batch_packing import quadratic
 
 TREES = settings(max_examples=25, deadline=None)
 MANY = settings(max_examples=500, deadline=None)
-
-
-def quadratic(length_N: np.ndarray) -> np.ndarray:
-    """A cost like that of a model whose attention takes over at 50 tokens."""
-    return length_N * (1.0 + length_N / 50)
 
 
 def trie(texts) -> set[tuple[int, ...]]:

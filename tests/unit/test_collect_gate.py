@@ -25,6 +25,7 @@ from slipstream.rollout.system.changes import Changes
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
 from tests.unit.collecting import ready_group
 from tests.unit.doubles import Listener
+from tests.unit.driven_pool import settle
 
 
 def header(*versions: int, reward: float = 1.0) -> TrajectoryHeader:
@@ -65,12 +66,6 @@ async def slot(gate: AdmissionGate) -> Ticket:
 async def published(batches: Batches) -> None:
     await batches.step_begins()
     batches.published(batches.next_version)
-
-
-async def settle() -> None:
-    """Let every task run until it waits."""
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 async def cancelled(task: asyncio.Task) -> None:

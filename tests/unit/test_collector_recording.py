@@ -27,12 +27,9 @@ from slipstream.rollout.tokens.record import (
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Completion, Finish, Trajectory, TrajectoryBuilder
 from tests.unit.collecting import SAMPLING, STATUS, HeldSample, HoldingDriver, PureEngines, ideal, logprob
 from tests.unit.driven_pool import Driver, FakeEngine, mixed, settle, whole
+from tests.unit.test_time_limit import now
 
 PROMPT = [101, 102, 103]
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def recording(engines, outbox: Outbox, assignment: int = 1) -> Recording:

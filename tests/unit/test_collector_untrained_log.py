@@ -18,12 +18,12 @@ from slipstream.rollout.collection.messages import (
     PriorSample,
     Question,
 )
-from slipstream.rollout.ledger.episode_log.files import EpisodeFiles, episode_files, read_rows
+from slipstream.rollout.ledger.episode_log.files import EpisodeFiles, episode_files
 from slipstream.rollout.ledger.episode_log.rows import is_chosen
 from slipstream.rollout.system.log_thread import LogThread
 from slipstream.rollout.tokens.record import PieceHeader, encode, encode_chunk, encode_trajectory
 from slipstream.rollout.tokens.trajectory import Finish, Prompt, Trajectory, joined
-from tests.unit.test_trainer_episode_log import decode, trajectory
+from tests.unit.test_trainer_episode_log import decode, logged, trajectory
 
 PROMPT = Prompt(3, "2+2=")
 
@@ -40,10 +40,6 @@ def opened(folder: Path, *, format="jsonl", share: float = 1.0, max_rows=10**4, 
     )
     settings = EpisodeLogConfig(share=share)
     return UntrainedLog(settings, files, lambda: decode, (notes if notes is not None else []).append)
-
-
-def logged(folder: Path) -> list[dict]:
-    return [row for path in episode_files(folder) for row in read_rows(path)]
 
 
 def whole(number: int, kind: int, each: Trajectory) -> tuple[PriorSample, bytes]:

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.backend.commands.compile_check import Compiled, LaunchedKernels
 from slipstream.backend.commands.doctor import Finding
-from slipstream.backend.commands.gpu_doctor import Facts, ThisMachine, TorchFacts, examine_gpus
+from slipstream.backend.commands.gpu_doctor import ThisMachine, TorchFacts, examine_gpus
 from slipstream.configs.installed.environment import pinned
 from slipstream.rollout.engine.toolchain import Toolchain
 
@@ -83,11 +83,11 @@ class MadeUp:
         return self.kernels
 
 
-def findings(machine: Facts) -> dict[str, Finding]:
+def findings(machine: MadeUp | ThisMachine) -> dict[str, Finding]:
     return {finding.what: finding for finding in examine_gpus(machine, Path("runs"))}
 
 
-def only_wrong(machine: Facts) -> Finding:
+def only_wrong(machine: MadeUp | ThisMachine) -> Finding:
     [finding] = [finding for finding in findings(machine).values() if finding.wrong]
     return finding
 

@@ -5,14 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.rollout.control.admission import VolumeGate
+from slipstream.rollout.control.admission import by_volume
 from slipstream.rollout.control.consumption import Fifo, OnStale, ReadyFirst, Windowed
-from slipstream.rollout.control.control_errors import ControlError, UnknownVersion
 from slipstream.rollout.control.core import REQUEUES, RolloutControl, Ticket
 from slipstream.rollout.control.ends import GroupCounts, Loss
 from slipstream.rollout.control.filters import MixedRewards
 from slipstream.rollout.control.slots import State
-from slipstream.rollout.control.versions import VersionTree
+from slipstream.rollout.control.versions import ControlError, UnknownVersion, VersionTree
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
 
 
@@ -43,7 +42,7 @@ def train(core: RolloutControl) -> list[int] | None:
 
 def test_the_volume_gate_with_the_oldest_ready_first_breaks_the_bound():
     """AReaL's gate bounds the number of groups; the same schedule under ``Fifo`` waits instead."""
-    core = RolloutControl(1, 1, VolumeGate(), ReadyFirst(OnStale.TRAIN))
+    core = RolloutControl(1, 1, by_volume, ReadyFirst(OnStale.TRAIN))
     slow = core.admit()
     for _ in range(5):
         ready(core)
@@ -473,7 +472,7 @@ def test_restored_weights_are_published_under_a_new_number():
 @pytest.mark.parametrize("bound", [0, 2])
 def test_a_batch_is_whole_also_if_less_is_left_of_it(policy, bound):
     """The volume gate counts what was trained: behind a smaller batch it would admit too many groups."""
-    core = left_behind(bound, 2, admission=VolumeGate(), consumption=policy, counts=GroupCounts(1))
+    core = left_behind(bound, 2, admission=by_volume, consumption=policy, counts=GroupCounts(1))
     assert core.restore_ready(0, {0})
     core.published(core.begin_copy())
     assert core.take_batch() is None
@@ -574,7 +573,7 @@ def test_withheld_groups_are_left_out_until_they_are_released(policy):
 @pytest.mark.parametrize("admission", ["slots", "volume"])
 def test_a_synchronous_run_can_leave_out_half_of_a_batch(policy, admission):
     """All slots belong to the batch: without others in the place of withheld groups, the run would stop."""
-    gate = {"admission": VolumeGate()} if admission == "volume" else {}
+    gate = {"admission": by_volume} if admission == "volume" else {}
     core = RolloutControl(2, 0, consumption=policy, **gate)
     suspect, good = ready(core, 2)
     assert not core.may_admit()

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.backend.batch.train_batch import EncodedBatch
-from slipstream.backend.driver.start.feedback import Feedback, HeldDrift
+from slipstream.backend.driver.start.feedback import Feedback
 from slipstream.configs.load import load_recipe
-from slipstream.rollout.control.admission import Slots
+from slipstream.rollout.control.admission import by_slots
 from slipstream.rollout.control.drift import DriftController, DriftLimits
 
 RATE = 3e-4
@@ -98,17 +98,17 @@ class Now:
 
 def test_admission_leaves_room_for_as_many_batches_as_the_limits_allow_and_for_one_always():
     drift = controller(lag=8, floor=0.01)
-    policy = HeldDrift(Slots(), drift)
-    assert policy.may_admit(Now(held=35)) and not policy.may_admit(Now(held=36))
+    policy = Feedback(drift=drift).admission(by_slots)
+    assert policy(Now(held=35)) and not policy(Now(held=36))
     course(drift, lag=8, steps=1, sensitivity=1.0)
     # Measured at the full learning rate: a quarter of the lag is at the limit.
     for _ in range(120):
         drift.observe(RATE, 1.0, {8: 100}, 16 * 0.01, 1.0)
     assert drift.batches_in_flight(9) == 3
-    assert policy.may_admit(Now(held=11)) and not policy.may_admit(Now(held=12))
+    assert policy(Now(held=11)) and not policy(Now(held=12))
     for _ in range(60):
         drift.observe(RATE, 1.0, {8: 100}, 1e6, 1.0)
-    assert policy.may_admit(Now(held=3)) and not policy.may_admit(Now(held=4))
+    assert policy(Now(held=3)) and not policy(Now(held=4))
 
 
 def test_a_resumed_run_goes_on_with_what_was_measured():

@@ -4,10 +4,10 @@ import pytest
 
 from slipstream.configs.schema.live import LiveConfig, live_places
 from slipstream.configs.schema.rollout import RolloutConfig
-from slipstream.rollout.control.control_errors import ControlError, UnknownVersion
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.live_door import TurnEnd, TurnState
 from slipstream.rollout.control.policies import make_control
+from slipstream.rollout.control.versions import ControlError, UnknownVersion
 
 
 def alone(bound: int = 1, trajectories: int = 2) -> RolloutControl:

@@ -3,9 +3,8 @@
 import pytest
 
 from slipstream.rollout.control.consumption import OnStale, ReadyFirst
-from slipstream.rollout.control.control_errors import ControlError, UnknownVersion
 from slipstream.rollout.control.core import RolloutControl
-from slipstream.rollout.control.versions import VersionTree
+from slipstream.rollout.control.versions import ControlError, UnknownVersion, VersionTree
 
 LINE = dict(enumerate(range(8), start=1))
 """Versions 1 to 8, each the child of the one before."""

@@ -13,7 +13,7 @@ from slipstream.backend.checkpoint.checkpoint_errors import CheckpointError
 from slipstream.backend.cluster.trainer_failed import TrainerFailed
 from slipstream.backend.driver.weights import revival
 from slipstream.backend.driver.weights.revival import Revival, TrainerGone
-from slipstream.backend.driver.weights.trainer_life import TrainerLife
+from slipstream.backend.driver.weights.served_weights import TrainerLife
 from slipstream.backend.simulate import clock
 from slipstream.rollout.system.restarts import RestartLimit, Restarts
 

@@ -17,6 +17,7 @@ from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.tokens.trajectory import Prompt
 from tests.unit import doubles
 from tests.unit.doubles import Collector, Policy
+from tests.unit.test_driver_trainer_loss import engine
 
 EXPECTED = [-1.0, -2.0, -3.0]
 
@@ -70,10 +71,6 @@ class Client:
         if isinstance(answer, Exception):
             raise answer
         return answer
-
-
-def engine(name: str) -> EngineAddress:
-    return EngineAddress(name, f"http://{name}", 1, 100, 100, 5)
 
 
 def wrong(verifier: Verifier, *names: str, version: int = 3) -> dict[str, str]:

@@ -15,6 +15,7 @@ from slipstream.rollout.engine.routing import LostEngine, PoolStatus
 from slipstream.rollout.system.key import Key
 from slipstream.rollout.tokens.trajectory import Finish
 from tests.unit.doubles import Collector
+from tests.unit.driven_pool import settle
 
 
 class ControlClient:
@@ -76,11 +77,6 @@ def make(*clients: ControlClient, limit: int = 8, follow_timeout_s: float = 60.0
     for client in clients:
         roster.add(client)
     return roster
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 async def stop(*tasks: asyncio.Task) -> None:

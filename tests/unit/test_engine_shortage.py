@@ -14,9 +14,16 @@ import pytest
 from aiohttp.client_reqrep import ConnectionKey
 
 from slipstream.rollout.engine.client import Aborted
-from slipstream.rollout.engine.connection import NotSent, events
+from slipstream.rollout.engine.connection import (
+    LONGEST_PAUSE_S,
+    PERIOD_S,
+    NotSent,
+    ShortageLog,
+    events,
+    is_local,
+    pauses,
+)
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.engine.shortage import LONGEST_PAUSE_S, PERIOD_S, ShortageLog, is_local, pauses
 from tests.unit import test_engine_client, test_engine_sickness
 from tests.unit.driven_pool import SAMPLING, Driver, FakeEngine, settle, start
 from tests.unit.test_engine_client import WHOLE, streaming

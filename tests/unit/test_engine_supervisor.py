@@ -15,6 +15,7 @@ from slipstream.rollout.engine.routing import PoolStatus, Suspect
 from slipstream.rollout.engine.supervisor import EngineCounts, EngineGone, Supervisor
 from slipstream.rollout.system.restarts import NodeLost, RestartLimit
 from tests.unit.doubles import Collector
+from tests.unit.driven_pool import settle
 
 
 class FakeHandle:
@@ -130,11 +131,6 @@ async def until(condition, timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.workers import MOST_WAITING, THREADS, KeyTurn, Workers
+from tests.unit.driven_pool import settle
 
 T = TypeVar("T")
 
@@ -35,11 +36,6 @@ async def taken(workers: Workers, key: str) -> KeyTurn:
     turn = workers.turn(key)
     await turn.taken(1)
     return turn
-
-
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 def test_one_request_of_a_key_is_prepared_at_a_time_and_those_of_others_beside_it():

@@ -18,7 +18,7 @@ from slipstream.configs.published import MODELS, shipped_config
 from slipstream.configs.rules.models import model_folder
 from slipstream.configs.schema.paths import model_settings, schema_fields
 from slipstream.configs.violations import RecipeError
-from slipstream.rollout.prompts.files import local_files
+from slipstream.rollout.prompts.reading import local_files
 from slipstream.rollout.system.hub import HubError, model_files
 from tests.hub import local_hub
 

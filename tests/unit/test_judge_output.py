@@ -5,14 +5,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.rollout.system.bounded_log import BURST, LARGEST_FILE, RATE, TAIL, BoundedLog
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.unit.test_monitor_progress import Clock
 
 
 @pytest.fixture

@@ -35,7 +35,8 @@ from slipstream.rollout.ledger.writing.writer import Ledger, Training
 from slipstream.rollout.tokens.record import encode_chunk, encode_scores
 from slipstream.rollout.tokens.teacher import TeacherScores
 from slipstream.rollout.tokens.trajectory import Finish
-from tests.unit.test_ledger import query, ready_group, training
+from tests.unit.test_ledger import nothing, query, ready_group, training
+from tests.unit.test_ledger_audit import findings
 
 SETTINGS = {"batch_size": 1, "n_samples": 2, "bound": 2}
 KEY = named("key")
@@ -57,10 +58,6 @@ def in_ledger(folder: Path, act: Callable[[Ledger], Awaitable[None]], **state) -
     finally:
         ledger.close()
     return recovered
-
-
-async def nothing(ledger: Ledger) -> None:
-    pass
 
 
 def number(entry: int, gateway: int = 1) -> int:
@@ -117,10 +114,6 @@ def read_states(folder: Path, live: RecoveredTurns) -> dict[int, str]:
     found = {id_: state for id_, state in states(folder).items() if id_ in {turn.id for turn in live.turns}}
     assert {id_ for id_, state in found.items() if state in set(Stage)} == live.open
     return found
-
-
-def discrepancies(folder: Path) -> list[str]:
-    return audit_ledger(folder)[0].discrepancies
 
 
 def payload_of(folder: Path) -> bytes:
@@ -235,7 +228,7 @@ def test_a_turn_that_is_trained_by_a_step_which_is_lost_is_ready_again(tmp_path)
         number(2): "ready",
     }
     assert recovered.live.trained == [(KEY, 1.0)]
-    assert not discrepancies(tmp_path)
+    assert not findings(tmp_path)
 
 
 def test_watermarks_count_turns(tmp_path):
@@ -279,7 +272,7 @@ def test_a_step_that_failed_names_its_turns_until_they_are_trained(tmp_path):
     in_ledger(tmp_path, act, batch_size=0)
     assert in_ledger(tmp_path, quarantined, restored=2, batch_size=0).failures == [(number(1),)]
     assert in_ledger(tmp_path, nothing, restored=2, batch_size=0).failures == []
-    assert not discrepancies(tmp_path)
+    assert not findings(tmp_path)
 
 
 # ---- what is forgotten, and what nobody needs
@@ -303,7 +296,7 @@ def test_a_forgotten_turn_leaves_nothing_and_never_comes_back(tmp_path):
     assert data.count(encode_chunk(TOKENS, [], [])[8:24]) == 2, "only those of turns that are kept"
     assert b"kept" in data
     assert b"anew" in data
-    assert not discrepancies(tmp_path)
+    assert not findings(tmp_path)
     recovered = in_ledger(tmp_path, nothing, batch_size=0)
     assert read_states(tmp_path, recovered.live) == {
         number(1): "ready",
@@ -328,7 +321,7 @@ def test_a_turn_that_is_forgotten_in_training_is_trained_and_gone(tmp_path):
     in_ledger(tmp_path, act, batch_size=0)
     assert states(tmp_path) == {number(1): "trained"}
     assert b"diary" not in payload_of(tmp_path)
-    assert not discrepancies(tmp_path)
+    assert not findings(tmp_path)
 
 
 def test_a_restart_erases_what_was_forgotten_just_before_the_end(tmp_path, monkeypatch):
@@ -345,7 +338,7 @@ def test_a_restart_erases_what_was_forgotten_just_before_the_end(tmp_path, monke
 
     in_ledger(tmp_path, later)
     assert b"diary" not in payload_of(tmp_path)
-    assert not discrepancies(tmp_path)
+    assert not findings(tmp_path)
 
 
 def test_the_payload_of_a_session_goes_when_nobody_needs_it(tmp_path):
@@ -368,7 +361,7 @@ def test_the_payload_of_a_session_goes_when_nobody_needs_it(tmp_path):
     assert query(tmp_path, "SELECT count(*) FROM sessions") == [(0,)]
     assert query(tmp_path, "SELECT gone FROM turns") == [(NOT_NEEDED,)] * 2
     assert in_ledger(tmp_path, nothing, restored=1, batch_size=0).live.turns == []
-    assert not discrepancies(tmp_path)
+    assert not findings(tmp_path)
 
 
 def test_a_closed_session_can_still_be_forgotten(tmp_path):
@@ -387,7 +380,7 @@ def test_a_closed_session_can_still_be_forgotten(tmp_path):
     in_ledger(tmp_path, act)
     assert b"diary" not in payload_of(tmp_path)
     assert states(tmp_path) == {number(1): "side", number(2): "waiting"}
-    assert not discrepancies(tmp_path)
+    assert not findings(tmp_path)
 
 
 def test_a_session_whose_name_is_used_again_is_open_again(tmp_path):
@@ -451,7 +444,7 @@ def test_a_turn_whose_tokens_are_damaged_fails_with_those_that_continue_it(tmp_p
         number(3): "ready",
     }
     assert any("its bytes are damaged: 1 turns of live users are lost" in note for note in recovered.notes)
-    assert not discrepancies(tmp_path)
+    assert not findings(tmp_path)
 
 
 def test_a_turn_whose_teachers_scores_are_damaged_is_not_trained_without_them(tmp_path):
@@ -471,7 +464,7 @@ def test_a_turn_whose_teachers_scores_are_damaged_is_not_trained_without_them(tm
     path.write_bytes(data)
     recovered = in_ledger(tmp_path, nothing)
     assert read_states(tmp_path, recovered.live) == {number(1): "failed", number(2): "ready"}
-    assert not discrepancies(tmp_path)
+    assert not findings(tmp_path)
 
 
 # ---- audit
@@ -552,7 +545,7 @@ def test_the_audit_finds_what_is_wrong(folder, statement, finding):
     connection.execute(statement)
     connection.commit()
     connection.close()
-    found = discrepancies(folder)
+    found = findings(folder)
     assert any(finding in each for each in found), found
 
 
@@ -564,7 +557,7 @@ def test_the_audit_finds_a_turn_that_was_trained_twice(tmp_path):
             ledger.published(version, [trained_turn(id_, lag=version - 1)])
 
     in_ledger(tmp_path, act, batch_size=0)
-    assert any("1 turns were trained twice" in each for each in discrepancies(tmp_path))
+    assert any("1 turns were trained twice" in each for each in findings(tmp_path))
 
 
 def test_a_step_of_a_group_that_is_not_there_beside_turns_is_found(tmp_path):
@@ -575,4 +568,4 @@ def test_a_step_of_a_group_that_is_not_there_beside_turns_is_found(tmp_path):
         ledger.published(1, [trained_turn(id_)])
 
     in_ledger(tmp_path, act)
-    assert any("did not train 1 groups" in each for each in discrepancies(tmp_path))
+    assert any("did not train 1 groups" in each for each in findings(tmp_path))

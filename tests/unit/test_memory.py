@@ -10,7 +10,6 @@ from slipstream.backend.cluster.actors import MOST_STATIC, static_fraction
 from slipstream.backend.megatron.tree_attention import BLOCK
 from slipstream.backend.memory import trainer_memory
 from slipstream.backend.memory.activations import Sharing, layer_bytes, route_bytes
-from slipstream.backend.memory.checkpoint_size import CheckpointPlan, checkpoint_bytes
 from slipstream.backend.memory.engine_memory import (
     EngineMemory,
     engine_memory,
@@ -19,7 +18,7 @@ from slipstream.backend.memory.engine_memory import (
 )
 from slipstream.backend.memory.parameters import buffer_of, stage_parameters
 from slipstream.backend.memory.trainer_memory import StageMemory, buckets_at_once, parts_in_flight
-from slipstream.backend.memory.verdict import misfits
+from slipstream.backend.memory.verdict import CheckpointPlan, checkpoint_bytes, misfits
 from slipstream.backend.objective import logprob
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.index import stored_tensors

@@ -13,8 +13,7 @@ import pytest
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.commands.report import report, write_trace
 from slipstream.backend.monitor.course import read_course
-from slipstream.backend.monitor.report.episodes import choose_episodes
-from slipstream.backend.monitor.report.page import PARTS, differences
+from slipstream.backend.monitor.report.page import PARTS, choose_episodes, differences
 from slipstream.backend.monitor.report.timeline import read_events, running, timeline
 from slipstream.rollout.ledger.episode_log.files import EpisodeFiles
 from tests.unit.run_folders import (

@@ -21,6 +21,7 @@ from slipstream.backend.monitor.summary import (
     write_summary,
 )
 from slipstream.rollout.tokens.named_numbers import mean, means_by_name
+from tests.unit.test_monitor_progress import Terminal
 
 FIELDS = {
     "exit": "done",
@@ -65,11 +66,6 @@ EARLY_FAILURE = FIELDS | {
     "trainer_wait_fraction": None,
     "groups": GroupTotals(admitted=3, trained=0, filtered=0, expired=0, failed=3),
 }
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_summary_reads_back_as_it_was_written(tmp_path):

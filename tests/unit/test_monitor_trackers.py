@@ -13,10 +13,13 @@ import numpy as np
 
 from slipstream.backend.monitor.metrics import MetricsLog, MetricsRecord
 from slipstream.backend.monitor.tensorboard import HistogramBucket
-from slipstream.backend.monitor.trackers.mlflow import MlflowTracker, mlflow_name
-from slipstream.backend.monitor.trackers.opened import missing_packages
+from slipstream.backend.monitor.trackers.opened import (
+    MlflowTracker,
+    WandbTracker,
+    missing_packages,
+    mlflow_name,
+)
 from slipstream.backend.monitor.trackers.queued import QueuedTracker, tracked_id
-from slipstream.backend.monitor.trackers.wandb import WandbTracker
 from slipstream.configs.schema.log import LogConfig, MlflowConfig, WandbConfig
 
 RECORD = MetricsRecord(

@@ -15,7 +15,7 @@ from slipstream.rollout.prompts import (
     StoredPrompts,
     checked_prompts,
 )
-from slipstream.rollout.prompts import files as prompt_files
+from slipstream.rollout.prompts import reading as prompt_files
 from slipstream.rollout.prompts.order import turn_at, whole_shares
 from slipstream.rollout.tokens.trajectory import Prompt
 

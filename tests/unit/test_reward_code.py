@@ -8,11 +8,12 @@ from slipstream.rollout.reward.code_cases import (
     AssertCase,
     CallCase,
     StdioCase,
+    Uses,
     cases_of,
     program_in,
     same_output,
+    uses_of,
 )
-from slipstream.rollout.reward.code_statements import Uses, uses_of
 from slipstream.rollout.tokens.trajectory import Prompt
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slipstream.rollout.gateway.source import Finished
 from slipstream.rollout.tokens.record import decode_chunks
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish
-from slipstream.rollout.tokens.turn_entries import Turn, TurnType
+from slipstream.rollout.tokens.turn_entries import TurnType
 from tests.unit.branches import RecordedTurn, branches_of, messages_of_turn, rebuild
 from tests.unit.talking import (
     END,
@@ -29,6 +29,7 @@ from tests.unit.talking import (
     user,
     written_call,
 )
+from tests.unit.test_sessions import recorded_turns
 
 TEXTS = st.text(st.sampled_from('hetlink é€{":}< k'), min_size=1, max_size=8)
 IDS = st.lists(st.sampled_from([*b"hetl in", *"é€".encode(), *PAIRS]), min_size=1, max_size=10)
@@ -135,14 +136,6 @@ def finish(data, gateway: Gateway, template: ChatTemplate, begun, client: Client
     client.messages = [*before, message]
 
 
-def recorded(gateway: Gateway) -> dict[int, RecordedTurn]:
-    return {
-        number: RecordedTurn(item, item.chunk)
-        for number, item in enumerate(gateway.journal, 1)
-        if isinstance(item, Turn)
-    }
-
-
 def ids_of_entries(turns: dict[int, RecordedTurn], number: int) -> list[int]:
     """Return a turn's prompt and answer as its entries say."""
     turn, chunk = turns[number]
@@ -153,7 +146,7 @@ def ids_of_entries(turns: dict[int, RecordedTurn], number: int) -> list[int]:
 
 
 def check_against_the_engine(gateway: Gateway) -> None:
-    turns = recorded(gateway)
+    turns = recorded_turns(gateway)
     branches = branches_of(turns)
     counted: dict[tuple[int, int], int] = {}
     last_of: dict[int, int] = {}
@@ -214,7 +207,7 @@ def test_a_prompt_reads_as_the_template_writes_it(data, template, steps):
     """Ids may be cut otherwise, and may hold what ended an answer; the text is the template's."""
     gateway = Gateway()
     converse(data, gateway, template, [Client("s"), Client("s")], steps)
-    turns = recorded(gateway)
+    turns = recorded_turns(gateway)
     plain = {number: item.turn for number, item in turns.items()}
     for number in turns:
         rendered = template.render(messages_of_turn(plain, number), answer=True)

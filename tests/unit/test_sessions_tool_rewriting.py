@@ -13,14 +13,11 @@ from slipstream.rollout.gateway.conversations import User
 from slipstream.rollout.gateway.sessions import placing
 from slipstream.rollout.tokens.turn_entries import SessionEnd
 from tests.unit.talking import Gateway, assistant, parsed, tool, user, written_call
+from tests.unit.test_sessions_rewriting import system
 
 Messages = list[dict[str, Any]]
 NAMINGS: list[dict[str, Any]] = [{}, {"session": "s"}, {"client_session": "c"}]
 REMINDER = "<system-reminder>Two files have changed.</system-reminder>"
-
-
-def system(text: str) -> dict[str, Any]:
-    return {"role": "system", "content": text}
 
 
 def cut_at(history: Messages, exchanges: int) -> int:

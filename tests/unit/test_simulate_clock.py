@@ -8,12 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
-from slipstream.backend.simulate.clock import Deadlock
-from slipstream.backend.simulate.timers import SWEEP, Timers
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
+from slipstream.backend.simulate.clock import SWEEP, Deadlock, Timers
+from tests.unit.test_time_limit import now
 
 
 def test_a_year_passes_at_once():

@@ -13,7 +13,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from slipstream.backend.simulate.account import Outcome
-from slipstream.backend.simulate.compare import Work, compare
+from slipstream.backend.simulate.compare import ROWS, SAMPLES, Timeline, Work, compare
 from slipstream.backend.simulate.gpu_split import layout_of, split, splits, time_shared
 from slipstream.backend.simulate.picture import IDLE, PUBLISHING, TRAINING, WAITING, draw
 from slipstream.backend.simulate.schedules import (
@@ -26,7 +26,6 @@ from slipstream.backend.simulate.schedules import (
     synchronous,
     volume_gate,
 )
-from slipstream.backend.simulate.timeline import ROWS, SAMPLES, Timeline
 from slipstream.backend.simulate.workload import FAILING
 from slipstream.backend.simulate.world import MeasuredSteps, SimulationStalled, World
 from slipstream.configs.schema import RunConfig
@@ -282,7 +281,7 @@ def timeline_of(recipe: RunConfig) -> Timeline:
 
 def test_a_timeline_shows_as_much_decoding_as_there_was(monkeypatch):
     for samples in (SAMPLES, 64):
-        monkeypatch.setattr("slipstream.backend.simulate.timeline.SAMPLES", samples)
+        monkeypatch.setattr("slipstream.backend.simulate.compare.SAMPLES", samples)
         recipe = config(steps=10)
         timeline = timeline_of(recipe)
         assert len(timeline.times_s) <= samples

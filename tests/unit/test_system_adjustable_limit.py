@@ -8,11 +8,7 @@ from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
 from slipstream.rollout.system.adjustable_limit import Limit
-
-
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
+from tests.unit.driven_pool import settle
 
 
 class Users:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.backend.driver.start.tool_checks import tool_problems
+from slipstream.backend.driver.start.inputs import tool_problems
 from tests.chat_model import APPENDING, build_tokenizer
 from tests.environment import environment
 from tests.tool_conversations import FORMATS, tokenizer_of

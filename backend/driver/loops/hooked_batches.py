@@ -128,11 +128,6 @@ class HookedBatches:
             await asyncio.wait({logging})
 
 
-def sees_batches(hooks: HooksConfig) -> bool:
-    """True if a recipe names hooks that see whole batches."""
-    return any(setting in hooks.named() for setting in BESIDE_DRIVER)
-
-
 def records_of(batch: EncodedBatch, groups: Sequence[CollectedGroup]) -> list[RecordedEpisode]:
     """Return the episodes of ``groups``, which come first in ``batch``."""
     owners = [group for group in groups for _ in group.judged]

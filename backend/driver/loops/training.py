@@ -36,9 +36,8 @@ from slipstream.backend.driver.loops.evaluation import Evaluation
 from slipstream.backend.driver.loops.hooked_batches import HookedBatches
 from slipstream.backend.driver.ports import Checkpoints, ClientT, RunListener, RunPosition
 from slipstream.backend.driver.start.feedback import Feedback
-from slipstream.backend.driver.weights.served_weights import ServedWeights
+from slipstream.backend.driver.weights.served_weights import ServedWeights, TrainerLife
 from slipstream.backend.driver.weights.skipped import SkippedUpdateLimit
-from slipstream.backend.driver.weights.trainer_life import TrainerLife
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.configs.schema.run import RunSection
 from slipstream.rollout.collection.driver.batches import Batches

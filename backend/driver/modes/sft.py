@@ -314,10 +314,6 @@ def _unused_version(folder: Path, checkpoint: FoundCheckpoint) -> int:
 # ---- examples
 
 
-TokenPair = tuple[list[int], list[int]]
-"""Token ids of a prompt and of a target to learn."""
-
-
 class EncodedExamples:
     """Examples as token ids, in a seeded endless order."""
 
@@ -333,7 +329,7 @@ class EncodedExamples:
     def __len__(self) -> int:
         return len(self._pairs)
 
-    def pairs_at(self, position: int) -> list[TokenPair]:
+    def pairs_at(self, position: int) -> list[tuple[list[int], list[int]]]:
         """Return the prompt with each target of the example at ``position`` in the order."""
         return self._pairs[self._order.at(position)]
 
@@ -402,7 +398,7 @@ def checked_examples(
     return read_examples(file, targets, example_checks(tokenizer, context, targets))
 
 
-def _encoded(example: Example, tokenizer: HfTokenizer) -> list[TokenPair]:
+def _encoded(example: Example, tokenizer: HfTokenizer) -> list[tuple[list[int], list[int]]]:
     """Return the prompt as a rollout sends it, with each target as the chat template writes it."""
     asked, place = example.prompt.messages(), example.prompt
     try:

@@ -226,16 +226,13 @@ class JoinedEngines:
             write_durably(self._file, json.dumps({"url": url, "key": str(self._key)}), mode=0o600)
             yield
         finally:
-            if self._is_own(self._file):
+            # The file is another driver's when that driver has taken the run over.
+            if self._file.exists() and str(self._key) in self._file.read_text(encoding="utf-8"):
                 self._file.unlink()
             for task in self._tasks.values():
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
             await runner.cleanup()
-
-    def _is_own(self, file: Path) -> bool:
-        """True unless another driver has taken the run over, or the file is gone."""
-        return file.exists() and str(self._key) in file.read_text(encoding="utf-8")
 
     async def keep(self, host: str) -> None:
         """Serve until cancelled."""

@@ -17,13 +17,13 @@ from slipstream.backend.cluster.placement import Placement
 from slipstream.backend.driver.processes.devices import Separate
 from slipstream.backend.driver.processes.engines import START_GRACE_S, EngineLimits, InitialWeights, RayEngine
 from slipstream.backend.driver.processes.places import EnginePlaces
-from slipstream.backend.driver.processes.restart_limits import judge_engine_limit
 from slipstream.configs.schema import ModelJudge, RunConfig
 from slipstream.configs.schema.judge import OwnEngines, own_engines
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.engine.context import served_length
 from slipstream.rollout.engine.model_limits import context_of, vocabulary_of
 from slipstream.rollout.engine.supervisor import EngineCounts, Supervisor
+from slipstream.rollout.system.restarts import RestartLimit
 
 RESTART_PAUSE_S = 5.0
 """Seconds before a restart. Nothing limits the number of restarts, and each one loads the model."""
@@ -100,7 +100,8 @@ def judge_supervisor(
         handles,
         JudgeRoster(changed),
         InitialWeights(),
-        limit=judge_engine_limit(config),
+        # An outage of the judge stops nothing.
+        limit=RestartLimit("", None, config.run.restart_window_s, "it has not served"),
         counts=EngineCounts(
             engines.count, 1, engines.count, config.rollout.engine.patience_s, "judge.endpoint"
         ),

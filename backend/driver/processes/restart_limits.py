@@ -20,11 +20,6 @@ def engine_limit(config: RunConfig) -> RestartLimit:
     return RestartLimit("rollout.engine.restarts", allowed, window_s, "it has not served")
 
 
-def judge_engine_limit(config: RunConfig) -> RestartLimit:
-    """Limit of each of the judge's own engines: an outage of the judge stops nothing."""
-    return RestartLimit("", None, config.run.restart_window_s, "it has not served")
-
-
 def collector_limit(config: RunConfig) -> RestartLimit:
     """Limit of each collector."""
     allowed, window_s = config.rollout.collector_restarts, config.run.restart_window_s

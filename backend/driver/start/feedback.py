@@ -12,7 +12,7 @@ from typing import Any
 
 from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.control.admission import AdmissionPolicy, Occupancy
+from slipstream.rollout.control.admission import AdmissionPolicy
 from slipstream.rollout.control.drift import DriftController, DriftLimits
 
 MISMATCH = "mismatch/logprob_square_mean"
@@ -52,10 +52,13 @@ class Feedback:
         return self.drift.rate_factor if self.drift is not None and self.scales_rate else 1.0
 
     def admission(self, policy: AdmissionPolicy) -> AdmissionPolicy:
-        """Return ``policy``, held back where the drift is held by admission."""
-        if self.drift is None or self.scales_rate:
+        """Return ``policy``; where admission holds the drift, one that also denies what would make tokens
+        staler than the limits of drift allow.
+        """
+        drift = self.drift
+        if drift is None or self.scales_rate:
             return policy
-        return HeldDrift(policy, self.drift)
+        return lambda now: now.held < drift.batches_in_flight(now.bound + 1) * now.batch_size and policy(now)
 
     def prepared(self, batch: EncodedBatch) -> EncodedBatch:
         """Return the batch with what the steps before it decide about it."""
@@ -83,14 +86,3 @@ class Feedback:
             "mismatch": self.mismatch,
             "drift": {name: drift[name] for name in DriftController.STATE if name in drift},
         }
-
-
-class HeldDrift:
-    """An admission policy that also denies what would make tokens staler than the limits of drift allow."""
-
-    def __init__(self, policy: AdmissionPolicy, drift: DriftController) -> None:
-        self._policy, self._drift = policy, drift
-
-    def may_admit(self, now: Occupancy) -> bool:
-        allowed = self._drift.batches_in_flight(now.bound + 1)
-        return now.held < allowed * now.batch_size and self._policy.may_admit(now)

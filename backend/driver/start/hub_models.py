@@ -15,7 +15,7 @@ from slipstream.backend.driver.start.prepare import run_module
 from slipstream.backend.driver.start.run_folder import with_paths
 from slipstream.configs.rules import check_rules
 from slipstream.configs.schema import RunConfig, hub_model, is_on_hub, path_text
-from slipstream.rollout.prompts.files import at_commit, cached_commit
+from slipstream.rollout.prompts.reading import at_commit, cached_commit
 from slipstream.rollout.system.durable import write_durably
 from slipstream.rollout.system.hub import HubError, model_files
 
@@ -23,8 +23,6 @@ COMMITS = "hub.json"
 """Commit of each model and data set of the hub, by its name in the recipe. A resumed run keeps to them."""
 
 WILL_DOWNLOAD = "is not in the cache of this machine: the run downloads it when it starts"
-
-_Commits = TypeAdapter(dict[str, str])
 
 
 def models_of_hub(config: RunConfig) -> dict[str, str]:
@@ -134,7 +132,7 @@ def _is_data(path: Path) -> bool:
 def _recorded(file: Path) -> Mapping[str, str]:
     """Return the recorded commits; none of a run that had nothing of the hub. Raises InputError."""
     try:
-        return _Commits.validate_json(file.read_bytes())
+        return TypeAdapter(dict[str, str]).validate_json(file.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValidationError) as error:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 
 from slipstream.backend.driver.start.inputs import InputError
 from slipstream.configs.schema import PromptFile, RunConfig, path_text
-from slipstream.rollout.prompts.files import local_files
+from slipstream.rollout.prompts.reading import local_files
 from slipstream.rollout.system.durable import write_durably
 
 INPUTS = "inputs.json"

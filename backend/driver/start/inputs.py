@@ -1,9 +1,9 @@
 """Reads the inputs of a run, so that everything wrong with them is found before anything is started."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from slipstream.backend.driver.start.data_checks import (
     prompt_checks,
@@ -15,7 +15,6 @@ from slipstream.backend.driver.start.engine_model import engine_problems
 from slipstream.backend.driver.start.length_filter import LengthFilter
 from slipstream.backend.driver.start.plugin_checks import model_of
 from slipstream.backend.driver.start.plugin_process import imported_plugin_problems
-from slipstream.backend.driver.start.tool_checks import tool_problems
 from slipstream.backend.trainer.engine_checkpoint import EngineCheckpoint, engine_model_of
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel, read_config
@@ -27,6 +26,7 @@ from slipstream.bridge.shards.check import check_tensors
 from slipstream.configs.installed import untested_notes
 from slipstream.configs.installed.environment import has_gpus
 from slipstream.configs.rules.models import CRITIC, JUDGE, OTHER_MODELS, model_folder
+from slipstream.configs.rules.parsers import TOOL_USE
 from slipstream.configs.schema import ModelConfig, PluginConfig, PromptFile, RunConfig, is_on_hub, path_text
 from slipstream.configs.schema.judge import own_engines
 from slipstream.rollout.compat.hooks import hook_problems
@@ -44,8 +44,9 @@ from slipstream.rollout.prompts import (
 from slipstream.rollout.reward.loading import load_judge
 from slipstream.rollout.system import plugins
 from slipstream.rollout.tokens.tokenizer import HfTokenizer, load_tokenizer
-from slipstream.rollout.tokens.trajectory import Prompt
+from slipstream.rollout.tokens.trajectory import Messages, Prompt
 from slipstream.rollout.workflow import Workflow
+from slipstream.rollout.workflow.environment.tools import answer_message, ways_to_write
 
 T = TypeVar("T")
 
@@ -364,3 +365,70 @@ def read_tokenizer(model: ModelConfig, spec: ModelSpec | None) -> HfTokenizer:
 def _reward(config: RunConfig) -> object:
     settings = config.rollout.reward
     return settings and load_judge(settings.path, settings.args, model=model_of(config)).plugin
+
+
+_TOOL, _RESULTS = "look_up_wind", ("Calm-37", "Gale-52")
+_PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+_SCHEMA = {
+    "type": "function",
+    "function": {"name": _TOOL, "description": "Return the wind.", "parameters": _PARAMETERS},
+}
+_RAISES = "raises"
+_IDS = ("call00001", "call00002")
+_CALL = {"type": "function", "function": {"name": _TOOL, "arguments": {"place": "Oslo"}}}
+_ANSWERS = [answer_message("", "", [{"id": number, **_CALL}]) for number in _IDS]
+
+
+def tool_problems(config: RunConfig, tokenizer: HfTokenizer) -> list[str]:
+    """Return why the model's chat template cannot write conversations with tools, if the recipe has them.
+
+    A template may leave out what it does not know: then the policy reads no tools, or no results, and nothing
+    is said. One conversation with every kind of message is written, in each way in which ``ToolUse`` does it.
+    """
+    workflow = config.rollout.workflow
+    if config.rollout.hooks is not None or workflow.path not in TOOL_USE or not tokenizer.chat_template:
+        return []
+    answers = zip(*(ways_to_write(answer, "A call.") for answer in _ANSWERS), strict=True)
+    problems = [_problem(tokenizer, workflow.args, way) for way in answers]
+    if None in problems:
+        return []
+    # What is left out says more than what is raised for another way of writing the calls.
+    problem = next((each for each in problems if each and not each.startswith(_RAISES)), problems[0])
+    return [
+        f"rollout.workflow: ToolUse cannot be used with the chat template of {config.model.path}, which "
+        f"{problem}; expected one that writes `tools`, calls and messages of the role `tool`: take a model "
+        "that was trained with tools, or put such a chat_template.jinja beside its tokenizer"
+    ]
+
+
+def _problem(
+    tokenizer: HfTokenizer, args: Mapping[str, object], answers: Sequence[dict[str, Any]]
+) -> str | None:
+    """Return what a template does wrong with a conversation with these answers."""
+    own, system = args.get("template"), args.get("system")
+    settings = cast("Mapping[str, object]", own) if isinstance(own, dict) else {}
+
+    def written(messages: Messages) -> str:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **{"tools": [_SCHEMA], **settings}
+        )
+
+    begun: Messages = [] if system is None else [{"role": "system", "content": system}]
+    begun.append({"role": "user", "content": "Is there wind?"})
+    try:
+        first, last = written(begun), written([*begun, *_rounds(answers)])
+    except Exception as error:  # the template is code of the model's
+        return f"{_RAISES} {type(error).__name__}: {error}"
+    if not all(result in last for result in _RESULTS):
+        return "leaves out the results of tools"
+    if _TOOL not in first and system is None and not settings:
+        return "leaves out the tools, which no `system` message of the workflow describes"
+    return None
+
+
+def _rounds(answers: Sequence[dict[str, Any]]) -> Messages:
+    """Return answers with the results of their calls."""
+    rounds: Messages = []
+    for number, answer, result in zip(_IDS, answers, _RESULTS, strict=True):
+        rounds += [answer, {"role": "tool", "tool_call_id": number, "name": _TOOL, "content": result}]
+    return rounds

@@ -229,7 +229,12 @@ def restore_collection(
         position=recovered.position,
     )
     groups = take_up(
-        recovered.open, control, ledger, stream, rollout.n_samples_per_prompt, other_prompts=other_prompts
+        recovered.open,
+        control,
+        ledger.discarded,
+        stream,
+        rollout.n_samples_per_prompt,
+        other_prompts=other_prompts,
     )
     for group in recovered.requeued:
         control.restore_requeued(group.id, group.requeues)

@@ -2,11 +2,11 @@
 
 ranked_trainer   the ranks as one object; ``batch_saver`` is the trainer of a run that trains nothing
 skipped          updates that it has left out
-served_weights   steps and publications, one at a time; engines that start get the current version
+served_weights   steps and publications, one at a time; engines that start get the current version.
+                 Whether the trainer lives
 transports         ... by the recipe's transport, or the next one
 verification       ... and whether engines hold what was sent
 checkpointing    when a checkpoint is taken
-trainer_life     whether the trainer lives
 revival          starts a dead trainer again
 interrupted        ... what becomes of engines in the middle of an update
 rewind             ... and of the groups, which go back to the version of the checkpoint

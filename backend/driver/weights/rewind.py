@@ -17,7 +17,7 @@ from slipstream.configs.schema import RolloutConfig
 from slipstream.rollout.collection.driver.assignments import Assignments
 from slipstream.rollout.collection.driver.batches import Batches
 from slipstream.rollout.collection.driver.gate import AdmissionGate
-from slipstream.rollout.control.control_errors import UnknownVersion
+from slipstream.rollout.control.versions import UnknownVersion
 from slipstream.rollout.ledger.recovery import Recovered
 from slipstream.rollout.live.live_turns import LiveTurns
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from slipstream.backend.monitor.diagnosis import signs
 from slipstream.backend.monitor.diagnosis.evidence import Evidence
@@ -45,14 +46,14 @@ CAUSES = (
         "the reward takes too long",
         "rollout/groups_failed",
         "Make the reward quicker, or raise rollout.judging.timeout_s. `slipstream try` shows its times.",
-        signs.reward_timeouts,
+        partial(signs.failures, late=True),
     ),
     Cause(
         "failing-groups",
         "episodes or rewards fail",
         "rollout/groups_failed",
         "`slipstream try` shows the traceback; the groups that are left are a biased sample.",
-        signs.failing_groups,
+        partial(signs.failures, late=False),
     ),
     Cause(
         "masked",
@@ -90,14 +91,14 @@ CAUSES = (
         "reward/mean",
         "Compare texts and labels with `slipstream try`: often the reward looks for another form of answer. "
         "Otherwise take easier prompts, or run `slipstream sft` first.",
-        signs.all_wrong,
+        partial(signs.every_reward, fits=lambda value: value <= 0),
     ),
     Cause(
         "all-right",
         "every answer is right",
         "reward/mean",
         "Take harder prompts, or a stricter reward.",
-        signs.all_right,
+        partial(signs.every_reward, fits=lambda value: value >= 1),
         is_end_of_learning=True,
     ),
     Cause(
@@ -105,7 +106,7 @@ CAUSES = (
         "the reward is the same for every answer",
         "reward/std",
         "Give `slipstream try` answers that you would judge differently: the judge or its parser is broken.",
-        signs.constant_reward,
+        partial(signs.every_reward, fits=lambda value: 0 < value < 1),
     ),
     Cause(
         "equal-groups",

@@ -80,7 +80,8 @@ TIME_OUT = "rollout.judging.timeout_s"
 """Stands in the reason of a group whose reward has taken too long."""
 
 
-def _failures(evidence: Evidence, *, late: bool) -> Sign | None:
+def failures(evidence: Evidence, *, late: bool) -> Sign | None:
+    """Return the sign of rewards that take too long, or of groups that fail for another reason."""
     share = share_of_ends(evidence, "failed")
     reasons = [reason for reason in evidence.failures if (TIME_OUT in reason) == late]
     ours, all_ = sum(evidence.failures[reason] for reason in reasons), sum(evidence.failures.values())
@@ -94,14 +95,6 @@ def _said(reason: str) -> str:
     """Return the place and the error of a reason, whose first and last lines they are."""
     lines = [line.strip()[:MOST_LETTERS] for line in reason.splitlines() if line.strip()]
     return "".join(f"; {line}" for line in dict.fromkeys((lines[0], lines[-1]))) if lines else ""
-
-
-def reward_timeouts(evidence: Evidence) -> Sign | None:
-    return _failures(evidence, late=True)
-
-
-def failing_groups(evidence: Evidence) -> Sign | None:
-    return _failures(evidence, late=False)
 
 
 MASKED = 0.3
@@ -148,25 +141,13 @@ def _share(share: float | None, least: float, words: str) -> Sign | None:
 # ---- rewards say nothing
 
 
-def _every_reward(evidence: Evidence, fits: Callable[[float], bool]) -> Sign | None:
+def every_reward(evidence: Evidence, fits: Callable[[float], bool]) -> Sign | None:
     """Return the sign of a reward that every episode of the last steps has, if its value ``fits``."""
     means = evidence.series.get("reward/mean", ())[-LAST_STEPS:]
     spreads = evidence.series.get("reward/std", ())[-LAST_STEPS:]
     if not means or max(spreads, default=1.0) > 1e-6 or max(means) - min(means) > 1e-6:
         return None
     return (1.0, f"every reward is {means[-1]:g}") if fits(means[-1]) else None
-
-
-def all_wrong(evidence: Evidence) -> Sign | None:
-    return _every_reward(evidence, lambda value: value <= 0)
-
-
-def all_right(evidence: Evidence) -> Sign | None:
-    return _every_reward(evidence, lambda value: value >= 1)
-
-
-def constant_reward(evidence: Evidence) -> Sign | None:
-    return _every_reward(evidence, lambda value: 0 < value < 1)
 
 
 EQUAL = 0.7

@@ -1,6 +1,7 @@
 """The process that runs episodes: assignments in, events out. It decides nothing about admission or training.
 
-collector_process  one life of a collector: its connection, what it was told, and its end
+collector_process  one life of a collector: its connection, what it was told, and its end, also the one
+            that a watchdog makes when a workflow blocks all others
 groups      one assigned group: its episodes, its filter, its verdict
 episodes    one episode: attempts and the time limit
 parts       ... of which all of it is made; ``spec`` is what the process is started with
@@ -11,5 +12,4 @@ evaluation  evaluation episodes
 trial       episodes of ``slipstream try``
 outbox      events, gathered into few frames
 untrained_log  the episode log of what is never trained
-watchdog    ends a process in which a workflow blocks all others
 """

@@ -39,8 +39,8 @@ from slipstream.rollout.collection.messages import (
     PriorSample,
     Up,
 )
-from slipstream.rollout.control.control_errors import UnknownVersion
 from slipstream.rollout.control.core import Ticket
+from slipstream.rollout.control.versions import UnknownVersion
 from slipstream.rollout.ledger.rows.samples import SAMPLES, OpenSample
 from slipstream.rollout.ledger.storage.database import LedgerError
 from slipstream.rollout.system.changes import Changes
@@ -194,7 +194,10 @@ class Assignments:
         names = self._collectors if name is None else (name,)
         room = [
             (name, collector, most)
-            for name, collector, most in ((name, self._collectors[name], self._most(name)) for name in names)
+            for name, collector, most in (
+                (name, self._collectors[name], max(0, self._share_of(name) * (1 + AHEAD) - self._samples))
+                for name in names
+            )
             if collector.generating <= most
         ]
         turn = 0
@@ -217,10 +220,6 @@ class Assignments:
             if (group := self._groups.get(id_)) is not None:
                 self._cancel(group)
                 self._end(group)
-
-    def _most(self, name: str) -> float:
-        """Return the largest number of episodes with which a collector has room for another group."""
-        return max(0, self._share_of(name) * (1 + AHEAD) - self._samples)
 
     def _admitted(self, ticket: Ticket, prompt: Prompt) -> CollectedGroup:
         group = self._groups[ticket.id] = CollectedGroup(

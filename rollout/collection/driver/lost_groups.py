@@ -18,8 +18,8 @@ from slipstream.rollout.collection.driver.collected_group import CollectedGroup
 from slipstream.rollout.collection.driver.gate import AdmissionGate
 from slipstream.rollout.collection.driver.group_ledger import GroupLedger
 from slipstream.rollout.collection.messages import LostGroup, PriorSample
-from slipstream.rollout.control.control_errors import UnknownVersion
 from slipstream.rollout.control.ends import Loss
+from slipstream.rollout.control.versions import UnknownVersion
 from slipstream.rollout.ledger.episode_log.rows import is_chosen
 from slipstream.rollout.ledger.rows.samples import OpenSample
 from slipstream.rollout.system.changes import Changes

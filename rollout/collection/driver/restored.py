@@ -5,9 +5,8 @@ something recorded      ──► continued, unless too old by now ──┼─�
 nothing recorded        ───────────────────────────────────────┘
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from slipstream.rollout.collection.driver.collected_group import CollectedGroup
 from slipstream.rollout.collection.driver.intake import PromptSource
@@ -17,12 +16,6 @@ from slipstream.rollout.ledger.reading.contents import sampled_tokens
 from slipstream.rollout.ledger.rows.samples import JUDGED
 from slipstream.rollout.tokens.record import decode_header, decode_piece
 from slipstream.rollout.tokens.trajectory import UNSAMPLED
-
-
-class Discarding(Protocol):
-    """The part of the ledger that hears of tokens which a restart gives up."""
-
-    def discarded(self, id_: int, tokens: int) -> None: ...
 
 
 @dataclass
@@ -38,7 +31,7 @@ class RestoredGroups:
 def take_up(
     groups: Iterable[recovery.OpenGroup],
     control: RolloutControl,
-    ledger: Discarding,
+    discarded: Callable[[int, int], None],
     prompts: PromptSource,
     samples: int,
     *,
@@ -46,7 +39,8 @@ def take_up(
 ) -> RestoredGroups:
     """Give slots to groups from before a restart, those with the oldest tokens first. Nothing else was
     admitted to ``control``. ``samples``: episodes of a group. ``other_prompts``: the prompt set has
-    changed, so that groups which are not complete begin again. Raises CorruptRecord.
+    changed, so that groups which are not complete begin again. ``discarded``: of the ledger, called with the
+    number of each group that is given up, and of its sampled tokens. Raises CorruptRecord.
     """
     restored = RestoredGroups()
     begun: list[tuple[recovery.OpenGroup, frozenset[int]]] = []
@@ -72,7 +66,7 @@ def take_up(
             restored.continued.append(_collected(group, ticket.version, prompts, samples))
             control.generating(id_)
             continue
-        ledger.discarded(id_, sum(map(sampled_tokens, group.samples.values())))
+        discarded(id_, sum(map(sampled_tokens, group.samples.values())))
         restarted[id_] = requeues
     for id_, requeues in sorted(restarted.items()):
         control.restore_unstarted(id_, requeues)

@@ -231,7 +231,9 @@ def _settings(rule: KeyRule, value: Any, values: Values, star: str) -> Settings:
     path = rule.path.replace("*", star)
     if rule.values is not None:
         ours = _translated(rule.values, _text(value))
-        return _of_value(path, ours)
+        if ours is None:
+            return {}
+        return {path: ours} if path else dict(cast(Settings, ours))
     if rule.parts is not None:
         return _parts(rule.parts, _text(value))
     if rule.items:
@@ -241,12 +243,6 @@ def _settings(rule: KeyRule, value: Any, values: Values, star: str) -> Settings:
     if rule.module:
         return {path: _import_path(value, values.get(rule.module))}
     return {path: _converted(rule, value, values)}
-
-
-def _of_value(path: str, ours: object) -> Settings:
-    if ours is None:
-        return {}
-    return {path: ours} if path else dict(cast(Settings, ours))
 
 
 def _translated(by_value: Mapping[str, object], value: str) -> object:

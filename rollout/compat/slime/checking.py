@@ -150,17 +150,15 @@ def _problem_with_call(hook: Callable[..., object], signature: HookSignature) ->
     except (TypeError, ValueError):
         return None  # a builtin, which does not say
     names = signature.keywords
-    if signature.optional and not _takes_any_keyword(parameters):
+    if signature.optional and not any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.parameters.values()
+    ):
         names = tuple(name for name in names if name in parameters.parameters)
     try:
         parameters.bind(*signature.positional, **dict.fromkeys(names))
     except TypeError as error:
         return f"has the parameters {parameters}, expected {signature}: {error}"
     return None
-
-
-def _takes_any_keyword(parameters: inspect.Signature) -> bool:
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.parameters.values())
 
 
 def answers_to(request: bytes) -> Iterator[str | None]:

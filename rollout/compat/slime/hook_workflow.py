@@ -13,7 +13,6 @@ import inspect
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from enum import Enum
 from typing import Any, cast
 
 from slipstream.configs.schema import HooksConfig
@@ -119,7 +118,9 @@ class HookWorkflow:
         sample.response = context.tokenizer.decode(completion.tokens, skip_special_tokens=False)
         sample.loss_mask = [1] * len(completion.tokens)
         sample.rollout_log_probs = list(completion.logprobs)
-        sample.status = _status(sample, "truncated" if completion.finish is Finish.LENGTH else "completed")
+        sample.status = type(sample.status)(
+            "truncated" if completion.finish is Finish.LENGTH else "completed"
+        )
         return [Reply(tuple(ids), completion)]
 
     async def _generated(
@@ -194,11 +195,6 @@ def _prompt_ids(prompt: Prompt, sample: SampleLike, tokenizer: Tokenizer) -> lis
     return list(
         tokenizer.apply_chat_template(prompt.messages(), add_generation_prompt=True, return_dict=False)
     )
-
-
-def _status(sample: SampleLike, value: str) -> Enum:
-    """Return the member of slime's statuses with a value."""
-    return type(sample.status)(value)
 
 
 def _sampling_params(args: SlimeArguments) -> dict[str, object]:

@@ -97,7 +97,9 @@ class _Import:
             "rollout-num-gpus-per-engine": lambda: "rollout.engine.tensor_parallel",
             **dict.fromkeys(DATA, self._data_parallel),
             "sglang-enable-dp-attention": lambda: "rollout.engine.data_parallel",
-            "sequence-parallel": self._sequence_parallel,
+            "sequence-parallel": lambda: self.recipe.set(
+                "actor.parallel.sequence", self._flags.whole("tensor-model-parallel-size", 1) > 1
+            ),
             "max-tokens-per-gpu": self._microbatch,
             "global-batch-size": self._minibatches,
             "over-sampling-batch-size": self._over_sampling,
@@ -108,7 +110,9 @@ class _Import:
             "calculate-per-token-loss": lambda: "actor.averaging",
             "disable-grpo-std-normalization": lambda: "actor.advantage",
             "eval-prompt-data": self._eval_prompts,
-            "prompt-data": self._data,
+            "prompt-data": lambda: self.recipe.set(
+                "data.path", self._prompts(self._flags["prompt-data"].text)
+            ),
             "update-weight-mode": lambda: "weights.transport.type",
             "disable-rewards-normalization": lambda: "actor.advantage",
             "update-weights-interval": lambda: "rollout.max_head_offpolicyness",
@@ -257,11 +261,6 @@ class _Import:
             "rollout.engine.data_parallel", max(self._flags.whole(name, 1) for name in DATA)
         )
 
-    def _sequence_parallel(self) -> str:
-        return self.recipe.set(
-            "actor.parallel.sequence", self._flags.whole("tensor-model-parallel-size", 1) > 1
-        )
-
     def _microbatch(self) -> str:
         tokens = self._flags.whole("max-tokens-per-gpu", 8192) * self._flags.whole("context-parallel-size", 1)
         return self.recipe.set("actor.microbatch_tokens", tokens)
@@ -372,9 +371,6 @@ class _Import:
         return self.recipe.set(f"log.wandb.{_WANDB[flag.name]}", value)
 
     # ---- what a recipe cannot be without
-
-    def _data(self) -> str:
-        return self.recipe.set("data.path", self._prompts(self._flags["prompt-data"].text))
 
     def _prompts(self, path: str) -> str:
         """Return the path of a prompt set without slime's slice of rows."""

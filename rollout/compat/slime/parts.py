@@ -53,7 +53,9 @@ def hook_parts(
         HookWorkflow(arguments, hooks, rollout.reward_key, returned, version, has_teacher=has_teacher)
         if _are_of_episodes(hooks)
         else None,
-        HookFilter(hooks, arguments, samples) if _are_of_groups(hooks) else None,
+        HookFilter(hooks, arguments, samples)
+        if hooks.dynamic_sampling_filter or hooks.rollout_sample_filter or hooks.rollout_all_samples_process
+        else None,
         GroupJudge(arguments, samples, rollout.judging, rollout.reward_key) if hooks.group_rm else None,
         evaluation,
     )
@@ -77,12 +79,6 @@ def _are_of_episodes(hooks: HooksConfig) -> bool:
         or hooks.custom_rm
         or hooks.rm_type
         or hooks.data_source
-    )
-
-
-def _are_of_groups(hooks: HooksConfig) -> bool:
-    return bool(
-        hooks.dynamic_sampling_filter or hooks.rollout_sample_filter or hooks.rollout_all_samples_process
     )
 
 

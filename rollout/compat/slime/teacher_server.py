@@ -12,8 +12,6 @@ from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.episode_samples import SampleLike
 from slipstream.rollout.system.plugins import resolve
 
-Post = Callable[[str, Mapping[str, object]], Awaitable[object]]
-
 TASK_REWARD = 0.0
 """Reward of a sample whose only signal is the teacher, as in slime."""
 
@@ -40,7 +38,9 @@ async def taught_by_server(args: SlimeArguments, sample: SampleLike | list[Sampl
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    post = cast("Post", resolve("slime.utils.http_utils.post"))  # of the alias, or of a checkout of slime
+    post = cast(
+        Callable[[str, Mapping[str, object]], Awaitable[object]], resolve("slime.utils.http_utils.post")
+    )  # of the alias, or of a checkout of slime
     reply = await post(args.rm_url, payload)
     sample.teacher_log_probs = _log_probs(reply, len(sample.tokens), sample.response_length)
     return TASK_REWARD

@@ -359,7 +359,9 @@ class _Reading:
         choice = cast("Value", choice)
         kind = choice.get("type")
         if self._protocol is Protocols.ANTHROPIC:
-            named = kind == "tool" and choice.get("name") not in _names(tools)
+            named = kind == "tool" and choice.get("name") not in {
+                tool.get("name") for tool in cast("list[object]", tools or ()) if isinstance(tool, dict)
+            }
             if self.hosted and ((kind == "any" and not tools) or named):
                 self._drop_choice(given)
         elif self._protocol is Protocols.OPENAI:
@@ -388,10 +390,6 @@ def _is_run_by_provider(tool: Value) -> bool:
         return tool.get("execution") != "client"
     environment = tool.get("environment")
     return isinstance(environment, dict) and environment.get("type") not in (None, "local")
-
-
-def _names(tools: object) -> set[object]:
-    return {tool.get("name") for tool in cast("list[object]", tools or ()) if isinstance(tool, dict)}
 
 
 def _joined(space: str, name: str) -> str:

@@ -63,10 +63,6 @@ def _is_place(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_TURNS
 
 
-def _is_share(value: object) -> bool:
-    return _is_finite(value) and 0 <= cast(float, value) <= 1
-
-
 def _is_session(value: object) -> bool:
     try:
         return isinstance(value, str) and checked_name("session", value) is not None
@@ -76,10 +72,6 @@ def _is_session(value: object) -> bool:
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and 0 < len(value) <= LONGEST_NAME and value.isprintable()
-
-
-def _is_answer(value: object) -> bool:
-    return _is_text(value) and bool(request_of(cast(str, value)))
 
 
 def _is_reward_name(value: object) -> bool:
@@ -97,10 +89,6 @@ _NAME = OwnField(
     _is_reward_name,
 )
 _ONCE = OwnField(_TEXT, f"a text of 1 to {LONGEST_NAME} printable characters", _is_text)
-
-
-def _is_count(value: object) -> bool:
-    return _is_place(value) and 1 <= cast(int, value) <= MOST_SESSIONS
 
 
 def _is_tags(value: object) -> bool:
@@ -125,7 +113,7 @@ OPENING = {
     "count": OwnField(
         {"type": "integer", "minimum": 1, "maximum": MOST_SESSIONS},
         f"a whole number from 1 to {MOST_SESSIONS}",
-        _is_count,
+        lambda value: _is_place(value) and 1 <= cast(int, value) <= MOST_SESSIONS,
     ),
     "group": OwnField({"type": "boolean"}, "true or false", lambda value: isinstance(value, bool)),
     "tags": OwnField(
@@ -142,12 +130,18 @@ SESSION_REWARD = {"reward": _VALUE, "turn": _TURN, "name": _NAME, "key": _ONCE}
 
 REWARD = {
     "value": _VALUE,
-    "response_id": OwnField(_TEXT, "the id of an answer", _is_answer),
+    "response_id": OwnField(
+        _TEXT, "the id of an answer", lambda value: _is_text(value) and bool(request_of(cast(str, value)))
+    ),
     "choice": OwnField(_PLACE, "the place of an answer among several, from 0", _is_place),
     "call_id": OwnField(_TEXT, "the id of a tool call in an answer", _is_text),
     "session": OwnField(_TEXT, f"the name of a session, of at most {LONGEST_NAME} characters", _is_session),
     "turn": _TURN,
-    "discount": OwnField({"type": "number", "minimum": 0, "maximum": 1}, "a number from 0 to 1", _is_share),
+    "discount": OwnField(
+        {"type": "number", "minimum": 0, "maximum": 1},
+        "a number from 0 to 1",
+        lambda value: _is_finite(value) and 0 <= cast(float, value) <= 1,
+    ),
     "name": _NAME,
     "key": _ONCE,
 }

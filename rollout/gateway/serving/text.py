@@ -67,7 +67,7 @@ class GrowingText:
         if not self._stops:
             self._extend(tokens)
             return len(tokens)
-        before = self._state()
+        before = len(self._ids), self._read, self._context, self._context_text, self.text
         self._extend(tokens)
         if self.matched is None:
             return len(tokens)
@@ -131,11 +131,8 @@ class GrowingText:
         ]
         if matches:
             start, stop = min(matches)
-            self._stop_at(stop, start)
-
-    def _stop_at(self, stop: str, start: int) -> None:
-        self.matched = stop
-        self.text = self.text[: start + len(stop) if self._keep_stop else start]
+            self.matched = stop
+            self.text = self.text[: start + len(stop) if self._keep_stop else start]
 
     def _held(self) -> int:
         """Return the length of the longest end of the text with which a stop string, or a pair, begins."""
@@ -152,9 +149,6 @@ class GrowingText:
             ),
             default=0,
         )
-
-    def _state(self) -> tuple[int, int, int, str, str]:
-        return len(self._ids), self._read, self._context, self._context_text, self.text
 
     def _restore(self, state: tuple[int, int, int, str, str]) -> None:
         length, self._read, self._context, self._context_text, self.text = state

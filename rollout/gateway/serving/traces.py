@@ -263,7 +263,11 @@ def _last(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
 def _message(message: ChatMessage) -> dict[str, object]:
     """Return a message with its parts, by the JSON schemas of the conventions."""
     content = message.get("content")
-    texts = [content] if isinstance(content, str) else [_text(part) for part in content or ()]
+    texts = (
+        [content]
+        if isinstance(content, str)
+        else [str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content or ()]
+    )
     if message.get("role") == "tool":
         response = "".join(texts)[:LONGEST_CONTENT]
         part = {"type": "tool_call_response", "id": message.get("tool_call_id"), "response": response}
@@ -284,10 +288,6 @@ def _message(message: ChatMessage) -> dict[str, object]:
             }
         )
     return {"role": str(message.get("role", "user")), "parts": parts}
-
-
-def _text(part: object) -> str:
-    return str(part.get("text", "")) if isinstance(part, dict) else str(part)
 
 
 def _json(value: object) -> str:

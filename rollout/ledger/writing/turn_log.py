@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from slipstream.rollout.control.ends import Loss
 from slipstream.rollout.control.live_door import TurnEnd
 from slipstream.rollout.ledger.rows.stored_turns import Gateway, KnownTurn, Stage, TurnRow, VerdictRow
+from slipstream.rollout.ledger.storage.database import crc_of, sealed
 from slipstream.rollout.ledger.storage.segments import Buffer
 from slipstream.rollout.ledger.writing.transaction import Forget, TurnEvents
-from slipstream.rollout.ledger.writing.turn_rows import sealed_head, sealed_verdict
 from slipstream.rollout.tokens.record import REF, checksum, encode
 
 NOTE_LENGTH = 2000
@@ -65,7 +65,7 @@ class TurnLog:
                 Stage.WAITING.value if end is None else end.value,
                 None if loss is None else loss.value,
                 turn.head.sampled,
-                sealed_head(turn.id, encode(turn.head)),
+                sealed(encode(turn.head), crc_of(turn.id)),
                 turn.chunk,
                 turn.said,
                 note[:NOTE_LENGTH] or None,
@@ -89,8 +89,8 @@ class TurnLog:
         scores_ref = self._stored(scores) if scores else None
         if scores_ref is not None:
             turn.teacher = scores_ref
-        sealed = sealed_verdict(turn.id, encode(verdict))
-        self._events().verdicts.append((sealed, hint_ref, scores_ref, turn.id))
+        row = sealed(encode(verdict), crc_of(turn.id, 1))
+        self._events().verdicts.append((row, hint_ref, scores_ref, turn.id))
 
     def ended(
         self,

@@ -21,21 +21,10 @@ from slipstream.rollout.ledger.rows.stored_turns import (
     session_of,
     turn_id,
 )
-from slipstream.rollout.ledger.storage.database import crc_of, sealed
 from slipstream.rollout.ledger.storage.segments import Part, Segments
 from slipstream.rollout.ledger.writing.moves import Moved, Place, copied
 from slipstream.rollout.ledger.writing.transaction import Forget, Training, TurnEvents
 from slipstream.rollout.tokens.record import REF
-
-
-def sealed_head(id_: int, head: bytes) -> bytes:
-    """Return the column ``head`` of a turn."""
-    return sealed(head, crc_of(id_))
-
-
-def sealed_verdict(id_: int, verdict: bytes) -> bytes:
-    """Return the column ``verdict`` of a turn."""
-    return sealed(verdict, crc_of(id_, 1))
 
 
 class TurnRows:

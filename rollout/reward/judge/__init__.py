@@ -2,7 +2,7 @@
 
     collector                                  judge, twice a process
     ─────────                                  ──────────────────────
-    judge_pool ► seat ► judge_process ─── keeper ► worker ► synchronous | asynchronous ► the reward
+    judge_pool ► seat ► judge_process ─── keeper ► worker (► asynchronous) ► the reward
                                  └── wire: questions and replies ──┘
 
 `judge_pool` gives questions to processes and asks again when an attempt fails; `seat` keeps one process and

@@ -45,11 +45,6 @@ class Ending:
     """Reason why the pool has killed it; None: it has not."""
 
     @property
-    def by_watchdog(self) -> bool:
-        """True if the process was ended because it took too long."""
-        return self.crash.startswith("Timeout (")
-
-    @property
     def suspect(self) -> int | None:
         """Number of the overlapping question whose code ran when the process died; None: it is not known."""
         numbers = set(_SUSPECT.findall(self.crash))
@@ -57,7 +52,7 @@ class Ending:
 
     def cause(self, limit: str) -> str:
         """Return why the process ended. ``limit``: what its watchdog stands for."""
-        how = f"it took longer than {limit}" if self.by_watchdog else self._how()
+        how = f"it took longer than {limit}" if self.crash.startswith("Timeout (") else self._how()
         if self.crash:
             return f"{how}:\n{shortened(_frames_of_the_user(self.crash), _LONGEST_TEXT)}"
         if self.output:

@@ -272,7 +272,7 @@ class JudgePool:
         self._feed()
 
     def _feed(self) -> None:
-        for seat in sorted(self._seats, key=_n_open):
+        for seat in sorted(self._seats, key=lambda seat: seat.n_open):
             if self._queue:
                 seat.feed()
 
@@ -288,10 +288,6 @@ class JudgePool:
         for question in self._open.values():
             if not question.answer.done():
                 question.answer.set_exception(JudgeStartFailed(self._broken))
-
-
-def _n_open(seat: Seat) -> int:
-    return seat.n_open
 
 
 def _scores(encoded: bytes, tokens: int) -> TeacherScores | None:

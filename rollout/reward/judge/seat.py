@@ -114,7 +114,7 @@ class Seat:
                 assert self._process is not None
                 ending = await self._process.ended()
                 self._process = None
-                if self._ended_by_itself():
+                if not self._open and not self._answered and not self._is_retiring:
                     idle_ends += 1
                     cause = f"ends its process while it is asked nothing: {ending.cause('its time')}"
                     self._failed(JudgeStartFailed(f"the reward {self._setup.path} {cause}"), idle_ends)
@@ -264,10 +264,6 @@ class Seat:
             raise error
         if refused is not None:
             raise JudgeStartFailed(f"the reward {self._setup.path} {refused}") from error
-
-    def _ended_by_itself(self) -> bool:
-        """True if the process has ended without any reason that a question could have."""
-        return not self._open and not self._answered and not self._is_retiring
 
     def _sort_out(self, ending: Ending) -> None:
         """Decide what becomes of the questions that were open when the process ended."""

@@ -1,7 +1,9 @@
 """The inner process of a judge: constructs the reward, and asks it."""
 
+import asyncio
 import faulthandler
 import gc
+import inspect
 import os
 import resource
 import socket
@@ -12,16 +14,17 @@ from functools import partial
 
 from slipstream.rollout.reward.judge.asynchronous import answer_at_once
 from slipstream.rollout.reward.judge.limits import Bounds, ForkGuard, MemoryWatch, Watchdog, WorkingDirectory
-from slipstream.rollout.reward.judge.replies import group_scored, ruled, scored, traceback_of
-from slipstream.rollout.reward.judge.synchronous import answer_in_turn
+from slipstream.rollout.reward.judge.replies import group_scored, ruled, scored, traceback_of, unscored
 from slipstream.rollout.reward.judge.wire import (
     CONNECTION_CLOSED,
+    REQUEST,
     SETUP,
     JudgeReady,
     JudgeSetup,
     ModelSetup,
     Question,
     Reply,
+    Retiring,
     StartFailure,
     framed,
 )
@@ -35,7 +38,7 @@ from slipstream.rollout.reward.loading import (
     load_judge,
 )
 from slipstream.rollout.system import plugins
-from slipstream.rollout.system.stream import receive
+from slipstream.rollout.system.stream import FrameReader, receive
 
 
 def work(connection: socket.socket, crash: int) -> None:
@@ -128,3 +131,65 @@ def _replies(kind: JudgeKind, key: str) -> Callable[[Question, object], Reply]:
     if kind is TURNS:
         return ruled
     return partial(group_scored if kind is GROUPS else scored, key=key)
+
+
+def answer_in_turn(
+    connection: socket.socket,
+    score: Callable[[Question], object],
+    bounds: Bounds,
+    reply_with: Callable[[Question, object], Reply],
+) -> None:
+    """Answer questions until the connection ends, one at a time, in the main thread.
+
+    ``reply_with``: makes a reply of what ``score`` returns. No event loop runs meanwhile, so that the reward
+    may use one of its own. The watchdog keeps the time limit: nothing else can end a plain function.
+    """
+    judge = _OneByOne(score, bounds, reply_with)
+    reader = FrameReader()
+    while data := connection.recv(1 << 18):
+        for frame in reader.feed(data):
+            request = REQUEST.decode(frame)
+            if isinstance(request, Question):  # a question that is withdrawn cannot be interrupted
+                connection.sendall(b"".join(map(framed, judge.answer(request))))
+
+
+class _OneByOne:
+    def __init__(
+        self,
+        score: Callable[[Question], object],
+        bounds: Bounds,
+        reply_with: Callable[[Question, object], Reply],
+    ) -> None:
+        self._score = score
+        self._reply_with = reply_with
+        self._bounds = bounds
+        self._runner: asyncio.Runner | None = None
+
+    def answer(self, question: Question) -> list[Reply]:
+        """Return the reply to a question, and a notice before it if the process should be replaced."""
+        bounds = self._bounds
+        bounds.home.restore()
+        bounds.watchdog.arm(bounds.timeout_s)
+        try:
+            value = self._result(self._score(question))
+            reply = self._reply_with(question, value)
+            del value
+        except BaseException as error:  # exits and cancellations included: none of them is meant for us
+            reply = unscored(question.number, error)
+        finally:
+            bounds.forks.leave_if_forked()
+        reason = bounds.memory.verdict()
+        bounds.watchdog.disarm()
+        return [reply] if reason is None else [Retiring(reason), reply]
+
+    def _result(self, value: object) -> object:
+        """Return ``value``, or what it becomes if a plain function has returned an awaitable."""
+        if not inspect.isawaitable(value):
+            return value
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+
+        async def result() -> object:
+            return await value
+
+        return self._runner.run(result())

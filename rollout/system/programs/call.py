@@ -9,15 +9,8 @@ Whatever the function prints goes to standard error.
 import json
 import os
 import sys
-from collections.abc import Sequence
 
 from slipstream.rollout.system.plugins import resolve
-from slipstream.rollout.system.programs.start import python_calling
-
-
-def command_of(name: str) -> Sequence[str]:
-    """Return the command that calls the function at an import path, where it can import what we can."""
-    return python_calling("slipstream.rollout.system.programs.call.call", name)
 
 
 def call(name: str) -> None:

@@ -34,12 +34,11 @@ Closing = Callable[[Mapping[str, object] | None, str], str]
 without a message: after an answer that is text alone."""
 
 
-Render = Callable[[list[dict[str, Any]]], str]
-"""Returns the text that a chat template makes of messages. Raises ValueError for messages that it refuses."""
+def closing_of(render: Callable[[list[dict[str, Any]]], str]) -> Closing:
+    """Return the ``Closing`` of a chat template. It returns "" where the template does not show its text.
 
-
-def closing_of(render: Render) -> Closing:
-    """Return the ``Closing`` of a chat template. It returns "" where the template does not show its text."""
+    ``render``: writes messages by the template. Raises ValueError for messages that the template refuses.
+    """
 
     def behind(message: Mapping[str, object], text: str) -> str:
         try:
