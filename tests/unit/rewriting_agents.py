@@ -14,7 +14,8 @@ from typing import Any
 from slipstream.rollout.gateway.conversations import PromptTooLong, User
 from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.tokens.turn_entries import Entry, NextState, SessionEnd, Turn
-from tests.unit.rewritings import REWRITINGS, Message, Messages, Rewriting, system
+from tests.unit.rewritings import REWRITINGS
+from tests.unit.rewritten_histories import Message, Messages, Rewriting, system
 from tests.unit.talking import Gateway, assistant, parsed, user, written_call
 
 NAMINGS: tuple[dict[str, Any], ...] = ({}, {"session": "s"}, {"client_session": "c"})
