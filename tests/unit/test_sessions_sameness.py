@@ -89,6 +89,12 @@ def test_pictures_and_notes_in_their_places_do_not_say_what_a_message_is():
     assert not is_rewritten(shown("what is it", "[image]"), shown("who is it", "[image]"))
 
 
+def test_messages_of_blanks_are_known_and_pictures_are_not_blanks():
+    picture = user([{"type": "image_url", "image_url": {"url": "x"}}])
+    assert is_rewritten(user(""), user("  \n"))
+    assert not is_rewritten(user(""), picture)
+
+
 def test_a_message_of_blocks_in_tags_alone_is_known_with_a_reminder_after_it():
     one, other = user("<file>a</file>"), user("<file>b</file>")
     assert is_rewritten(one, user(f"{one['content']}\n<system-reminder>x</system-reminder>"))

@@ -99,7 +99,8 @@ def is_rewritten(one: Mapping[str, object], other: Mapping[str, object]) -> bool
         said = [" ".join(_spoken(message).split()) for message in (one, other)]
     short, long = sorted(said, key=len)
     if not long:
-        return digest_alone(one) == digest_alone(other)
+        blank = all(_is_text(text_of(message)) for message in (one, other))
+        return blank or digest_alone(one) == digest_alone(other)
     if not short:
         return False
     if short == long:
