@@ -103,6 +103,7 @@ def test_a_message_of_blocks_in_tags_alone_is_known_with_a_reminder_after_it():
 
 def test_an_answer_with_calls_is_known_without_the_text_beside_them():
     assert is_answer(call({"a": 1}) | {"content": "Well"}, call('{"a": 1}'))
+    assert not is_answer(call({"a": 1}), call({"a": 1}) | {"content": "Well"}), "agents add no text"
     assert not is_answer(call({"a": 1}) | {"content": "Well"}, call('{"a": 2}'))
     assert not is_answer(assistant("well"), assistant("not well"))
 
