@@ -14,7 +14,8 @@ from typing import Any
 from slipstream.rollout.gateway.conversations import PromptTooLong, User
 from slipstream.rollout.gateway.sessions.running import RunningRequest
 from slipstream.rollout.tokens.turn_entries import Entry, NextState, SessionEnd, Turn
-from tests.unit.rewritings import REWRITINGS, Message, Messages, Rewriting, system
+from tests.unit.rewritings import REWRITINGS
+from tests.unit.rewritten_histories import Message, Messages, Rewriting, system
 from tests.unit.talking import Gateway, assistant, parsed, user, written_call
 
 NAMINGS: tuple[dict[str, Any], ...] = ({}, {"session": "s"}, {"client_session": "c"})
@@ -357,7 +358,7 @@ class World:
         if answer.get("touched") and (not agent.naming or len(mine.message["content"]) < LONG):
             return "a name stands before a short answer, or before one in a session without a name"
         has_own = any(m["role"] == "assistant" and "of" not in m for m in sent[:-1])
-        if answer["content"] is None and mine.message["content"] and (has_own or not agent.naming):
+        if not answer["content"] and mine.message["content"] and (has_own or not agent.naming):
             return "before answers of the agent's own, or without a name, the text beside calls is left out"
         answers = [visible(said.message) for said in self.turns.values() if said is not mine]
         if visible(mine.message) in answers:
@@ -370,6 +371,9 @@ class World:
             next((message for message in each if asked & set(message.get("of", ()))), None)
             for each in (mine.sent, sent)
         ]
+        before = (mine.sent[-1], sent[sent.index(answer) - 1])
+        if any("of" not in message and "note" in visible(message) for message in before):
+            return "beside others, or without a name, a note stands before the answer"
         if None in questions:
             return "beside others, or without a name, the question is left out"
         if any(m.get("spoilt") or m.get("touched") for m in questions if m is not None):

@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.rollout.tokens.turn_entries import SessionEnd
 from tests.unit.rewriting_agents import World
-from tests.unit.rewritings import CONTINUED, REMINDER, system
+from tests.unit.rewritten_histories import CONTINUED, REMINDER, system
 from tests.unit.talking import Gateway, assistant, parsed, tool, user, written_call
 
 READ = {"name": "read", "arguments": {"path": "/a"}}

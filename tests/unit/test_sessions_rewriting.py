@@ -9,65 +9,26 @@ import pytest
 from slipstream.rollout.gateway.conversations import User
 from slipstream.rollout.gateway.sessions import placing
 from slipstream.rollout.tokens.turn_entries import SessionEnd
+from tests.unit.rewritings import (
+    REMINDER,
+    Messages,
+    answered_by_itself,
+    changing_system,
+    compacted,
+    counting,
+    moving_reminder,
+    parts,
+    plain,
+    reminded_first,
+    sliding,
+    system,
+    trimmed,
+)
 from tests.unit.talking import Gateway, assistant, user, written_call
-
-Messages = list[dict[str, Any]]
-REMINDER = "<system-reminder>The file has changed.</system-reminder>"
-
-
-def system(text: str) -> dict[str, Any]:
-    return {"role": "system", "content": text}
-
-
-def plain(history: Messages, step: int) -> Messages:
-    return [system("be brief"), *history]
-
-
-def changing_system(history: Messages, step: int) -> Messages:
-    return [system(f"it is {step} o'clock"), *history]
-
-
-def sliding(history: Messages, step: int) -> Messages:
-    return [system("be brief"), *history[-3:]]
-
-
-def compacted(history: Messages, step: int) -> Messages:
-    summary = [user(f"Summary {step} of what came before")] if len(history) > 3 else []
-    return [system("be brief"), *summary, *history[-3:]]
-
-
-def reminded_first(history: Messages, step: int) -> Messages:
-    first = user(f"{REMINDER * bool(step)}{history[0]['content']}")
-    return [first, *history[1:]]
-
-
-def moving_reminder(history: Messages, step: int) -> Messages:
-    return [*history[:-1], {**history[-1], "content": f"{history[-1]['content']}\n{REMINDER}"}]
-
-
-def trimmed(history: Messages, step: int) -> Messages:
-    return [
-        *({**message, "content": message["content"].strip()} for message in history[:-1]),
-        {**history[-1], "content": f"  {history[-1]['content']}\n"},
-    ]
-
-
-def parts(history: Messages, step: int) -> Messages:
-    return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in history[:-1]] + history[-1:]
-
-
-def counting(history: Messages, step: int) -> Messages:
-    """No text tells whose it is: the session must have a name."""
-    return [user(f"{history[0]['content']} (step {step})"), *history[1:]]
 
 
 def all_at_once(history: Messages, step: int) -> Messages:
     return [system(f"step {step}"), *moving_reminder(trimmed(history[-3:], step), step)]
-
-
-def answered_by_itself(history: Messages, step: int) -> Messages:
-    """As aider does, which says where the files are before each question and answers that itself."""
-    return [system("be brief"), *history[:-1], user("no files"), assistant("Ok."), history[-1]]
 
 
 REWRITINGS: list[Callable[[Messages, int], Messages]] = [

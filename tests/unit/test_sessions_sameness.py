@@ -89,6 +89,12 @@ def test_pictures_and_notes_in_their_places_do_not_say_what_a_message_is():
     assert not is_rewritten(shown("what is it", "[image]"), shown("who is it", "[image]"))
 
 
+def test_messages_of_blanks_are_known_and_pictures_are_not_blanks():
+    picture = user([{"type": "image_url", "image_url": {"url": "x"}}])
+    assert is_rewritten(user(""), user("  \n"))
+    assert not is_rewritten(user(""), picture)
+
+
 def test_a_message_of_blocks_in_tags_alone_is_known_with_a_reminder_after_it():
     one, other = user("<file>a</file>"), user("<file>b</file>")
     assert is_rewritten(one, user(f"{one['content']}\n<system-reminder>x</system-reminder>"))
@@ -97,6 +103,7 @@ def test_a_message_of_blocks_in_tags_alone_is_known_with_a_reminder_after_it():
 
 def test_an_answer_with_calls_is_known_without_the_text_beside_them():
     assert is_answer(call({"a": 1}) | {"content": "Well"}, call('{"a": 1}'))
+    assert not is_answer(call({"a": 1}), call({"a": 1}) | {"content": "Well"}), "agents add no text"
     assert not is_answer(call({"a": 1}) | {"content": "Well"}, call('{"a": 2}'))
     assert not is_answer(assistant("well"), assistant("not well"))
 

@@ -1,8 +1,5 @@
 """Agents with tools that rewrite their histories: what they do to calls, results, reasoning and messages."""
 
-import itertools
-import json
-import re
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -12,192 +9,42 @@ import pytest
 from slipstream.rollout.gateway.conversations import User
 from slipstream.rollout.gateway.sessions import placing
 from slipstream.rollout.tokens.turn_entries import SessionEnd
+from tests.unit.rewritings import (
+    REMINDER,
+    Messages,
+    arguments_in_another_order,
+    calls_as_texts,
+    cut_at,
+    date_in_the_system,
+    first_question_pinned,
+    goal_moves_to_the_end,
+    images_replaced,
+    merged_users,
+    old_answers_cut,
+    old_calls_dropped,
+    old_results_cleared,
+    other_ids,
+    other_whitespace,
+    reasoning_in_the_text,
+    reminder_as_a_message,
+    reminder_before_all,
+    reminders_between,
+    results_in_another_order,
+    results_truncated,
+    summary_by_the_assistant,
+    system,
+    text_beside_calls_dropped,
+    without_ids,
+    without_reasoning,
+)
 from tests.unit.talking import Gateway, assistant, parsed, tool, user, written_call
-from tests.unit.test_sessions_rewriting import system
 
-Messages = list[dict[str, Any]]
 NAMINGS: list[dict[str, Any]] = [{}, {"session": "s"}, {"client_session": "c"}]
-REMINDER = "<system-reminder>Two files have changed.</system-reminder>"
-
-
-def cut_at(history: Messages, exchanges: int) -> int:
-    """Place of the user message that begins the last ``exchanges`` questions."""
-    places = [place for place, message in enumerate(history) if message["role"] == "user"]
-    return places[max(0, len(places) - exchanges)]
 
 
 def summary_by_the_system(history: Messages, step: int) -> Messages:
     start = cut_at(history, 1)
     return [system("be brief"), *([system(f"So far ({step}): much.")] if start else []), *history[start:]]
-
-
-def summary_by_the_assistant(history: Messages, step: int) -> Messages:
-    """As agents do that let the policy sum up, and go on from what it has said."""
-    start = cut_at(history, 2)
-    said = [user("Sum up."), assistant(f"So far ({step}): much.")] if start else []
-    return [system("be brief"), *said, *history[start:]]
-
-
-def results_in_another_order(history: Messages, step: int) -> Messages:
-    runs: Messages = []
-    for role, run in itertools.groupby(history, lambda message: message["role"]):
-        messages = list(run)
-        runs += messages[::-1] if role == "tool" else messages
-    return runs
-
-
-def without_reasoning(history: Messages, step: int) -> Messages:
-    return [{k: v for k, v in message.items() if k != "reasoning_content"} for message in history]
-
-
-def reasoning_in_the_text(history: Messages, step: int) -> Messages:
-    """As clients of other providers do, which know no field for it."""
-    return [
-        without_reasoning([m], step)[0]
-        | {"content": f"<think>{m['reasoning_content']}</think>{m['content']}"}
-        if m.get("reasoning_content")
-        else m
-        for m in history
-    ]
-
-
-def merged_users(history: Messages, step: int) -> Messages:
-    """Put a note before each question, and send both as one message later."""
-    notes = [
-        user(f"note\n\n{m['content']}") if m["role"] == "user" else m for m in history[: cut_at(history, 1)]
-    ]
-    last = history[cut_at(history, 1) :]
-    return (
-        [*notes, user("note"), *last]
-        if last[-1]["role"] == "user"
-        else [*notes, user(f"note\n\n{last[0]['content']}"), *last[1:]]
-    )
-
-
-def other_whitespace(history: Messages, step: int) -> Messages:
-    def change(text: str) -> str:
-        return re.sub(r"\s+", " \r\n", text) if step % 2 else f"\n{text}  "
-
-    return [
-        m | {"content": change(m["content"])} if m["role"] in ("user", "tool") else m for m in history[:-1]
-    ] + [history[-1]]
-
-
-def date_in_the_system(history: Messages, step: int) -> Messages:
-    return [system(f"Today is 2026-11-{step + 1:02}, 12:{step:02}."), *history]
-
-
-def old_results_cleared(history: Messages, step: int) -> Messages:
-    last = cut_at(history, 1)
-    return [
-        m | {"content": "[Old tool result content cleared]"} if m["role"] == "tool" and place < last else m
-        for place, m in enumerate(history)
-    ]
-
-
-def results_truncated(history: Messages, step: int) -> Messages:
-    """A result is whole at first, and cut when anything has followed it."""
-    last = max(place for place, message in enumerate(history) if message["role"] != "tool")
-    return [
-        m | {"content": m["content"][:6] + "... [truncated]"} if m["role"] == "tool" and place < last else m
-        for place, m in enumerate(history)
-    ]
-
-
-def with_calls(history: Messages, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Messages:
-    return [
-        m | {"tool_calls": [change(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m
-        for m in history
-    ]
-
-
-def arguments_in_another_order(history: Messages, step: int) -> Messages:
-    def change(call):
-        arguments = dict(reversed(call["function"]["arguments"].items()))
-        return call | {"function": call["function"] | {"arguments": arguments}}
-
-    return with_calls(history, change)
-
-
-def other_ids(history: Messages, step: int) -> Messages:
-    """Ids are made anew for each request, in calls and results alike."""
-
-    def changed(id_: str) -> str:
-        return f"toolu_{step}_{id_}"
-
-    called = with_calls(history, lambda call: call | {"id": changed(call["id"])})
-    return [m | {"tool_call_id": changed(m["tool_call_id"])} if m["role"] == "tool" else m for m in called]
-
-
-def without_ids(history: Messages, step: int) -> Messages:
-    called = with_calls(history, lambda call: {k: v for k, v in call.items() if k != "id"})
-    return [{k: v for k, v in message.items() if k != "tool_call_id"} for message in called]
-
-
-def images_replaced(history: Messages, step: int) -> Messages:
-    """A question has a picture when it is asked, and later a note in its place."""
-    last = cut_at(history, 1)
-
-    def content(place: int, text: str):
-        picture = "[image 1]" if place == last else "[image omitted]"
-        return [{"type": "text", "text": text}, {"type": "text", "text": picture}]
-
-    return [
-        m | {"content": content(i, m["content"])} if m["role"] == "user" else m for i, m in enumerate(history)
-    ]
-
-
-def reminder_as_a_message(history: Messages, step: int) -> Messages:
-    return [*history, user(REMINDER)]
-
-
-def reminder_before_all(history: Messages, step: int) -> Messages:
-    return [user(f"{REMINDER} {step}"), *history]
-
-
-def reminders_between(history: Messages, step: int) -> Messages:
-    """They stand after each result, but for those of the request before."""
-    return [part for m in history for part in ((m, user(REMINDER)) if m["role"] == "tool" else (m,))]
-
-
-def old_calls_dropped(history: Messages, step: int) -> Messages:
-    last = cut_at(history, 1)
-    kept = [m for m in history[:last] if m["role"] != "tool" and not m.get("tool_calls")]
-    return [*kept, *history[last:]]
-
-
-def calls_as_texts(history: Messages, step: int) -> Messages:
-    """As agents do that have no field for calls: those of earlier questions are told in words."""
-    last = cut_at(history, 1)
-
-    def told(m: dict[str, Any]) -> dict[str, Any]:
-        if m.get("tool_calls"):
-            return assistant(f"I call {json.dumps([c['function'] for c in m['tool_calls']])}")
-        return user(f"Result: {m['content']}") if m["role"] == "tool" else m
-
-    return [*map(told, history[:last]), *history[last:]]
-
-
-def old_answers_cut(history: Messages, step: int) -> Messages:
-    last = cut_at(history, 1)
-    return [
-        m | {"content": m["content"][:4] + "..."} if m["role"] == "assistant" and place < last - 1 else m
-        for place, m in enumerate(history)
-    ]
-
-
-def text_beside_calls_dropped(history: Messages, step: int) -> Messages:
-    return [m | {"content": None} if m.get("tool_calls") else m for m in history]
-
-
-def goal_moves_to_the_end(history: Messages, step: int) -> Messages:
-    """A message of the agent's own stands before the last one, wherever that is."""
-    return [*history[:-1], user("Goal: find it."), history[-1]] if history[-1]["role"] == "user" else history
-
-
-def first_question_pinned(history: Messages, step: int) -> Messages:
-    start = cut_at(history, 1)
-    return [history[0], *history[start:]] if start else history
 
 
 REWRITINGS: list[Callable[[Messages, int], Messages]] = [

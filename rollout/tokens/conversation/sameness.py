@@ -99,7 +99,8 @@ def is_rewritten(one: Mapping[str, object], other: Mapping[str, object]) -> bool
         said = [" ".join(_spoken(message).split()) for message in (one, other)]
     short, long = sorted(said, key=len)
     if not long:
-        return digest_alone(one) == digest_alone(other)
+        blank = all(_is_text(text_of(message)) for message in (one, other))
+        return blank or digest_alone(one) == digest_alone(other)
     if not short:
         return False
     if short == long:
@@ -108,15 +109,16 @@ def is_rewritten(one: Mapping[str, object], other: Mapping[str, object]) -> bool
     return begins_or_ends or (len(short) >= _TELLING and short in long)
 
 
-def is_answer(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
-    """True if one of two answers holds the other whole, and both make the same calls: agents write names
-    before answers and notes after them, and leave out the text beside calls.
+def is_answer(answer: Mapping[str, object], repeated: Mapping[str, object]) -> bool:
+    """True if a repeated answer makes the same calls as another one, and one of them holds the other whole:
+    agents write names before answers and notes after them, and leave out the text beside calls.
     """
-    functions = functions_of(one)
-    if functions != functions_of(other) or not (_is_text(text_of(one)) and _is_text(text_of(other))):
+    functions = functions_of(answer)
+    if functions != functions_of(repeated) or not all(_is_text(text_of(m)) for m in (answer, repeated)):
         return False
-    short, long = sorted((_letters(one), _letters(other)), key=len)
-    return bool(functions and not short) or (len(short) >= _TELLING and short in long)
+    said = _letters(repeated)
+    short, long = sorted((_letters(answer), said), key=len)
+    return bool(functions and not said) or (len(short) >= _TELLING and short in long)
 
 
 def reasoning_of(message: Mapping[str, object]) -> str:
