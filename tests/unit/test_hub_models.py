@@ -187,6 +187,7 @@ NO_MODEL = {
     "rollout.endpoint.chat_template",
     "gateway.chat_template",
     "gateway.keys",
+    "checkpoint.local_dir",
     "weights.transport.path",
     "weights.transport.memory",
 }
