@@ -47,13 +47,13 @@ quickstart: install
 	@kind=$$(sh $(ENVIRONMENT)/kind.sh '$(VENV)' '$(GPU)') && \
 	  $(BIN)/slipstream train configs/recipes/quickstart.yaml $$([ $$kind = cpu ] || echo '$(ON_ONE_GPU)')
 
-# Three lanes at a time for two cores: whole runs, clusters and judges often wait for processes to start. With more,
-# processes that only wait take longer, and what they do meanwhile is paid for longer.
+# Five lanes at a time for two cores, so that none is idle: whole runs, clusters and judges often wait for processes
+# to start.
 # Ray's workers have a niceness of 15, and so have the tests beside whole runs: else those would stand still while
 # there are others.
 test: install $(VENV)/.triton $(VENV)/.docs
 	bash tests/cluster/install_slurm.sh
-	@$(MAKE) --jobs=3 --keep-going --output-sync=target --no-print-directory BESIDE='nice -n 15' CLUSTER= \
+	@$(MAKE) --jobs=5 --keep-going --output-sync=target --no-print-directory BESIDE='nice -n 15' CLUSTER= \
 	  test-runs test-numerics test-cluster $(UNITS) test-clients
 
 test-numerics: install

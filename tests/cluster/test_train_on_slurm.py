@@ -15,7 +15,17 @@ SIZES = ("run.steps=12", "checkpoint.every=1", "eval.every=0", "eval.max_prompts
 
 
 @pytest.mark.timeout(1500)
-def test_a_job_outlives_the_node_of_its_engine_and_a_requeue_without_resume(tmp_path: Path):
+@pytest.mark.parametrize(
+    "is_requeued",
+    [
+        pytest.param(False, id="its node"),
+        # test_resume.py resumes whole runs, and test_slurm_bootstrap.py requeues jobs
+        pytest.param(True, id="its node and a requeue", marks=pytest.mark.slow),
+    ],
+)
+def test_a_job_outlives_the_node_of_its_engine_and_a_requeue_without_resume(
+    tmp_path: Path, is_requeued: bool
+):
     reason = SlurmCluster.unavailable()
     if reason:
         pytest.fail(reason)
@@ -37,14 +47,15 @@ def test_a_job_outlives_the_node_of_its_engine_and_a_requeue_without_resume(tmp_
         cluster.wait_for_output(job, lost, 240)
         cluster.wait_for_output(job, "engine-0 is placed on 10.77.0.13", 240)
         cluster.wait_until("a step after that", lambda: goes_on(cluster.output(job)), 240)
-        # As after a preemption: the same command again, without --resume, in the folder that it has made.
-        cluster.scontrol("requeue", str(job))
-        cluster.start_node("node2")
-        cluster.wait_for_output(job, "Slurm has started this job again", 240)
+        if is_requeued:
+            # As after a preemption: the same command again, without --resume, in the folder that it has made.
+            cluster.scontrol("requeue", str(job))
+            cluster.start_node("node2")
+            cluster.wait_for_output(job, "Slurm has started this job again", 240)
         result = cluster.wait(job, 240)
         assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
-        assert "resumed from version" in result.output
-        for node in cluster.node_ips:
+        assert ("resumed from version" in result.output) == is_requeued
+        for node in cluster.node_ips if is_requeued else ("node1", "node3"):
             left = cluster.processes(node)
             assert not left, f"left on {node}:\n{tree(left)}\n{result.output}"
     assert where == {

@@ -16,7 +16,8 @@ from tests.exactness.conversations import Conversation
 from tests.exactness.oracle import Oracle, text_of
 from tests.exactness.protocols import CHAT, Message, Request
 
-QUESTION = re.compile(r"\[(\d+)\.(\d+)")
+QUESTION = re.compile(r"\[(\d+)\.([1-9]\d*)")
+"""Numbers from 1 on: the policy's calls have lists such as [2.0]."""
 REMINDER = "<system-reminder>The todo list is empty.</system-reminder>"
 HEADERS = ("x-claude-code-session-id", "session-id", "thread-id")
 
@@ -158,24 +159,25 @@ def questions_of(messages: Sequence[Mapping[str, Any]]) -> set[tuple[int, int]]:
 def check_pairs(oracle: Oracle) -> dict[str, int]:
     """Compare the next state of each turn that was judged with what was said after it."""
     found = Counter(paired=0, wrong_pairs=0, mixed_users=0, wrong_ends=0)
-    pairs: dict[tuple[tuple[int, int], str], Messages] = {}
+    pairs: dict[tuple[tuple[int, int], str], list[Messages]] = {}
     for turn, next_state in oracle.questions:
         asked = max(questions_of(turn.conversation), default=None)
         if asked is not None:
-            pairs[asked, turn.text] = next_state
+            pairs.setdefault((asked, turn.text), []).append(next_state)
     answered = sorted(oracle.answered_questions)
-    for ((conversation, number), _), next_state in pairs.items():
+    for ((conversation, number), _), states in pairs.items():
         following = [k for n, k in answered if n == conversation and k > number]
-        said = questions_of(next_state)
-        if {n for n, _ in said} - {conversation}:
-            found["mixed_users"] += 1
-        elif said and (min(said)[1] <= number or any(number < k < min(said)[1] for k in following)):
-            found["wrong_pairs"] += 1
-            oracle.findings.examples.append(
-                f"wrong_pairs: {number} of {conversation} got {next_state}, {following}"
-            )
-        elif not said and following:
-            found["wrong_ends"] += 1
-        else:
-            found["paired"] += bool(said)
+        told = [(questions_of(state), state) for state in states if questions_of(state)]
+        # Of equal answers to a request that was sent again, the client goes on from one.
+        found["wrong_ends"] += bool(following and not told)
+        for said, state in told:
+            if {n for n, _ in said} - {conversation}:
+                found["mixed_users"] += 1
+            elif min(said)[1] <= number or any(number < k < min(said)[1] for k in following):
+                found["wrong_pairs"] += 1
+                oracle.findings.examples.append(
+                    f"wrong_pairs: {number} of {conversation} got {state}, {following}"
+                )
+            else:
+                found["paired"] += 1
     return dict(found)
