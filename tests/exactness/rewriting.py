@@ -162,8 +162,9 @@ def check_pairs(oracle: Oracle) -> dict[str, int]:
     pairs: dict[tuple[tuple[int, int], str], list[Messages]] = {}
     for turn, next_state in oracle.questions:
         asked = max(questions_of(turn.conversation), default=None)
-        if asked is not None:
-            pairs.setdefault((asked, turn.text), []).append(next_state)
+        states = [] if asked is None else pairs.setdefault((asked, turn.text), [])
+        if next_state not in states:  # several judges are asked about one
+            states.append(next_state)
     answered = sorted(oracle.answered_questions)
     for ((conversation, number), _), states in pairs.items():
         following = [k for n, k in answered if n == conversation and k > number]
