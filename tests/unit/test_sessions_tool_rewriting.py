@@ -287,3 +287,20 @@ def test_results_that_are_cut_once_they_are_answered_hide_no_answer(left, naming
     begun = gateway.begin([system("at 2"), asked, called, *cut, assistant("Done"), user("on")], **own)
     assert begun.session == gateway.turn(turns[many - 1]).session
     assert gateway.next_states()[turns[many - 1]] == ["on"]
+
+
+def test_of_sessions_with_equal_calls_and_answers_that_with_the_result_is_found():
+    """Results are no sign if they are cut, and the best one if they are not."""
+    gateway, call = Gateway(), written_call({"name": "f", "arguments": {}})
+    turns = []
+    for n in range(3):
+        called = parsed(f"{call}<|end|>")
+        called["tool_calls"][0]["id"] = f"call_{n}"
+        asked, result = user(f"find {n}"), tool(f"found {n}") | {"tool_call_id": f"call_{n}"}
+        gateway.end(gateway.begin([system("at 0"), asked]), f"{call}<|end|>", message=called)
+        turns.append(gateway.talk([system("at 1"), asked, called, result], "<|end|>"))
+        if n == 1:
+            said = [asked, called, result]
+    begun = gateway.begin([system("at 2"), *said, assistant(""), user("on")])
+    assert begun.session == gateway.turn(turns[1]).session
+    assert gateway.next_states()[turns[1]] == ["on"]

@@ -27,6 +27,7 @@ from slipstream.rollout.gateway.sessions.repeating import (
     asked_before,
     known_answer,
     last_answer,
+    repeated,
     repeats_at,
 )
 from slipstream.rollout.gateway.sessions.stored import EndedTurn, MessageNode, SessionGroup, SessionState
@@ -440,15 +441,16 @@ class SessionTable:
         self, key: str, messages: Sequence[ChatMessage], marks: Sequence[Mark], place: int
     ) -> list[SessionState]:
         """Return the sessions that have the answer in a place of a conversation, after the same message, if
-        only rewritten. Of very many, all that may have it."""
+        only rewritten, and as many messages before it as none has more of. Of very many, all that may."""
         found = self._with_answer(key, messages, marks, place)
         if len(found) > MOST_COMPARED:
             return found
-        return [
-            session
-            for session in found
-            if any(repeats_at(turn, messages, marks, place) for turn in session.newest())
+        lengths = [
+            max((repeated(turn, messages, marks, place) for turn in each.newest()), default=0)
+            for each in found
         ]
+        most = max([2, *lengths])
+        return [each for each, length in zip(found, lengths, strict=True) if length == most]
 
     def _with_answer(
         self, key: str, messages: Sequence[ChatMessage], marks: Sequence[Mark], place: int
