@@ -27,7 +27,7 @@ from slipstream.rollout.system.durable import write_durably
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank has in a checkpoint."""
+    """The part of a checkpoint that one rank has written."""
 
     version: int
     token: str

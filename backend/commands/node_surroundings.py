@@ -20,7 +20,7 @@ SHOWN = 4
 
 
 class NodeSurroundings(TypedDict):
-    """What one node answers."""
+    """The answer of the probe of one node."""
 
     container: str
     """Image of the container; ``none`` outside of one."""

@@ -27,6 +27,7 @@ from functools import partial
 from slipstream.rollout.gateway.conversations import Arrival, ChatMessage
 from slipstream.rollout.gateway.sessions.repeating import (
     asked_before,
+    has_answer,
     known_answer,
     last_answer,
     repeated,
@@ -202,7 +203,7 @@ def _meant_last(
             if not _is_asked_again(turn, said)
             and (len(waiting) == 1 or repeats_at(turn, messages, marks, place))
         ]
-    return [turn for turn in turns if _has(turn, marks[place])] or turns
+    return [turn for turn in turns if has_answer(turn, marks[place])] or turns
 
 
 def _is_asked_again(turn: ChainTurn, said: Sequence[ChatMessage]) -> bool:
@@ -316,7 +317,7 @@ def _with_answer(
     most, equals = (0, False), 0
     for turn in _alike(session.newest(), messages[last], marks[last]):
         common = repeated(turn, messages, marks, last)
-        rank = (common, _has(turn, marks[last]))
+        rank = (common, has_answer(turn, marks[last]))
         if common > 1 and rank > most:
             best, most, equals = turn, rank, 1
         elif best is not None and rank == most:
@@ -325,21 +326,16 @@ def _with_answer(
     return best, equals
 
 
-def _has(turn: ChainTurn, mark: Mark) -> bool:
-    """True if a turn has an answer as it is."""
-    return any(node.mark.alone == mark.alone for node in turn.endings)
-
-
 def _alike(turns: Sequence[ChainTurn], answer: ChatMessage, mark: Mark) -> Sequence[ChainTurn]:
     """Return the turns with an answer; if none has it as it is, or if it has calls, also those with what is
     written around it, or is left out beside its calls."""
-    exact = [turn for turn in turns if _has(turn, mark)]
+    exact = [turn for turn in turns if has_answer(turn, mark)]
     if exact and not is_step(answer):
         return exact
     return [
         turn
         for turn in turns
-        if _has(turn, mark) or any(is_answer(node.message, answer) for node in turn.endings)
+        if has_answer(turn, mark) or any(is_answer(node.message, answer) for node in turn.endings)
     ]
 
 

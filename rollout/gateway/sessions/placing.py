@@ -27,7 +27,7 @@ from slipstream.rollout.gateway.sessions.repeating import (
     asked_before,
     known_answer,
     last_answer,
-    repeated,
+    most_repeated,
     repeats_at,
 )
 from slipstream.rollout.gateway.sessions.stored import EndedTurn, MessageNode, SessionGroup, SessionState
@@ -433,22 +433,21 @@ class SessionTable:
             self._counters.ambiguous += 1
             for session in found:
                 session.doubt()
-        if len(found) != 1 or (place < last and not _waits_at(found[0], messages, marks, place)):
+        if len(found) != 1:
             return None
-        return found[0]
+        [session] = found
+        waits = (t.waits and repeats_at(t, messages, marks, place) for t in session.newest())
+        return session if place == last or any(waits) else None
 
     def _repeating(
         self, key: str, messages: Sequence[ChatMessage], marks: Sequence[Mark], place: int
     ) -> list[SessionState]:
-        """Return the sessions that have the answer in a place of a conversation, after the same message, if
-        only rewritten, and as many messages before it as none has more of. Of very many, all that may."""
+        """Return the sessions with most of a conversation up to the answer in a place, and at least with the
+        message before it, if only rewritten. More than can be compared are returned as they are."""
         found = self._with_answer(key, messages, marks, place)
         if len(found) > MOST_COMPARED:
             return found
-        lengths = [
-            max((repeated(turn, messages, marks, place) for turn in each.newest()), default=0)
-            for each in found
-        ]
+        lengths = [most_repeated(each, messages, marks, place) for each in found]
         most = max([2, *lengths])
         return [each for each, length in zip(found, lengths, strict=True) if length == most]
 
@@ -494,10 +493,3 @@ def _waits(session: SessionState, history: bytes) -> bool:
     """True if a turn of a session waits for a next state at the end of a history."""
     node = session.nodes.get(history)
     return history in session.cleared or (node is not None and any(turn.waits for turn in node.turns))
-
-
-def _waits_at(
-    session: SessionState, messages: Sequence[ChatMessage], marks: Sequence[Mark], place: int
-) -> bool:
-    """True if a turn of a session waits for its next state whose answer a conversation has in a place."""
-    return any(turn.waits and repeats_at(turn, messages, marks, place) for turn in session.newest())

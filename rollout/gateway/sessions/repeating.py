@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from slipstream.rollout.gateway.conversations import ChatMessage
-from slipstream.rollout.gateway.sessions.stored import ChainTurn, MessageNode
+from slipstream.rollout.gateway.sessions.stored import ChainTurn, MessageNode, SessionState
 from slipstream.rollout.tokens.conversation.sameness import (
     Mark,
     is_answer,
@@ -109,6 +109,19 @@ def asked_before(answer: MessageNode) -> list[ChatMessage]:
     return found
 
 
+def has_answer(turn: ChainTurn, mark: Mark) -> bool:
+    """True if a turn has an answer as it is."""
+    return any(node.mark.alone == mark.alone for node in turn.endings)
+
+
 def repeats_at(turn: ChainTurn, messages: Sequence[ChatMessage], marks: Sequence[Mark], place: int) -> bool:
     """True if a conversation has a turn's answer in a place, after the same message, if only rewritten."""
     return repeated(turn, messages, marks, place) > 1
+
+
+def most_repeated(
+    session: SessionState, messages: Sequence[ChatMessage], marks: Sequence[Mark], place: int
+) -> int:
+    """Return how much of a conversation up to the answer in a place a session repeats in one of its turns."""
+    turns = [turn for turn in session.newest() if has_answer(turn, marks[place])]
+    return max((repeated(turn, messages, marks, place) for turn in turns), default=0)

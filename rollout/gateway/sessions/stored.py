@@ -21,9 +21,9 @@ from slipstream.rollout.tokens.conversation.chains import Segment, append, lengt
 from slipstream.rollout.tokens.conversation.sameness import Mark, ids_of_calls, marks_of, role_of
 from slipstream.rollout.tokens.turn_entries import HeldReward, Turn
 
-_TURN_BYTES = 600
+_TURN_BYTES = 1000
 _MESSAGE_BYTES = 600
-"""Memory of a turn, and of a message, beside ids and text."""
+"""Memory of a turn, with the digests by which it is found, and of a message, beside ids and text."""
 _NAMED_BYTES = 400
 """Memory of an answer that can be named."""
 _SEARCHED = 64
