@@ -1,7 +1,8 @@
 # make quickstart   sets everything up and trains a small policy on this machine; GPU=1: on one GPU of it
 # make test         sets everything up and runs the tests
 # make test-fast    the unit tests only: no engine, no Ray, no Slurm; less than ten minutes
-# make property-sweep SEEDS=20 N=2000   random schedules of the control core, N for each seed; agents that rewrite (some minutes)
+# make property-sweep SEEDS=20 N=2000   random schedules of the control core, N for each seed; agents that rewrite; and
+#                                 ten times as many examples of each property as `make test` draws (some minutes)
 # make crash-cases                every known harm to a run once: kills, stops, damage (more than an hour); ONLY="damage"
 # make exactness N=1000 SEED=1    random conversations: is what is trained what the engines have sampled? (some minutes)
 # make diagnoses                  runs that are broken on purpose, and what diagnose says of them (half an hour)
@@ -47,14 +48,14 @@ quickstart: install
 	@kind=$$(sh $(ENVIRONMENT)/kind.sh '$(VENV)' '$(GPU)') && \
 	  $(BIN)/slipstream train configs/recipes/quickstart.yaml $$([ $$kind = cpu ] || echo '$(ON_ONE_GPU)')
 
-# Five lanes at a time for two cores, so that none is idle: whole runs, clusters and judges often wait for processes
-# to start.
+# Five lanes at a time for two cores, so that none is idle: whole runs, clusters, clients and judges often wait for
+# processes to start. Those that wait most come first, and the unit tests, which keep a core busy, last.
 # Ray's workers have a niceness of 15, and so have the tests beside whole runs: else those would stand still while
 # there are others.
 test: install $(VENV)/.triton $(VENV)/.docs
 	bash tests/cluster/install_slurm.sh
 	@$(MAKE) --jobs=5 --keep-going --output-sync=target --no-print-directory BESIDE='nice -n 15' CLUSTER= \
-	  test-runs test-numerics test-cluster $(UNITS) test-clients
+	  test-runs test-numerics test-cluster test-clients $(UNITS)
 
 test-numerics: install
 	$(BESIDE) $(BIN)/python -m pytest tests/integration tests/gpu
@@ -123,6 +124,7 @@ test-other-megatron: install
 property-sweep: install
 	$(BIN)/python -m tests.control_sweep --seeds $(or $(SEEDS),20) --examples $(or $(N),2000)
 	$(BIN)/python -m tests.rewriting_sweep
+	TRIES_FACTOR=10 $(BIN)/python -m pytest --timeout=1800 $$(grep -l '^from hypothesis' tests/unit/test_*.py)
 
 crash-cases: install
 	$(BIN)/python -m tests.crash.cases $(if $(ONLY),--only "$(ONLY)")

@@ -12,9 +12,11 @@ import pytest
 with suppress(ImportError):  # a machine for the tests on GPUs may lack it
     from hypothesis import settings
 
-    settings.register_profile("unhurried", deadline=None)  # an example may wait for a busy core
-    if "CI" not in os.environ:  # there hypothesis has a profile of its own, without a deadline too
-        settings.load_profile("unhurried")
+    from tests.tries import profile
+
+    # Where CI is set, hypothesis has loaded a profile that draws the same examples each time.
+    settings.register_profile("ours", profile(settings.get_profile(settings.get_current_profile_name())))
+    settings.load_profile("ours")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """One thread for the tensors of each process, here and in whatever a test starts: models are tiny, and

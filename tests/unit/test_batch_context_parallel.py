@@ -4,10 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from slipstream.backend.batch.context_parallel import places_of_rank, share_of
 from slipstream.backend.batch.micro_batch import assemble
+from tests.tries import tries
 from tests.unit.test_batch_micro_batch import batches
 
 
@@ -47,7 +48,7 @@ def test_a_sequence_that_cannot_be_cut_is_refused():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@settings(max_examples=60, deadline=None)
+@tries(20)
 @given(batches())
 def test_a_token_with_loss_is_predicted_on_the_rank_that_holds_its_place(size: int, case):
     batch, indices, tensor = case
@@ -67,7 +68,7 @@ def test_a_token_with_loss_is_predicted_on_the_rank_that_holds_its_place(size: i
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@settings(max_examples=60, deadline=None)
+@tries(20)
 @given(batches())
 def test_what_the_ranks_have_comes_together_in_the_order_of_the_micro_batch(size: int, case):
     batch, indices, _ = case

@@ -5,12 +5,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slipstream.backend.batch.micro_batch import assemble
 from slipstream.backend.batch.train_batch import StalenessViolation, TrainBatch, check_staleness
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
+from tests.tries import tries
 
 
 def trajectory(prompt: int, response: int, *, version: int = 0, seed: int = 0) -> Trajectory:
@@ -46,7 +47,7 @@ def batches(draw):
     return batch_of(*parts), list(indices), draw(st.sampled_from([1, 2, 4, 8]))
 
 
-@settings(max_examples=150, deadline=None)
+@tries(50)
 @given(batches())
 def test_a_micro_batch_is_what_a_loop_over_its_tokens_gives(case):
     batch, indices, multiple = case
@@ -88,7 +89,7 @@ def test_a_micro_batch_is_what_a_loop_over_its_tokens_gives(case):
     assert (assemble(batch, indices, multiple).share_M == 1).all()
 
 
-@settings(max_examples=100, deadline=None)
+@tries(33)
 @given(batches(), st.sampled_from([2, 4, 6]))
 def test_padded_trajectories_have_the_same_loss_as_ones_that_are_not(case, each: int):
     batch, indices, multiple = case
@@ -142,7 +143,7 @@ def versioned(draw):
     return batch_of(*parts, version=draw(st.integers(0, 9))), draw(st.integers(0, 4))
 
 
-@settings(max_examples=200, deadline=None)
+@tries(67)
 @given(versioned())
 @example((batch_of(trajectory(2, 1, version=-1), version=0), 1))  # of no version, though its lag is 1
 def test_the_staleness_check_passes_exactly_when_every_trained_token_is_within_the_bound(case):

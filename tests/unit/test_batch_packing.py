@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slipstream.backend.batch.packing import (
@@ -21,6 +21,7 @@ from slipstream.backend.batch.packing import (
     split_minibatches,
     spread,
 )
+from tests.tries import tries
 
 
 def quadratic(length_N: np.ndarray) -> np.ndarray:
@@ -58,7 +59,7 @@ def schedules(draw):
     )
 
 
-@settings(max_examples=300, deadline=None)
+@tries(100)
 @given(schedules(), st.integers(0, 2**32))
 @example(
     (np.array([6, 5, 4, 3, 2]), np.arange(5), {"minibatches": 1, "ranks": 2, "budget": 10, "multiple": 1}), 0
@@ -103,7 +104,7 @@ def test_every_schedule_keeps_the_invariants(case, seed):
             assert not any(before < 0 < after for before, after in pairwise(steps[steps != 0]))
 
 
-@settings(max_examples=100, deadline=None)
+@tries(33)
 @given(schedules())
 def test_packs_that_are_dealt_whole_keep_them_too(case):
     """What is done where spreading finds no room; hypothesis seldom meets it above."""
@@ -184,7 +185,7 @@ def test_packs_are_filled_by_the_longest_trajectory_that_fits_into_the_fullest_p
     assert pack([0, 1, 2, 3], [7, 6, 4, 3], budget=10) == [[0, 3], [1, 2]]
 
 
-@settings(max_examples=200, deadline=None)
+@tries(67)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(30, 60))
 def test_packing_is_best_fit_decreasing(lengths, budget):
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -199,7 +200,7 @@ def test_packing_is_best_fit_decreasing(lengths, budget):
     assert pack(order, lengths, budget) == naive
 
 
-@settings(max_examples=200, deadline=None)
+@tries(67)
 @given(st.lists(st.integers(1, 30), min_size=6, max_size=40), st.integers(30, 60), st.integers(0, 3))
 def test_a_trajectory_goes_to_the_rank_with_the_least_to_compute_that_has_room(lengths, budget, spare):
     """The heaps against a search through all ranks and packs."""

@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.backend.batch.context_parallel import share_of
@@ -16,10 +16,11 @@ from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.device_batch import on_device, unpacking_of
 from slipstream.rollout.tokens.routes import NO_ROUTE
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
+from tests.tries import tries
 from tests.unit.test_batch_packing import quadratic
 
-TREES = settings(max_examples=25, deadline=None)
-MANY = settings(max_examples=500, deadline=None)
+TREES = tries(10)
+MANY = tries(167)
 
 
 def trie(texts) -> set[tuple[int, ...]]:

@@ -2,15 +2,16 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.backend.megatron.device_batch import ALIGNMENT, fill, slots_of, unpacking_of
+from tests.tries import tries
 
 DTYPES = ("int64", "int32", "float32", "float64", "bool", "uint8")
 
 
-@settings(max_examples=60, deadline=None)
+@tries(20)
 @given(
     st.lists(
         st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=2).map(tuple)), max_size=8

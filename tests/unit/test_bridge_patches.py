@@ -3,10 +3,11 @@
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.bridge.transport import patches
+from tests.tries import tries
 
 SIZES = st.integers(0, 3000)
 
@@ -25,7 +26,7 @@ def versions(draw) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 @given(versions(), st.sampled_from([1, 7, 256, patches.CHUNK]))
-@settings(max_examples=120, deadline=None)
+@tries(40)
 def test_a_patch_gives_every_bit_of_the_new_version(case, chunk):
     base, new, itemsize = case
     whole_chunk, patches.CHUNK = patches.CHUNK, chunk

@@ -15,6 +15,7 @@ from slipstream.bridge.model.mapping import copy_in
 from slipstream.bridge.shards.plan import entries, entries_of, make_plan, pieces_of
 from slipstream.configs.schema import ParallelConfig
 from tests.bridge_cases import CONFIG, DEEPSEEK, LAYOUTS, hf_configs, same_bits, trained_tensors
+from tests.tries import tries
 
 QWEN3 = spec_of({"model_type": "qwen3", **CONFIG}, Path())
 MOE_CONFIG = {"model_type": "deepseek_v3", **CONFIG, **DEEPSEEK}
@@ -114,7 +115,7 @@ def test_an_uneven_pipeline_has_the_configured_layers():
 # ---- plans
 
 
-@settings(max_examples=150, deadline=None)
+@tries(50)
 @given(
     hf_configs(),
     st.sampled_from(sorted(LAYOUTS)),

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from slipstream.bridge.families import FAMILIES, spec_of
 from slipstream.bridge.model.layout import Layout
@@ -20,6 +20,7 @@ from slipstream.bridge.shards.plan import entries
 from slipstream.bridge.shards.regions import Move, Region, contiguous, joined, meet, messages
 from slipstream.bridge.shards.sends import EngineSeat, Sends, indexed
 from tests.bridge_cases import LAYOUTS, hf_configs, same_bits, trained_tensors, trainer_shards
+from tests.tries import tries
 
 
 @st.composite
@@ -88,7 +89,7 @@ def place(tensor: torch.Tensor, shape, stride, offset) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@settings(max_examples=4, deadline=None)
+@tries(4)
 @given(data=st.data())
 def test_every_element_of_every_engine_is_sent_exactly_once(family, data):
     hf = data.draw(hf_configs(family))
@@ -204,7 +205,7 @@ def sequences(draw) -> tuple[range, int, int]:
     return range(start, start + length * step, step), draw(st.integers(0, 9)), stride
 
 
-@settings(max_examples=300)
+@tries(100)
 @given(sequences(), sequences())
 def test_regions_with_gaps_meet_where_they_have_places_in_common(source, target):
     def region(places: range, offset: int, stride: int) -> Region:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -40,6 +39,7 @@ from slipstream.rollout.prompts import PromptSet, PromptStream
 from slipstream.rollout.system.frames import MalformedFrame, pack, split
 from slipstream.rollout.tokens.record import REF, PieceHeader, checksum, encode
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
+from tests.tries import tries
 from tests.unit.doubles import Listener
 
 
@@ -623,5 +623,5 @@ class Schedule(RuleBasedStateMachine):
         self.gate.may_admit = admit
 
 
-Schedule.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+Schedule.TestCase.settings = tries(50, stateful_step_count=60)
 test_every_group_ends_once_under_any_schedule = Schedule.TestCase

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
@@ -43,6 +43,7 @@ from slipstream.rollout.tokens.teacher import NOTHING_NEEDED, TeacherNeeds, Teac
 from slipstream.rollout.tokens.trajectory import Group, Prompt, Trajectory, TrajectoryBuilder
 from slipstream.rollout.workflow import GroupRejected, WorkflowContext
 from slipstream.rollout.workflow.multi_turn import limited
+from tests.tries import tries
 from tests.unit.collecting import SAMPLING, HeldSample, HoldingDriver, PureEngines, ideal
 
 PROMPT = Prompt(7, "what?", "label", {"level": 1})
@@ -638,7 +639,7 @@ def test_those_of_a_failed_attempt_do_not_reach_into_the_next_one():
 # ---- cancellation
 
 
-@settings(max_examples=60, deadline=None)
+@tries(20)
 @given(
     st.sampled_from([1, 2, 8]),
     st.floats(0, 12),
@@ -762,7 +763,7 @@ def test_no_episode_starts_while_too_much_waits_for_the_connection():
     clock.run(main())
 
 
-@settings(max_examples=40, deadline=None)
+@tries(13)
 @given(
     st.sampled_from([1, 8]),
     st.lists(st.tuples(st.floats(0, 20), st.none() | st.floats(0, 15)), min_size=1, max_size=6),

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
@@ -19,6 +19,7 @@ from slipstream.rollout.collection.collector.outbox import (
 from slipstream.rollout.collection.messages import ANSWERED, FAILED, JUDGED, PIECE, TRAIN, Up
 from slipstream.rollout.tokens.record import PieceHeader, decode_header
 from slipstream.rollout.tokens.trajectory import Finish, TrajectoryHeader
+from tests.tries import tries
 from tests.unit.collecting import STATUS
 
 HEADER = TrajectoryHeader(((0, True, 3),), Finish.STOP)
@@ -162,7 +163,7 @@ ACTS = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@tries(33)
 @given(ACTS, st.sampled_from([0.0, 0.5]))
 def test_everything_arrives_once_in_order_and_in_frames_of_bounded_size(acts, takes_s):
     expected: list[tuple[str, int, bytes]] = []

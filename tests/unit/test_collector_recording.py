@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
@@ -25,6 +25,7 @@ from slipstream.rollout.tokens.record import (
     encode_chunk,
 )
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Completion, Finish, Trajectory, TrajectoryBuilder
+from tests.tries import tries
 from tests.unit.collecting import SAMPLING, STATUS, HeldSample, HoldingDriver, PureEngines, ideal, logprob
 from tests.unit.driven_pool import Driver, FakeEngine, mixed, settle, whole
 from tests.unit.test_time_limit import now
@@ -194,7 +195,7 @@ STOPS = st.lists(st.tuples(st.integers(0, 30).map(float), st.booleans()), max_si
 BRANCHED = [Turn("side"), Turn("append"), Turn("rewrite"), Turn("append", 1)]
 
 
-@settings(max_examples=300, deadline=None)
+@tries(100)
 @given(PROGRAMS, STOPS, st.integers(1, 4))
 @example([Turn("side"), Turn("append", 1)], [], 2)
 @example([Turn("rewrite"), Turn("append")], [], 2)
@@ -208,7 +209,7 @@ def test_the_chunks_that_the_driver_holds_are_the_trajectory(program, stops, chu
     assert_held(lives, trajectory)
 
 
-@settings(max_examples=150, deadline=None)
+@tries(50)
 @given(PROGRAMS, STOPS)
 def test_a_completion_that_was_complete_is_never_generated_again(program, stops):
     """A tool that answers otherwise than before makes another request, which is generated of course."""
@@ -228,7 +229,7 @@ def test_a_completion_that_was_complete_is_never_generated_again(program, stops)
     clock.run(main())
 
 
-@settings(max_examples=100, deadline=None)
+@tries(33)
 @given(st.lists(APPENDED, min_size=1, max_size=4), STOPS, st.integers(1, 4))
 def test_every_token_of_a_workflow_that_only_appends_is_sent_once(turns, stops, chunk):
     """However often its process ends, as long as it can send what it has: bytes stay linear."""
@@ -724,7 +725,7 @@ class Life:
         self.record.resume(*held.prior())
 
 
-@settings(max_examples=100, deadline=None)
+@tries(33)
 @given(st.permutations(range(4)), st.permutations(range(4)), st.integers(1, 30))
 def test_clients_that_ask_again_in_another_order_get_what_they_got(first, second, stop_s):
     async def main() -> None:

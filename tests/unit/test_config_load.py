@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from slipstream.configs import explain
@@ -18,6 +18,7 @@ from slipstream.configs.schema.judge import OwnEngines
 from slipstream.configs.schema.paths import schema_fields, schema_paths, sections_of
 from slipstream.configs.schema.supervised import SupervisedConfig
 from slipstream.configs.violations import ABSENT, RecipeError, Violation
+from tests.tries import tries
 
 VALID = {
     "run": {"name": "valid", "steps": 2},
@@ -472,7 +473,7 @@ PATHS = st.one_of(
         st.text(alphabet="abcxyz_-. é\n", min_size=1, max_size=8),
     ),
 )
-QUIET = settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUIET = tries(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def corrupt(data: dict, path: str, value: object) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.rollout.control.concurrency import (
@@ -20,6 +20,7 @@ from slipstream.rollout.control.concurrency import (
     ConcurrencyController,
     EngineLoad,
 )
+from tests.tries import tries
 
 
 @dataclass
@@ -258,7 +259,7 @@ def test_the_minimum_gives_way_to_a_smaller_maximum():
 # ---- against the simulated engine
 
 
-@settings(max_examples=10, deadline=None)
+@tries(10)
 @given(engines)
 def test_it_converges_to_nearly_the_throughput_of_the_best_fixed_limit(engine):
     controller = ConcurrencyController(maximum=250)
@@ -271,7 +272,7 @@ def test_it_converges_to_nearly_the_throughput_of_the_best_fixed_limit(engine):
     assert rate > 0.75 * best, (rate, best, controller.limit)
 
 
-@settings(max_examples=10, deadline=None)
+@tries(10)
 @given(engines)
 def test_in_a_steady_state_pressure_is_the_exception(engine):
     controller = CountsCuts(maximum=250)
@@ -285,7 +286,7 @@ def test_in_a_steady_state_pressure_is_the_exception(engine):
     assert engine.lost - retracted <= 0.5 * always_full.lost + 0.1 * engine.memory
 
 
-@settings(max_examples=10, deadline=None)
+@tries(10)
 @given(st.integers(32, 200), st.integers(0, 5))
 def test_where_only_the_number_of_running_requests_binds_the_limit_settles_on_it(max_running, seed):
     engine = SimulatedEngine(10**9, max_running, (50, 2000), seed=seed)
@@ -294,7 +295,7 @@ def test_where_only_the_number_of_running_requests_binds_the_limit_settles_on_it
     assert max_running <= limits[-1] <= max_running * 1.1
 
 
-@settings(max_examples=10, deadline=None)
+@tries(10)
 @given(st.integers(60_000, 120_000), st.integers(0, 5))
 def test_it_recovers_when_memory_is_short_for_a_while(memory, seed):
     engine = SimulatedEngine(memory, 250, (100, 2000), seed=seed)

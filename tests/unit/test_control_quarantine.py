@@ -3,10 +3,11 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.rollout.control.quarantine import MOST_TRIES, TRIES, Measures, Quarantine
+from tests.tries import tries
 
 
 def train_all(groups: list[int], culprits: set[int], batch_size: int) -> tuple[list[int], set[int], int]:
@@ -43,7 +44,7 @@ def train_all(groups: list[int], culprits: set[int], batch_size: int) -> tuple[l
     return trained, quarantined, len(failures)
 
 
-@settings(max_examples=200, deadline=None)
+@tries(67)
 @given(n=st.integers(1, 60), batch_size=st.integers(1, 16), data=st.data())
 def test_a_culprit_is_quarantined_and_all_others_are_trained(n: int, batch_size: int, data):
     culprits = set(data.draw(st.lists(st.integers(0, n - 1), max_size=1)))
@@ -53,7 +54,7 @@ def test_a_culprit_is_quarantined_and_all_others_are_trained(n: int, batch_size:
     assert failed <= TRIES + math.ceil(math.log2(batch_size)) + 1
 
 
-@settings(max_examples=200, deadline=None)
+@tries(67)
 @given(n=st.integers(1, 60), batch_size=st.integers(1, 16), data=st.data())
 def test_the_search_ends_with_any_number_of_culprits(n: int, batch_size: int, data):
     culprits = data.draw(st.sets(st.integers(0, n - 1), max_size=4))

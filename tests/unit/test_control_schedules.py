@@ -1,12 +1,12 @@
 """The bound, the account of every group and progress, over random schedules with restarts."""
 
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.tries import tries
 from tests.unit.control_schedules import POLICIES, Schedule
 
-SETTINGS = settings(max_examples=25, stateful_step_count=40, deadline=None, database=None)
+SETTINGS = tries(10, stateful_step_count=40, database=None)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

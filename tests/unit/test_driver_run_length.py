@@ -7,7 +7,7 @@ from collections import Counter
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.backend.driver.modes.halves import saved_batches
@@ -18,6 +18,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.configs.violations import RecipeError
 from slipstream.rollout.prompts import PromptSet, PromptStream, SourcePrompts
 from slipstream.rollout.tokens.trajectory import Prompt
+from tests.tries import tries
 
 
 def config(length: dict, batch_size: int = 4, live: dict | None = None) -> RunConfig:
@@ -35,14 +36,14 @@ def config(length: dict, batch_size: int = 4, live: dict | None = None) -> RunCo
 EPOCHS = st.one_of(st.integers(1, 5), st.sampled_from([0.1, 0.3, 0.5, 1.1, 2.75]))
 
 
-@settings(max_examples=60, deadline=None)
+@tries(20)
 @given(EPOCHS, st.integers(1, 60), st.integers(1, 20))
 def test_the_steps_of_epochs_are_the_fewest_that_hold_so_many_passes(epochs, prompts, batch_size):
     steps = in_steps(config({"epochs": epochs}, batch_size), prompts).run.total_steps
     assert steps * batch_size >= Fraction(str(epochs)) * prompts > (steps - 1) * batch_size
 
 
-@settings(max_examples=30, deadline=None)
+@tries(10)
 @given(st.integers(1, 3), st.lists(st.integers(1, 12), min_size=1, max_size=3), st.integers(1, 9))
 def test_a_run_of_epochs_draws_every_prompt_once_in_each(epochs, sizes, batch_size):
     numbers = iter(range(sum(sizes)))

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.rollout.gateway.endpoint.trajectories import SampledTurn, replies_of, trajectories_of
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish
 from slipstream.rollout.tokens.turn_entries import TurnType
+from tests.tries import tries
 
 
 @dataclass
@@ -71,7 +72,7 @@ def build(scripts: list[Script]) -> tuple[dict[int, SampledTurn], dict[int, list
     return turns, branches
 
 
-@settings(max_examples=500, deadline=None)
+@tries(167)
 @given(SCRIPTS)
 def test_every_trained_token_carries_loss_once_behind_its_own_prompt(scripts):
     turns, branches = build(scripts)
@@ -98,7 +99,7 @@ def test_every_trained_token_carries_loss_once_behind_its_own_prompt(scripts):
     assert sorted(carried) == sorted(token for n in trained for token in turns[n].tokens.tolist())
 
 
-@settings(max_examples=200, deadline=None)
+@tries(67)
 @given(SCRIPTS)
 def test_each_reply_stands_behind_the_ids_that_it_was_asked_with(scripts):
     turns, branches = build(scripts)
@@ -113,7 +114,7 @@ def test_each_reply_stands_behind_the_ids_that_it_was_asked_with(scripts):
     assert sum(reply.completion.retractions for reply in replies) == (2 if replies else 0)
 
 
-@settings(max_examples=200, deadline=None)
+@tries(67)
 @given(SCRIPTS)
 def test_a_conversation_that_only_grows_is_one_trajectory(scripts):
     for number, script in enumerate(scripts):

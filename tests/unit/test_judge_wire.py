@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.rollout.reward.judge.wire import (
@@ -14,6 +14,7 @@ from slipstream.rollout.reward.judge.wire import (
 )
 from slipstream.rollout.system.stream import FrameReader, FrameTooLong
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
+from tests.tries import tries
 
 PLAIN = st.recursive(
     st.none()
@@ -46,7 +47,7 @@ def trajectories(draw) -> Trajectory:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@tries(20)
 @given(st.integers(0, 2**40), PLAIN, st.dictionaries(st.text("abc"), PLAIN), st.text("aä€😀"), trajectories())
 def test_a_question_arrives_as_it_was_asked(number, label, metadata, response, trajectory):
     prompt = Prompt(7, [{"role": "user", "content": "2+2?"}], label, metadata)
@@ -58,7 +59,7 @@ def test_a_question_arrives_as_it_was_asked(number, label, metadata, response, t
     assert_same(arrived, trajectory)
 
 
-@settings(max_examples=20, deadline=None)
+@tries(10)
 @given(st.lists(st.tuples(st.text("aä€😀"), trajectories()), max_size=4))
 def test_a_question_about_a_group_arrives_in_its_order(episodes):
     prompt = Prompt(7, "2+2?", "4", {"level": 1})

@@ -6,7 +6,6 @@ from pathlib import Path
 from struct import pack
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
@@ -20,6 +19,7 @@ from slipstream.rollout.ledger.storage.database import crc_of, sealed
 from slipstream.rollout.ledger.storage.segments import FOLDER
 from slipstream.rollout.ledger.writing.writer import SAMPLES, Ledger, Training
 from slipstream.rollout.tokens.record import encode
+from tests.tries import tries
 from tests.unit.test_ledger import (
     BATCH,
     add_piece,
@@ -286,7 +286,7 @@ def test_whatever_a_run_does_its_ledger_is_clean(tmp_path):
     """Random events, restarts from any version of the line, releases; audited after each life."""
     run_state_machine_as_test(
         lambda: Life(tmp_path),
-        settings=settings(max_examples=30, stateful_step_count=30, deadline=None, database=None),
+        settings=tries(10, stateful_step_count=30, database=None),
     )
 
 

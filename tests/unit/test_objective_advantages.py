@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.backend.objective import advantage as adv
 from slipstream.backend.objective import kl
 from slipstream.backend.objective.averaging import mean_scale, token_shares
 from slipstream.configs.schema.advantage import RewardTerm
+from tests.tries import tries
 
 REWARDS = st.sampled_from([0.0, 0.1, 1.0, -2.5, 7.0])
 
@@ -46,7 +47,7 @@ def expected_advantages(name: str, reward, group, tokens) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", sorted(adv.ADVANTAGES))
-@settings(max_examples=60, deadline=None)
+@tries(20)
 @given(groups())
 def test_advantages_are_numpys_whatever_the_order_of_the_groups(name, case):
     reward, group, tokens = case
@@ -89,7 +90,7 @@ def test_the_overlong_penalty_is_that_of_dapo_with_its_sign_turned(length, start
 # ---- tokens
 
 
-@settings(max_examples=60, deadline=None)
+@tries(20)
 @given(st.integers(0, 2**31), st.lists(st.integers(0, 9), max_size=4), st.floats(0, 1), st.floats(0, 1))
 def test_gae_is_the_sum_of_discounted_differences_within_each_sequence(seed, lengths, discount, decay):
     rng = np.random.default_rng(seed)
@@ -115,7 +116,7 @@ def test_gae_without_discount_is_the_return_minus_the_value():
         assert advantage.tolist() == expected
 
 
-@settings(max_examples=40, deadline=None)
+@tries(13)
 @given(st.lists(st.floats(-2, 2), max_size=5), st.floats(0, 1), st.data())
 def test_a_token_gets_the_rewards_from_its_turn_on(reward, discount, data):
     turn = data.draw(st.lists(st.integers(-1, len(reward) - 1), max_size=10))
@@ -155,7 +156,7 @@ def exact_kl(logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     return (logp.exp() * (logp - reference.log_softmax(-1))).sum()
 
 
-@settings(max_examples=30, deadline=None)
+@tries(10)
 @given(st.integers(0, 2**31), st.sampled_from(["k1", "k2", "k3"]))
 def test_in_the_loss_value_and_gradient_are_those_of_the_divergence_in_expectation(seed, estimator):
     """The expectation over mu is written out, so that there is no sampling noise."""
@@ -235,7 +236,7 @@ def mean_of_means(losses, units) -> float:
     return np.mean([loss.mean() for loss in by_unit if len(loss)])
 
 
-@settings(max_examples=80, deadline=None)
+@tries(27)
 @given(
     groups(),
     st.integers(0, 2**31),
@@ -270,7 +271,7 @@ def test_a_mini_batch_without_tokens_has_shares(averaging):
     assert np.isfinite(share).all()
 
 
-@settings(max_examples=40, deadline=None)
+@tries(13)
 @given(groups(), st.integers(0, 2**31), st.sampled_from(["sequence", "prompt", "constant"]))
 def test_the_scale_takes_a_sum_over_units_to_the_sum_of_token_losses(case, seed, averaging):
     _, group, tokens = case

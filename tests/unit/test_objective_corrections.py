@@ -5,13 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.backend.objective import correction as c
 from slipstream.backend.objective.losses import Tokens, token_losses
 from slipstream.backend.objective.policy_loss import trajectory_mean, trajectory_sum
 from slipstream.configs.schema import ActorConfig
+from tests.tries import tries
 
 OWNERS = 4
 LOG_RATIOS = st.one_of(st.floats(-1, 1), st.sampled_from([0.0, 100.0, -100.0, 1e4, -1e4]))
@@ -37,7 +38,7 @@ def exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
 
 
-@settings(max_examples=80, deadline=None)
+@tries(27)
 @given(sequences(), st.sampled_from([1.0, 2.0, 5.0, None]))
 def test_the_importance_weight_is_the_ratio_up_to_its_cap(case, cap):
     gap, _ = case
@@ -46,7 +47,7 @@ def test_the_importance_weight_is_the_ratio_up_to_its_cap(case, cap):
     np.testing.assert_allclose(actual, [min(exp(g), highest) for g in gap.tolist()], rtol=1e-12)
 
 
-@settings(max_examples=80, deadline=None)
+@tries(27)
 @given(sequences())
 def test_the_token_mask_drops_what_is_outside_the_band(case):
     gap, _ = case
@@ -72,7 +73,7 @@ def far(value: float, *bounds: float) -> bool:
     return all(abs(value - bound) > 1e-9 for bound in bounds)
 
 
-@settings(max_examples=80, deadline=None)
+@tries(27)
 @given(sequences())
 def test_sequence_masks_drop_whole_sequences_by_their_own_statistic(case):
     gap, owner = case
@@ -92,7 +93,7 @@ def test_sequence_masks_drop_whole_sequences_by_their_own_statistic(case):
             assert dropped == (not low <= value <= high) or not far(value, low, high)
 
 
-@settings(max_examples=80, deadline=None)
+@tries(27)
 @given(sequences(), st.data())
 def test_only_sequences_of_negative_advantage_that_the_policy_has_left_are_dropped(case, data):
     """DeepSeek-V3.2, eq. 9, with mu for its pi_old: sampling probabilities of the engine."""
@@ -192,7 +193,7 @@ def test_everything_may_be_dropped():
 # ---- interpolation
 
 
-@settings(max_examples=60, deadline=None)
+@tries(20)
 @given(st.floats(-30, 0), st.floats(-30, 0), st.integers(-1, 1000))
 def test_the_interpolated_policy_follows_the_versions(logp, behaviour, lag):
     """a = (v_old - v_mu) / (v_pi - v_mu) in [0, 1], with v_pi the version that the step makes."""

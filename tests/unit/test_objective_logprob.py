@@ -5,13 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.given_logits import vocab_parallel_logprob
 from slipstream.backend.objective import logprob
 from slipstream.backend.objective.logprob import HeadOptions, fused_logprob_and_entropy
 from tests.ranks import run_ranks
+from tests.tries import tries
 
 
 def reference(logits_TV, target_T, temperature, vocab):
@@ -57,7 +58,7 @@ def columns(monkeypatch):
     return set_to
 
 
-@settings(max_examples=100, deadline=None)
+@tries(33)
 @given(
     seed=st.integers(0, 2**31),
     tokens=st.integers(0, 7),
@@ -188,7 +189,7 @@ def test_without_gradients_no_logits_are_kept(columns, monkeypatch):
 # ---- from given logits
 
 
-@settings(max_examples=40, deadline=None)
+@tries(13)
 @given(st.integers(0, 2**31), st.integers(0, 9), st.integers(1, 40), st.integers(0, 5), st.integers(1, 200))
 def test_given_logits_may_be_overwritten_by_their_gradient(seed, tokens, vocab, padding, block):
     generator = torch.Generator().manual_seed(seed)

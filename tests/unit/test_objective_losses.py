@@ -12,6 +12,7 @@ from slipstream.backend.objective.losses import Tokens, token_losses
 from slipstream.backend.objective.policy_loss import LOG_RATIO_BOUND
 from slipstream.configs.schema import ActorConfig, CorrectionConfig
 from slipstream.configs.schema.paths import sections_of
+from tests.tries import tries
 
 BEHAVIOUR = ("m2po", "dppo", "aipo", "topr")
 SCHEMA = sections_of(ActorConfig.model_fields["objective"])
@@ -140,7 +141,7 @@ CASES = [(type_, s) for type_, many in SETTINGS.items() for s in many]
 
 
 @pytest.mark.parametrize(("type_", "s"), CASES)
-@settings(max_examples=25, deadline=None)
+@tries(10)
 @given(st.integers(0, 2**31), st.integers(0, 12), st.sampled_from([0.02, 0.3, 2.0]))
 def test_a_loss_is_its_papers_formula(type_, s, seed, n, scale):
     x = draw(seed, n, scale, torch.float64)
@@ -162,7 +163,7 @@ def test_a_loss_is_its_papers_formula(type_, s, seed, n, scale):
 
 
 @pytest.mark.parametrize(("type_", "s"), CASES)
-@settings(max_examples=10, deadline=None)
+@tries(10)
 @given(st.integers(0, 2**31), st.integers(1, 8), st.sampled_from([0.05, 0.5]))
 def test_the_gradient_of_a_loss_is_that_of_finite_differences(type_, s, seed, n, scale):
     x = draw(seed, n, scale, torch.float64)
@@ -301,7 +302,7 @@ def test_all_objectives_agree_on_data_of_the_present_policy():
         assert not loss.clipped_T.any()
 
 
-@settings(max_examples=30, deadline=None)
+@tries(10)
 @given(st.integers(0, 2**31), st.lists(st.integers(0, 20), min_size=1, max_size=4))
 def test_the_second_moment_is_bounded_over_any_union_of_micro_batches(seed, sizes):
     kept = []

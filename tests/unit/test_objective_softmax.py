@@ -5,11 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.given_logits import vocab_parallel_logprob
 from tests.ranks import run_ranks
+from tests.tries import tries
 
 
 def reference_logprob(logits, target, temperature, vocab):
@@ -19,7 +20,7 @@ def reference_logprob(logits, target, temperature, vocab):
     return chosen, entropy
 
 
-@settings(max_examples=60, deadline=None)
+@tries(20)
 @given(
     st.integers(0, 2**31),
     st.integers(1, 6),
@@ -51,7 +52,7 @@ def test_bfloat16_logits_lose_nothing_but_their_own_rounding():
     )
 
 
-@settings(max_examples=30, deadline=None)
+@tries(10)
 @given(st.integers(0, 2**31), st.floats(0.2, 3), st.integers(0, 3), st.sampled_from([1.0, 50.0]))
 def test_the_gradient_is_that_of_the_plain_formula(seed, temperature, padding, scale):
     torch.manual_seed(seed)
@@ -113,7 +114,7 @@ def test_the_entropy_has_no_gradient_and_says_so():
     assert not entropy.requires_grad
 
 
-@settings(max_examples=30, deadline=None)
+@tries(10)
 @given(st.integers(0, 2**31), st.floats(0.2, 3), st.integers(0, 3), st.sampled_from([0.0, 1.0, 50.0]))
 def test_the_entropy_of_the_bonus_and_its_gradient_are_those_of_the_plain_formula(
     seed, temperature, padding, scale

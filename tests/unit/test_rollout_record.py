@@ -8,7 +8,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.rollout.tokens.record import (
@@ -25,6 +25,7 @@ from slipstream.rollout.tokens.record import (
     encode_trajectory,
 )
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory, TrajectoryHeader
+from tests.tries import tries
 
 IDS = st.integers(0, 2**31 - 1)
 LOGPROBS = st.floats(-200, 0, width=32)
@@ -166,7 +167,7 @@ PIECE = PieceHeader(3, b"d" * 16, ((4, 2), (5, 1)), Finish.STOP, 1, True)
 DAMAGED_PIECE = st.composite(damaged)(encode(PIECE))
 
 
-@settings(max_examples=300)
+@tries(100)
 @given(DAMAGED_CHUNKS | st.just(encode_trajectory(EXAMPLE)), DAMAGED_HEADER | st.binary(max_size=40))
 def test_damaged_bytes_are_refused_or_read_but_raise_nothing_else(chunks, header):
     for data in (header, encode(EXAMPLE.header)):

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.rollout.gateway.source import Finished
 from slipstream.rollout.tokens.record import decode_chunks
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish
 from slipstream.rollout.tokens.turn_entries import TurnType
+from tests.tries import tries
 from tests.unit.branches import RecordedTurn, branches_of, messages_of_turn, rebuild
 from tests.unit.talking import (
     END,
@@ -189,7 +190,7 @@ def check_against_the_engine(gateway: Gateway) -> None:
     assert counted == trained, "each sampled id of a trained turn carries loss on one branch"
 
 
-@settings(max_examples=80, deadline=None)
+@tries(27)
 @given(st.data(), TEMPLATES, st.integers(1, 14))
 def test_each_sampled_id_is_trained_once_as_the_engine_sampled_it(data, template, steps):
     gateway = Gateway()
@@ -201,7 +202,7 @@ def test_each_sampled_id_is_trained_once_as_the_engine_sampled_it(data, template
     gateway.next_states()
 
 
-@settings(max_examples=100, deadline=None)
+@tries(33)
 @given(st.data(), TEMPLATES, st.integers(1, 10))
 def test_a_prompt_reads_as_the_template_writes_it(data, template, steps):
     """Ids may be cut otherwise, and may hold what ended an answer; the text is the template's."""
@@ -215,7 +216,7 @@ def test_a_prompt_reads_as_the_template_writes_it(data, template, steps):
         assert text.replace("stop", "").replace("\ufffd", "") == rendered.replace("\ufffd", "")
 
 
-@settings(max_examples=100, deadline=None)
+@tries(33)
 @given(st.data(), TEMPLATES, st.integers(1, 10))
 def test_sessions_go_on_after_a_kill_as_they_would_have_without(data, template, steps):
     gateway = Gateway()
@@ -248,7 +249,7 @@ def test_sessions_go_on_after_a_kill_as_they_would_have_without(data, template, 
     check_against_the_engine(other)
 
 
-@settings(max_examples=100, deadline=None)
+@tries(33)
 @given(st.data(), st.integers(1, 12))
 def test_a_next_state_is_what_came_behind_that_answer_in_the_clients_own_history(data, steps):
     """Each answer has a text of its own, so that the oracle reads who reacted to what from the messages."""

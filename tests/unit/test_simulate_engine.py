@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
 from slipstream.backend.simulate.simulated_engine import Engine, Request
 from slipstream.backend.simulate.trajectory import joined
 from slipstream.configs.schema.simulate import EngineModel
+from tests.tries import tries
 
 STEP, PER_REQUEST, PREFILL = Fraction(1, 8), Fraction(1, 64), Fraction(1, 256)
 MODEL = EngineModel(step_s=0.125, request_s=1 / 64, prefill_tokens_per_s=256, max_running=3, resend_s=0.25)
@@ -151,7 +152,7 @@ def modelled(events) -> list[tuple[Request, float]]:
     return [(one, ends[one.order]) for one in clock.run(main())]
 
 
-@settings(max_examples=200, deadline=None)
+@tries(67)
 @given(EVENTS)
 def test_the_engine_ends_requests_when_a_step_by_step_model_does(events):
     for plain, (request, ended) in zip(plainly(events), modelled(events), strict=True):
@@ -160,7 +161,7 @@ def test_the_engine_ends_requests_when_a_step_by_step_model_does(events):
         assert request.done == plain.length
 
 
-@settings(max_examples=200, deadline=None)
+@tries(67)
 @given(EVENTS)
 def test_every_token_has_the_version_that_the_engine_held_when_it_was_done(events):
     for plain, (request, _) in zip(plainly(events), modelled(events), strict=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
@@ -31,6 +31,7 @@ from slipstream.backend.simulate.world import MeasuredSteps, SimulationStalled, 
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.control.ends import Loss
 from tests.environment import environment
+from tests.tries import tries
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,7 +87,7 @@ SCHEDULES = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@tries(20)
 @given(
     schedule=SCHEDULES,
     seed=st.integers(0, 1000),

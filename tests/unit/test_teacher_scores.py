@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.configs.schema import ActorConfig
@@ -31,6 +31,7 @@ from slipstream.rollout.tokens.trajectory import (
     TrajectoryBuilder,
     joined,
 )
+from tests.tries import tries
 
 NAN = float("nan")
 
@@ -104,7 +105,7 @@ def drawn(draw: st.DrawFn, tokens: int) -> TeacherScores:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@tries(20)
 def test_what_is_stored_comes_back_with_every_token(data):
     whole = trajectory(2, 3, data.draw(drawn(5)))
     assert whole.teacher is not None

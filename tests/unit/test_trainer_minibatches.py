@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.backend.batch.train_batch import TrainBatch
@@ -12,6 +12,7 @@ from slipstream.bridge.model.geometry import Geometry
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.tokens.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.models import make_checkpoint
+from tests.tries import tries
 
 BUDGET = 100
 
@@ -60,7 +61,7 @@ def config_of(parallel: dict) -> RunConfig:
     ],
     ids=str,
 )
-@settings(max_examples=40, deadline=None)
+@tries(13)
 @given(lengths=st.lists(st.integers(2, 130), min_size=2, max_size=40))
 def test_no_micro_batch_is_over_the_budget_unless_a_single_trajectory_is(geometry, parallel, lengths):
     config = config_of(parallel)
