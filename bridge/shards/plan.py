@@ -168,8 +168,13 @@ class ExportPlan:
         return [(owner, pieces_of(entry.split, Shard(rank, size))) for rank, owner in enumerate(owners)]
 
 
-def entries(spec: ModelSpec, layout: Layout) -> Iterator[Entry]:
-    """Yield every parameter of the model, in the order of the forward pass. Raises UnevenSplit."""
+@lru_cache(maxsize=4)  # a plan of one recipe asks five times: 20,000 entries and more of a large model
+def entries(spec: ModelSpec, layout: Layout) -> tuple[Entry, ...]:
+    """Return every parameter of the model, in the order of the forward pass. Raises UnevenSplit."""
+    return tuple(_entries(spec, layout))
+
+
+def _entries(spec: ModelSpec, layout: Layout) -> Iterator[Entry]:
     layout.check()
     geometry, mappings = spec.geometry, spec.mappings
     last = layout.pipeline - 1
