@@ -71,7 +71,12 @@ def step_of(run: LaunchedRun) -> int:
 def test_engines_join_a_run_and_are_lost_and_leave_while_it_goes_on(launch: Launch, join, tmp_path: Path):
     """1, 3, 2 and again 1 engines: one of them is killed, and one leaves."""
     bound = 2
-    run = launch("run.steps=5000", f"rollout.max_head_offpolicyness={bound}", "rollout.engine.max_count=3")
+    run = launch(
+        "run.steps=5000",
+        f"rollout.max_head_offpolicyness={bound}",
+        "rollout.engine.max_count=3",
+        "rollout.reward={path: tests.runs.untrained.Unhurried}",
+    )
     wait_for_step(run, 1, 300)
     first, second = join(run), join(run)
     until_serving(run, {"engine-0", "joined-0", "joined-1"})

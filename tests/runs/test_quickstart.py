@@ -65,7 +65,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Seen]:
     folder = tmp_path_factory.mktemp("quickstart")
     with (folder / "out").open("w") as out:
         process = RunProcess(
-            run_command("train", "quickstart", "run.steps=30", "eval.every=0"), out, cwd=folder
+            run_command("train", "quickstart", "run.steps=20", "eval.every=0"), out, cwd=folder
         )
     try:
         deadline = time.monotonic() + TIMEOUT_S
@@ -89,8 +89,8 @@ def test_the_quickstart_learns_within_its_staleness_bound_and_exports_what_it_se
 
     assert 0.2 <= summary["reward_before"] <= 0.4
     assert summary["reward_is_accuracy"]
-    # 0.9 and more on a quiet machine. On a busy one all batches are as old as the bound allows.
-    assert summary["reward_after"] >= 2 * summary["reward_before"]
+    # 0.8 on a quiet machine. On a busy one all batches are as old as the bound allows.
+    assert summary["reward_after"] >= 1.6 * summary["reward_before"]
     assert 0 < summary["head_lag_max"] <= 4
     assert summary["trainer_wait_fraction"] < 0.75
     if summary["trainer_wait_fraction"] > 0.25:

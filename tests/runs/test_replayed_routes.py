@@ -8,7 +8,7 @@ import pytest
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from tests.models import make_checkpoint
 from tests.runs.conftest import start_run
-from tests.runs.test_episode_log import read_log
+from tests.runs.test_examples import read_log
 from tests.runs.test_run import wait_for_step
 
 STEPS = 3
