@@ -334,7 +334,7 @@ from tests.unit.test_simulate_world import config
 from slipstream.backend.simulate.compare import Work, compare
 from slipstream.backend.simulate.picture import draw
 from slipstream.backend.simulate.report import Report, as_json
-recipe = config(steps=4, simulate={{
+recipe = config(steps=2, simulate={{
     "failures": {{"engine_mean_time_s": 10, "engine_restart_s": 2, "episode": 0.05}},
     "responses": {{"median": 60, "straggler_fraction": 0.1}},
 }})
