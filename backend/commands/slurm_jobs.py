@@ -1,5 +1,6 @@
 """What Slurm says of a job, and how a job is ended: its commands, on any machine that has them."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -11,8 +12,14 @@ from slipstream.backend.commands.outcome import Failed
 CONTAINER, IMAGE, MOUNTS = "SLIPSTREAM_CONTAINER", "SLIPSTREAM_CONTAINER_IMAGE", "SLIPSTREAM_CONTAINER_MOUNTS"
 """Variables by which slurm/train.sbatch knows the container of a job."""
 
+GPUS = "SLIPSTREAM_GPUS_PER_NODE"
+"""Variable by which slurm/ray_node.sh knows the GPUs of a node where Slurm does not count them."""
+
 ANSWER_TIMEOUT_S = 30.0
 """Longest time for a command of Slurm, which answers in milliseconds unless its controller is down."""
+
+_TUNED = ("SCANCEL_", "SCONTROL_", "SQUEUE_", "SLURM_TIME_FORMAT")
+"""Beginnings of variables by which these commands ask back, leave jobs out, or write times in other words."""
 
 _FIELD = re.compile(r"([\w:/]+)=(.*?)(?=\s+[\w:/]+=|\s*$)")
 _UNKNOWN = re.compile(r"invalid job id", re.IGNORECASE)
@@ -106,8 +113,10 @@ def called(*command: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             command,
+            env={name: value for name, value in os.environ.items() if not name.startswith(_TUNED)},
             capture_output=True,
             text=True,
+            errors="replace",  # comments and names of jobs are in any encoding
             timeout=ANSWER_TIMEOUT_S,
             check=False,
             stdin=subprocess.DEVNULL,
