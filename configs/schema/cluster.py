@@ -118,7 +118,8 @@ class SiteConfig(_Hardware):
     gres: GresName | None = Field(
         default=None,
         description="Name under which the site counts GPUs, such as `gpu` or `gpu:h100`, with no number. The "
-        "job then asks for `--gres=NAME:NUMBER`. null: it asks for `--gpus-per-node=NUMBER`.",
+        "job then asks for `--gres=NAME:NUMBER`. `none`: Slurm counts no GPUs here, and the job asks for "
+        "none and uses those of its nodes. null: it asks for `--gpus-per-node=NUMBER`.",
     )
     container: ContainerConfig | None = Field(
         default=None,

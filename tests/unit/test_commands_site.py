@@ -151,7 +151,7 @@ def test_the_job_is_what_the_site_wants_and_the_print_says_where_it_comes_from(p
     assert '# cluster.partition: "tiny" (the command line)' in comments
     assert '# cluster.gres: "gpu:h100" (site.yaml)' in comments
     words = shlex.split(line)
-    given = dict(word.split("=", 1) for word in words[: words.index("sbatch")])
+    given = dict(word.split("=", 1) for word in words[: words.index("sbatch")] if "=" in word)
     assert given["SLIPSTREAM_CONTAINER_IMAGE"] == "/images/s.sqsh"
     assert given["SLIPSTREAM_MODULES"] == "cuda/12.8 gcc"
     assert (given["NCCL_SOCKET_IFNAME"], given["GLOO_SOCKET_IFNAME"]) == ("=ib0,ib1", "ib0,ib1")
@@ -201,7 +201,7 @@ def test_two_submissions_of_a_run_are_kept_apart_and_each_seed_has_its_own(place
 
 
 def test_seeds_are_counted_as_sbatch_counts_them():
-    assert list(seeds_of("0-9:3,12%4")) == [0, 3, 6, 9, 12]
+    assert list(seeds_of("0-9:3,12,3-6:3%4")) == [0, 3, 6, 9, 12]
 
 
 def test_what_sbatch_refuses_leaves_nothing_behind(place: Path):
