@@ -188,7 +188,8 @@ def in_container(container: ContainerConfig | None, folders: Sequence[str]) -> t
     if container.runtime == "pyxis":
         options = {"image": container.image, "mounts": mounts, "workdir": folders[0]}
         return [f"--container-{name}={value}" for name, value in options.items()], ["python3", "-P"]
-    enter = ["apptainer", "exec", "--nv", "--pwd", folders[0], "--bind", mounts, container.image]
+    runtime = "apptainer" if shutil.which("apptainer") or not shutil.which("singularity") else "singularity"
+    enter = [runtime, "exec", "--nv", "--pwd", folders[0], "--bind", mounts, container.image]
     return [], [*enter, "python3", "-P"]
 
 
