@@ -68,6 +68,20 @@ def is_here() -> bool:
     return shutil.which("scontrol") is not None and shutil.which("scancel") is not None
 
 
+def is_asked(cluster: str) -> bool:
+    """True if Slurm's commands ask the cluster of this name, or may do so. Raises Failed.
+
+    ``cluster``: empty if it is not known.
+    """
+    asked = os.environ.get("SLURM_CLUSTERS")
+    if not asked:
+        match = re.search(
+            r"^ClusterName\s*=\s*(\S+)", called("scontrol", "show", "config").stdout, re.MULTILINE
+        )
+        asked = match[1] if match else cluster
+    return not cluster or asked.casefold() == cluster.casefold()
+
+
 def job_facts(job: str) -> JobFacts | None:
     """Return what Slurm says of a job; None if it does not know the job, or not any more. Raises Failed."""
     ended = called("scontrol", "--oneliner", "show", "job", job)
@@ -79,9 +93,16 @@ def job_facts(job: str) -> JobFacts | None:
 
 
 def parsed(record: str) -> JobFacts | None:
-    """Return the job of the first line of ``scontrol --oneliner show job``; None if there is none in it."""
-    lines = record.splitlines() or [""]
-    fields = {name: value.strip() for name, value in _FIELD.findall(lines[0])}
+    """Return the job of ``scontrol --oneliner show job``; None if there is none in it.
+
+    An array has a line for each task: one that runs stands for all, or else one that is not over.
+    """
+    tasks = filter(None, (_task(line) for line in record.splitlines()))
+    return min(tasks, key=lambda task: (not task.runs, task.is_over), default=None)
+
+
+def _task(line: str) -> JobFacts | None:
+    fields = {name: value.strip() for name, value in _FIELD.findall(line)}
     if "JobState" not in fields:
         return None
 
