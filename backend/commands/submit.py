@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,8 @@ SBATCH_TIMEOUT_S = 120.0
 """Longest time for sbatch to accept or to refuse a job."""
 
 MODULES, NODE_DISK, RESTARTS = "SLIPSTREAM_MODULES", "SLIPSTREAM_TMP", "SLIPSTREAM_RESTARTS"
-"""Variables by which slurm/train.sbatch knows the modules, the local disk and the restarts of a job."""
+VENV = "SLIPSTREAM_VENV"
+"""Variables by which slurm/train.sbatch knows modules, local disk, restarts and environment of a job."""
 
 TASK = "%a"
 """What slurm/train.sbatch replaces in the arguments of a job by the number of its task in an array."""
@@ -268,13 +270,12 @@ def _site_options(cluster: SlurmCluster, gpus: int, given: set[str]) -> list[str
     ]
 
 
-def job_variables(config: RunConfig, gpus: int) -> dict[str, str]:
-    """Return the variables of a recipe's job: of its container, and of what the recipe or the site sets.
+def job_variables(cluster: SlurmCluster, gpus: int) -> dict[str, str]:
+    """Return the variables of a job, apart from its container's, by which the recipe or the site is followed.
 
     ``gpus``: GPUs of each node.
     """
-    cluster = slurm(config)
-    given = container_variables(config)
+    given: dict[str, str] = {}
     if cluster.gres == "none" and gpus:
         given[GPUS] = str(gpus)
     if cluster.modules:
@@ -297,17 +298,22 @@ class Site:
     settings: Mapping[str, object]
     file: Path | None
 
-    @property
-    def container(self) -> ContainerConfig | None:
-        """The container of every job that its recipe gives no other one."""
-        given = self.settings.get("container")
-        return None if given is None else ContainerConfig.model_validate(given)
-
 
 def this_site() -> Site:
     """Return the settings of this site. Raises RecipeError."""
     file = site_file(os.environ)
     return Site(load_site(file) if file is not None else {}, file)
+
+
+def own_environment(config: RunConfig) -> dict[str, str]:
+    """Return the variable that names this environment, for a job whose batch script would find no other one.
+
+    slurm/train.sbatch looks into the folder of submission, then on the PATH.
+    """
+    found = os.environ.get(VENV) or Path(".venv/bin/ray").exists() or shutil.which("slipstream")
+    if found or container_of(config) is not None or not Path(sys.prefix, "bin/ray").exists():
+        return {}
+    return {VENV: sys.prefix}
 
 
 def origins(recipe: Path, overrides: Sequence[str], site: Site, sbatch: Sequence[str] = ()) -> dict[str, str]:
@@ -366,7 +372,11 @@ def sbatch_command(
     command += [f"--array={options.seeds}"] if options.seeds else []
     own = [f"run.name={config.run.name}-seed{TASK}", f"run.seed={TASK}"] if options.seeds else []
     words = [*([verb] if verb == "sft" else []), *arguments, *own]
-    return [*command, *options.sbatch, str(batch_script()), *words], job_variables(config, gpus)
+    return [*command, *options.sbatch, str(batch_script()), *words], {
+        **container_variables(config),
+        **job_variables(slurm(config), gpus),
+        **own_environment(config),
+    }
 
 
 def _unmountable(config: RunConfig) -> Iterator[str]:

@@ -345,7 +345,7 @@ def test_whole_probes_answer_over_their_pipes_and_add_up_tensors(tmp_path: Path,
 
 def test_a_probe_that_does_not_start_is_named(tmp_path: Path):
     started = Nodes(NAMES[:2], [["false"]])
-    started.start_s = 5.0
+    started.start_s = 1e6  # srun has ended, so nothing waits as long
     try:
         (found,) = examine_nodes(started, tmp_path, 0)
     finally:
@@ -384,6 +384,19 @@ def doctor(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[st
         timeout=300,
         check=False,
     )
+
+
+def test_the_doctor_of_nodes_follows_the_site(tmp_path: Path):
+    (tmp_path / "site.yaml").write_text("node_disk: /scratch\nnetwork_interface: ib0\n")
+    path = commands_in(
+        tmp_path,
+        scontrol=SCONTROL,
+        srun=f'echo "$NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME $*" >{tmp_path}/told',
+    )
+    site = str(tmp_path / "site.yaml")
+    doctor("--nodes", "2", SLURM_JOB_NODELIST="node[1-2]", PATH=path, SLIPSTREAM_SITE=site)
+    words = (tmp_path / "told").read_text().split()
+    assert words[:2] == ["=ib0", "ib0"] and words[words.index("node1=a-node1") - 1] == "/scratch"
 
 
 def test_without_an_allocation_it_says_how_to_get_one():

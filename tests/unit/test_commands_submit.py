@@ -567,6 +567,35 @@ def test_without_slurm_the_command_can_still_be_seen(tmp_path):
         submit([str(tmp_path / "sbatch")], {})
 
 
+@pytest.fixture(autouse=True)
+def named_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever tests run, the batch script finds its environment."""
+    monkeypatch.setenv("SLIPSTREAM_VENV", "/venv")
+
+
+def test_a_job_has_the_environment_of_submit_where_the_batch_script_would_find_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "here"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("SLIPSTREAM_VENV")
+    (tmp_path / "here/bin").mkdir(parents=True)
+    (tmp_path / "here/bin/ray").touch()
+    own = {"SLIPSTREAM_VENV": str(tmp_path / "here")}
+
+    def variables(**cluster: object) -> dict[str, str]:
+        return sbatch_command(recipe(**cluster), "train", ["a"], JobOptions())[1]
+
+    assert variables() == own
+    container = {"runtime": "pyxis", "image": "/i"}
+    assert "SLIPSTREAM_VENV" not in variables(container=container)
+    (tmp_path / ".venv").symlink_to(tmp_path / "here")
+    assert variables() == {}
+    (tmp_path / ".venv").unlink()
+    Path(fake_sbatch(tmp_path, "")).rename(tmp_path / "slipstream")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert variables() == {}, "the one on the PATH"
+
+
 def call(*arguments: str) -> Result:
     return CliRunner(env={"SLIPSTREAM_SITE": ""}).invoke(app, ["submit", *arguments])
 
