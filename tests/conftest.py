@@ -16,6 +16,7 @@ with suppress(ImportError):  # a machine for the tests on GPUs may lack it
     if "CI" not in os.environ:  # there hypothesis has a profile of its own, without a deadline too
         settings.load_profile("unhurried")
 
+os.environ["SLIPSTREAM_SITE"] = ""  # no test depends on the site of who runs it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """One thread for the tensors of each process, here and in whatever a test starts: models are tiny, and
 further threads wait for each other on a busy core."""

@@ -104,7 +104,8 @@ class SiteConfig(_Hardware):
     """What a Slurm site wants of every job.
 
     `slipstream submit` reads it from the file that `SLIPSTREAM_SITE` names, or else from
-    `~/.config/slipstream/site.yaml`. The same settings in `cluster` of a recipe replace the site's.
+    `~/.config/slipstream/site.yaml`; `plan` and `check` read what they estimate with. The same settings in
+    `cluster` of a recipe replace the site's.
     """
 
     account: SlurmName | None = Field(

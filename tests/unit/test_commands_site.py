@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from slipstream.backend.cli.app import app
 from slipstream.backend.commands import manage
+from slipstream.backend.commands.check import read_recipe
 from slipstream.backend.commands.frozen import seeds_of
 from slipstream.backend.commands.submit import batch_script
 from slipstream.backend.driver.start.job import SUBMITTED
@@ -21,6 +22,7 @@ from slipstream.backend.driver.start.run_folder import start_folder
 from slipstream.configs.load import load_recipe, load_site, site_file
 from slipstream.configs.rules.inputs import NO_INPUTS
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.violations import RecipeError
 from tests.unit.test_driver_run_folder import Silent, config, live
 from tests.unit.test_rollout_gpu_environment import VALID
 
@@ -185,6 +187,19 @@ def test_a_job_reads_the_recipe_as_it_was_when_it_was_submitted(place: Path, mon
     lines: list[str] = []
     manage.status(str(frozen.parents[1]), lines.append)
     assert "it has never had a driver" in lines[0]
+
+
+def test_a_plan_estimates_with_the_machines_of_the_site(place: Path, monkeypatch: pytest.MonkeyPatch):
+    (place / "site.yaml").write_text("{gpu_memory_gib: 40, file_system_bytes_per_s: 2.0e+10, account: mine}")
+    monkeypatch.setenv("SLIPSTREAM_SITE", "site.yaml")
+    for cluster in ([], ["cluster.type=local"], ["cluster.type=slurm"]):
+        given = read_recipe("recipe.yaml", cluster).cluster
+        assert (given.gpu_memory_gib, given.file_system_bytes_per_s) == (40, 2e10)
+    given = read_recipe("recipe.yaml", ["cluster.type=slurm", "cluster.gpu_memory_gib=80"]).cluster
+    assert given.gpu_memory_gib == 80
+    (place / "site.yaml").write_text("gpu_memory: 40")
+    with pytest.raises(RecipeError, match="gpu_memory"):
+        read_recipe("recipe.yaml", [])
 
 
 def test_two_submissions_of_a_run_are_kept_apart_and_each_seed_has_its_own(place: Path):
