@@ -6,6 +6,7 @@ two that are the same. A word that is no option is the batch script for it.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from slipstream.backend.commands.slurm_jobs import CONTAINER, GPUS, IMAGE, MOUNTS
 from slipstream.configs.schema import SlurmCluster
@@ -47,10 +48,10 @@ def _named(names: str) -> list[str]:
 
 _LONG = dict(
     zip(
-        "AadDGhJMnNpqtuVWwx",
+        "AadDeGhJMnNopqtuVWwx",
         _named(
-            "account array dependency chdir gpus help job-name clusters ntasks nodes partition qos time "
-            "usage version wait nodelist exclude"
+            "account array dependency chdir error gpus help job-name clusters ntasks nodes output partition "
+            "qos time usage version wait nodelist exclude"
         ),
         strict=True,
     )
@@ -162,6 +163,9 @@ def _reason(name: str, value: str, cluster: SlurmCluster) -> str | None:
         return _ALL
     if name == "--signal" and _WARNING.fullmatch(value) is None:
         return "another signal ends the run or its Ray: --signal=B:USR1@SECONDS expected"
+    folder = Path(value).parent
+    if name in ("--output", "--error") and not folder.is_absolute() and "%" not in str(folder):
+        return None if folder.is_dir() else f"no folder {folder}, which sbatch does not make: make it first"
     return None
 
 

@@ -368,6 +368,8 @@ WRONG_FOR_SBATCH = {
     "--tres-per-task=gres/gpu:8": "one Ray on each node",
     "--no-container-mount-home": "use cluster.container",
     "-qlow": "--sbatch=--qos=high found as well",
+    "--output=no/such/%j.out": "no folder no/such, which sbatch does not make",
+    "-eno/such.err": "no folder no, which sbatch does not make",
 }
 RIGHT_FOR_SBATCH = [
     "-p",
@@ -381,6 +383,7 @@ RIGHT_FOR_SBATCH = [
     "--qos=high",
     "--reservation=tuesday",
     "--output=%A_%a.out",
+    "--error=/of/nodes/%j.err",
     "--hint=nomultithread",
     "--nodelist=n[1-4,7]",
     "-x",
@@ -529,6 +532,27 @@ def test_the_batch_script_takes_no_sizes_of_tasks_and_no_filters_from_the_shell(
             timeout=240,
         )
         assert said.split() == sorted(f"{name}={value}" for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("given", ["RESTARTS=many", "RESTARTS=08", "NODES_TIMEOUT_S=5m", "OBJECT_STORE=2G"])
+def test_a_setting_of_the_shell_that_is_no_number_is_named_before_ray_starts(given: str):
+    script = batch_script().read_text()
+    begin = script.index("for name in SLIPSTREAM_{")
+    part = script[begin : script.index("done\n", begin) + 5]
+    name, value = f"SLIPSTREAM_{given}".split("=")
+    for number, found in (
+        (value, f"{name}={value} found, a whole number expected\n"),
+        ("8", "on\n"),
+        ("", "on\n"),
+    ):
+        ended = subprocess.run(
+            ["bash", "-uc", f'fail() {{ echo "$*"; exit 2; }}\n{part}\necho on'],
+            env={name: number},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert (ended.stdout, ended.stderr) == (found, "")
 
 
 def test_a_node_disk_that_the_first_job_makes_is_open_to_the_jobs_of_others(tmp_path):
