@@ -94,16 +94,16 @@ def options_in(given: Sequence[str]) -> Iterator[tuple[str, str, str | None]]:
     while words:
         word = words.pop(0)
         name, value = (word if word == ":" else ""), ""
-        if word.startswith("--") and word != "--":
+        if word.startswith("--") and word.strip("-"):
             name, _, value = word.partition("=")
             name = _full(name)
-        elif word.startswith("-"):
+        elif word.startswith("-") and word.strip("-"):
             rest = word[1:].lstrip(_SHORT_FLAGS)
             for flag in word[1 : len(word) - len(rest)]:
                 yield word, _LONG.get(flag, f"-{flag}"), ""
-            if not rest and word != "-":
+            if not rest:
                 continue
-            name, value = _LONG.get(rest[:1], word[:1] + rest[:1]) if rest else "", rest[1:]
+            name, value = _LONG.get(rest[0], f"-{rest[0]}"), rest[1:]
         if value or "=" in word or not name.startswith("-") or name in _FLAGS:
             yield word, name, value
         else:

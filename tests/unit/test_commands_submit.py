@@ -367,6 +367,7 @@ WRONG_FOR_SBATCH = {
     "--gpu-bind=single:1": "one Ray on each node",
     "--tres-per-task=gres/gpu:8": "one Ray on each node",
     "--no-container-mount-home": "use cluster.container",
+    "--": "an option expected",
     "-qlow": "--sbatch=--qos=high found as well",
     "--output=no/such/%j.out": "no folder no/such, which sbatch does not make",
     "-eno/such.err": "no folder no, which sbatch does not make",
@@ -656,6 +657,17 @@ def test_a_recipe_takes_the_nodes_and_gpus_of_its_name():
             assert (nodes, gpus) == name.groups(), line
             checked += 1
     assert checked > 20
+
+
+@pytest.mark.parametrize(
+    "words", [["-N4"], ["-N", "4"], ["-pgpu"], ["--exclude=n1"], ["-t", "90"], ["--qos", "x"]]
+)
+def test_options_of_sbatch_are_told_their_place(words: list[str]):
+    ended = call("quickstart", *words, "--print")
+    said = " ".join(ended.output.replace("\u2502", " ").split())
+    assert ended.exit_code == 2
+    assert "--sbatch=-pgpu" in said or (words[0] == "--qos" and "cluster.qos" in said), said
+    assert "No such option: --tiem" in call("quickstart", "--tiem=4").output
 
 
 def test_a_wrong_recipe_and_wrong_options_are_refused_together():
