@@ -330,7 +330,7 @@ def _refuse_options(args: Sequence[str], parameters: Sequence[Any]) -> None:
         if "--sbatch" in flags and not get_close_matches(option, flags, cutoff=0.8):
             raise typer.BadParameter(
                 f"{arg}: submit has no such option; it takes nodes by --nodes, a time limit by --time, and "
-                "others of sbatch in one word after --sbatch=, such as --sbatch=-pgpu or --sbatch=--exclude=n1"
+                "others of sbatch in one word after --sbatch=, as --sbatch=-pgpu or --sbatch=--exclude=n1"
             )
 
 
