@@ -417,7 +417,7 @@ def noted(
     without, named = left_out(environment, cluster), option_names(command[1:])
     for name in sorted(name for name in environment if name.startswith("SBATCH_")):
         option = option_of(name)
-        told = f"{name}={environment[name]}"
+        told = f"{name}={' '.join(environment[name].split())}"  # a comment has one line
         if name in without:
             yield f"{told} is left out: {without[name]}"
         elif option in named and f"{option}={environment[name]}" not in command:

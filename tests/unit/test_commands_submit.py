@@ -445,6 +445,7 @@ def test_a_submission_within_a_job_hands_on_nothing_of_that_job(monkeypatch, tmp
     kept = {
         "SBATCH_ACCOUNT": "mine",
         "SBATCH_GRES_FLAGS": "disable-binding",
+        "SBATCH_WCKEY": "two\nlines",
         "SLURM_CLUSTERS": "other",
         "SLURM_CONF": "/etc/slurm/other.conf",
     }
@@ -452,7 +453,8 @@ def test_a_submission_within_a_job_hands_on_nothing_of_that_job(monkeypatch, tmp
         monkeypatch.setenv(name, value)
     of_slurm = "env | grep -E '^S(LURM|BATCH)_' | sort"
     sbatch = fake_sbatch(tmp_path, of_slurm)
-    assert submit([sbatch], {}).splitlines() == [f"{name}={value}" for name, value in kept.items()]
+    first_lines = [f"{name}={value.partition(chr(10))[0]}" for name, value in kept.items()]
+    assert submit([sbatch], {}).splitlines() == first_lines
     line = printed([sbatch, "--account=ours"], {})
     assert "# SBATCH_ACCOUNT=mine is replaced by --account" in line
     assert "# SBATCH_GPUS=8 is left out: " in line
@@ -533,6 +535,43 @@ def test_the_batch_script_takes_no_sizes_of_tasks_and_no_filters_from_the_shell(
             timeout=240,
         )
         assert said.split() == sorted(f"{name}={value}" for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("program", ["apptainer", "singularity", "neither"])
+def test_apptainer_runs_under_either_name_also_where_nodes_have_no_home(tmp_path: Path, program: str):
+    Path(fake_sbatch(tmp_path, "")).rename(tmp_path / program)
+    script = batch_script().read_text()
+    begin = script.index("case ${SLIPSTREAM_CONTAINER:-} in")
+    part = script[begin : script.index("esac\n", begin) + 5]
+    for home, shown in ((str(tmp_path), []), ("/no/home", ["--no-home"])):
+        ended = subprocess.run(
+            ["/bin/bash", "-uc", f'fail() {{ echo "$*"; exit 2; }}\n{part}\nprintf "%s\\n" "${{inside[@]}}"'],
+            env={"PATH": str(tmp_path), "HOME": home, "PWD": "/", "SLIPSTREAM_CONTAINER": "apptainer"}
+            | {"mounts": "/a b:/a b", "image": "/i.sif", "SLURMD_NODENAME": "n1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        words = [program, "exec", "--nv", "--pwd", os.getcwd(), "--bind", "/a b:/a b", *shown, "/i.sif"]
+        expected = ["no apptainer on the PATH of n1, and no singularity"] if program == "neither" else words
+        assert (ended.stdout.splitlines(), ended.stderr) == (expected, "")
+
+
+@pytest.mark.parametrize("variable", ["LMOD_PKG", "MODULESHOME"])
+def test_modules_are_found_where_the_site_keeps_them(tmp_path: Path, variable: str):
+    (tmp_path / "a b/init").mkdir(parents=True)
+    (tmp_path / "a b/init/bash").write_text(MODULE)
+    script = batch_script().read_text()
+    begin = script.index("if [[ -n ${SLIPSTREAM_MODULES:-} ]]")
+    part = script[begin : script.index("\nfi\n", begin) + 4].replace("/etc/profile.d", "/nowhere")
+    ended = subprocess.run(
+        ["bash", "-uc", f'fail() {{ exit 3; }}\n{part}\necho "$LOADEDMODULES"'],
+        env={"PATH": "/usr/bin:/bin", variable: str(tmp_path / "a b"), "SLIPSTREAM_MODULES": "gcc/13 cuda"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert (ended.stdout, ended.stderr) == ("gcc/13:cuda\n", "")
 
 
 @pytest.mark.parametrize("given", ["RESTARTS=many", "RESTARTS=08", "NODES_TIMEOUT_S=5m", "OBJECT_STORE=2G"])
