@@ -450,7 +450,7 @@ def _doctor_of_nodes(count: int, folder: Path) -> None:
     from slipstream.configs.schema import SlurmCluster
 
     site = SlurmCluster.model_validate(this_site().settings)
-    variables = os.environ | job_variables(site, 0)
+    variables = os.environ | job_variables(site, site.gpus_per_node)
     is_wrong, console = False, Console(soft_wrap=True, highlight=False)
     # As slurm/train.sbatch computes it.
     ray_port = 20000 + 2 * (int(os.environ.get("SLURM_JOB_ID") or 0) % 6000)

@@ -537,6 +537,29 @@ def test_the_batch_script_takes_no_sizes_of_tasks_and_no_filters_from_the_shell(
         assert said.split() == sorted(f"{name}={value}" for name, value in wanted.items())
 
 
+@pytest.mark.parametrize(
+    ("folder", "programs", "said"),
+    [
+        ("no such", "", "n1 does not see that folder: submit from one that all nodes share"),
+        ("", "mkdir", "no srun on the PATH of n1"),
+        ("", "mkdir srun scontrol scancel", "no squeue on the PATH of n1"),
+    ],
+)
+def test_what_a_node_lacks_is_named_before_anything_starts(tmp_path: Path, folder, programs, said):
+    (tmp_path / "bin").mkdir()
+    for name in programs.split():
+        (tmp_path / "bin" / name).symlink_to("/bin/mkdir")
+    ended = subprocess.run(
+        ["/bin/bash", str(batch_script()), "my.yaml"],
+        env={"PATH": str(tmp_path / "bin"), "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
+        | {"SLURM_SUBMIT_DIR": str(tmp_path / folder)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 2 and said in ended.stderr, ended.stderr
+
+
 @pytest.mark.parametrize("program", ["apptainer", "singularity", "neither"])
 def test_apptainer_runs_under_either_name_also_where_nodes_have_no_home(tmp_path: Path, program: str):
     Path(fake_sbatch(tmp_path, "")).rename(tmp_path / program)
