@@ -1,10 +1,12 @@
 """A recipe as a Slurm job: its nodes, its container, its time."""
 
+import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -28,6 +30,7 @@ from slipstream.backend.commands.submit import (
 )
 from slipstream.configs.rules.inputs import NO_INPUTS
 from slipstream.configs.schema import ModelJudge, RunConfig
+from slipstream.slurm import own_address
 from tests.environment import ROOT, environment
 from tests.unit.test_rollout_gpu_environment import VALID
 
@@ -535,6 +538,25 @@ def test_the_batch_script_takes_no_sizes_of_tasks_and_no_filters_from_the_shell(
             timeout=240,
         )
         assert said.split() == sorted(f"{name}={value}" for name, value in wanted.items())
+
+
+def test_a_node_notices_the_end_of_its_job_behind_a_head_that_answers_nothing(monkeypatch):
+    monkeypatch.setattr(own_address, "CONNECT_S", 0.05)
+    end, other_end = os.pipe()
+    os.close(other_end)
+    with (
+        socket.socket() as silent,
+        contextlib.ExitStack() as connections,
+        os.fdopen(end, "rb", 0) as lifeline,
+    ):
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        for _ in range(2):  # until nobody is answered any more
+            waiting = connections.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(silent.getsockname())
+        with pytest.raises(TimeoutError, match=r"the job ended before 127\.0\.0\.1"):
+            own_address.await_port(*silent.getsockname(), 1e6, lifeline)
 
 
 @pytest.mark.parametrize(
