@@ -556,7 +556,7 @@ def test_a_node_notices_the_end_of_its_job_behind_a_head_that_answers_nothing(mo
             waiting.setblocking(False)
             waiting.connect_ex(silent.getsockname())
         with pytest.raises(TimeoutError, match=r"the job ended before 127\.0\.0\.1"):
-            own_address.await_port(*silent.getsockname(), 1e6, lifeline)
+            own_address.await_port("127.0.0.1", silent.getsockname()[1], 1e6, lifeline)
 
 
 @pytest.mark.parametrize(
@@ -691,8 +691,8 @@ def test_a_job_has_the_environment_of_submit_where_the_batch_script_would_find_n
     (tmp_path / "here/bin/ray").touch()
     own = {"SLIPSTREAM_VENV": str(tmp_path / "here")}
 
-    def variables(**cluster: object) -> dict[str, str]:
-        return sbatch_command(recipe(**cluster), "train", ["a"], JobOptions())[1]
+    def variables(container: object = None) -> dict[str, str]:
+        return sbatch_command(recipe(container=container), "train", ["a"], JobOptions())[1]
 
     assert variables() == own
     container = {"runtime": "pyxis", "image": "/i"}
