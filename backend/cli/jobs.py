@@ -64,7 +64,12 @@ def submit(
         from slipstream.backend.commands import submit as submitting
 
         settings = [*(overrides or []), "cluster.type=slurm"]
-        path, site, problems = Path(recipe), submitting.Site({}, None), list[str]()
+        path, site = Path(recipe), submitting.Site({}, None)
+        problems = [
+            f"{override}: a job of Slurm has cluster.type=slurm: leave it out"
+            for override in overrides or []
+            if override.startswith("cluster.type=") and override != "cluster.type=slurm"
+        ]
         options = submitting.JobOptions(nodes, gpus_per_node, time, sbatch or [], array, after)
         try:
             site = submitting.this_site()

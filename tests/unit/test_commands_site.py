@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from slipstream.backend.cli.app import app
 from slipstream.backend.commands import manage
@@ -200,6 +199,13 @@ def test_a_plan_estimates_with_the_machines_of_the_site(place: Path, monkeypatch
     (place / "site.yaml").write_text("gpu_memory: 40")
     with pytest.raises(RecipeError, match="gpu_memory"):
         read_recipe("recipe.yaml", [])
+
+
+def test_a_job_of_another_kind_of_cluster_is_refused(place: Path):
+    ended = submit("--print", "cluster.type=ray", "--time", "1h")
+    assert ended.exit_code == 2 and "cluster.type=ray: a job of Slurm has" in ended.output, ended.output
+    assert "--time: '1h'" in ended.output
+    assert submit("--print", "cluster.type=slurm").exit_code == 0
 
 
 def test_two_submissions_of_a_run_are_kept_apart_and_each_seed_has_its_own(place: Path):

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from slipstream.backend.cli.app import app
 from slipstream.backend.commands.outcome import Failed, WrongInput
