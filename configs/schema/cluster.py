@@ -87,7 +87,8 @@ class ContainerConfig(Section):
     docs/install.md says how such an image is made."""
 
     runtime: Literal["apptainer", "pyxis"] = Field(
-        description="Program that runs the image: `apptainer`, or Slurm's plugin `pyxis` with enroot."
+        description="Program that runs the image: `apptainer`, also under its name `singularity`, or Slurm's "
+        "plugin `pyxis` with enroot."
     )
     image: str = Field(
         min_length=1,

@@ -73,7 +73,8 @@ WRONG: list[tuple[str, str]] = [
     ("gpus_per_node: '8'", "gpus_per_node = '8': expected"),
     ("gres: gpu:8", "gres = 'gpu:8': expected a name such as"),
     ("gres: gpu:h100:8", "gres = 'gpu:h100:8': expected a name such as"),
-    ("modules: cuda", "modules = 'cuda': expected"),
+    ("modules: cuda", "modules = 'cuda': expected a list of texts"),
+    ("container: {runtime: pyxis, image: i, mounts: a}", "container.mounts = 'a': expected a list of texts"),
     ("modules: [cuda, '; rm -r x']", "expected names of modules, such as `cuda/12.8`, and found '; rm -r x'"),
     ("network_interface: ib 0", "network_interface = 'ib 0': expected the name of an interface"),
     (
