@@ -25,7 +25,10 @@ _FIELD = re.compile(r"([\w:/]+)=(.*?)(?=\s+[\w:/]+=|\s*$)")
 _UNKNOWN = re.compile(r"invalid job id", re.IGNORECASE)
 _NOTHING = ("", "None", "(null)", "Unknown", "N/A")
 
-WAITS = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING"})
+WAITS = frozenset(
+    {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+    | {"CONFIGURING", "POWER_UP_NODE"}
+)
 RUNS = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING"})
 ENDING = frozenset({"COMPLETING", "STAGE_OUT"})
 

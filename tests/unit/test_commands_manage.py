@@ -89,6 +89,8 @@ def said(command, *arguments) -> str:
         ("PENDING", {"reason": "Priority"}, ["job 7 waits: Priority; expected to start at 2026-11-27T22"]),
         ("PENDING", {"reason": "BeginTime", "restarts": "1"}, ["job 7 waits: BeginTime, start 2"]),
         ("CONFIGURING", {}, ["job 7 waits: CONFIGURING"]),
+        ("POWER_UP_NODE", {}, ["job 7 waits: POWER_UP_NODE"]),
+        ("RESV_DEL_HOLD", {"reason": "ReservationDeleted"}, ["job 7 waits: ReservationDeleted"]),
         ("FAILED", {"code": "1:0"}, ["job 7 has ended: FAILED, exit code 1; the run has no summary"]),
         ("NODE_FAIL", {}, ["job 7 has ended: NODE_FAIL"]),
         ("TIMEOUT", {"code": "0:15"}, ["job 7 has ended: TIMEOUT, exit code 0"]),
