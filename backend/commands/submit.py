@@ -27,6 +27,9 @@ from slipstream.configs.schema.paths import model_settings
 SBATCH_TIMEOUT_S = 120.0
 """Longest time for sbatch to accept or to refuse a job."""
 
+MOST_SEEDS = 10_000
+"""Largest range of seeds, each of which gets a folder. Most sites allow a tenth (MaxArraySize)."""
+
 MODULES, NODE_DISK, RESTARTS = "SLIPSTREAM_MODULES", "SLIPSTREAM_TMP", "SLIPSTREAM_RESTARTS"
 VENV = "SLIPSTREAM_VENV"
 """Variables by which slurm/train.sbatch knows modules, local disk, restarts and environment of a job."""
@@ -251,6 +254,8 @@ def option_problems(options: JobOptions) -> list[str]:
             problems.append(
                 f"--array: '{first}-{last}' found, the smaller seed first expected: {last}-{first}"
             )
+        if int(last) - int(first) >= MOST_SEEDS:
+            problems.append(f"--array: '{first}-{last}' found, at most {MOST_SEEDS:,} runs expected")
     if options.after is not None and _JOB.fullmatch(options.after) is None:
         problems.append(f"--after: {options.after!r} found, the number of a job expected, such as 1234")
     return problems

@@ -302,6 +302,7 @@ WRONG_OPTIONS = [
     (JobOptions(seeds="a-b"), ["--array: 'a-b' found"]),
     (JobOptions(seeds="1,"), ["--array: '1,' found"]),
     (JobOptions(seeds=""), ["--array: '' found"]),
+    (JobOptions(seeds="0-99999999"), ["--array: '0-99999999' found, at most 10,000"]),
     (JobOptions(seeds="0-4:0"), ["--array: '0-4:0' found"]),
     (JobOptions(seeds="0-4%0"), ["--array: '0-4%0' found"]),
     (JobOptions(after="7", sbatch=["-d", "singleton"]), ["--after: --sbatch=--dependency found as well"]),
