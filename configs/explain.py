@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast, get_args, get_origin
+from typing import Literal, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -218,11 +218,17 @@ def is_item(problem: ErrorDetails) -> bool:
     return isinstance(problem["loc"][-1], int)
 
 
+_ITEMS: dict[object, str] = {int: "whole numbers", str: "texts"}
+
+
 def _items(field: FieldInfo) -> str:
     """Return in words which items the list in ``field`` holds."""
     for part in (field.annotation, *get_args(field.annotation)):
         if get_origin(part) is list:
-            return ", ".join(shown(name) for name in get_args(get_args(part)[0])) or "whole numbers"
+            (item,) = get_args(part)
+            if get_origin(item) is Literal:
+                return ", ".join(map(shown, get_args(item)))
+            return _ITEMS.get(getattr(item, "__origin__", item), "values")
     return "values"
 
 

@@ -17,6 +17,9 @@ import sys
 import time
 from typing import BinaryIO
 
+CONNECT_S = 5.0
+"""Longest wait for one connection: a firewall that answers nothing must not hide that the job has ended."""
+
 RETRY_S = 0.2
 """A port that nobody listens on yet offers nothing to wait for."""
 
@@ -37,7 +40,7 @@ def await_port(host: str, port: int, timeout_s: float, lifeline: BinaryIO | None
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            patience_s = max(RETRY_S, deadline - time.monotonic())
+            patience_s = max(RETRY_S, min(CONNECT_S, deadline - time.monotonic()))
             with socket.create_connection((host, port), timeout=patience_s) as sock:
                 return str(sock.getsockname()[0])
         except OSError as error:

@@ -36,7 +36,7 @@ else
     role=(--address="$head_address:$port")
 fi
 cpus=${SLIPSTREAM_CPUS_PER_NODE:-$SLURM_CPUS_ON_NODE}
-gpus=${SLURM_GPUS_ON_NODE:-0}
+gpus=${SLIPSTREAM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}} # the first where Slurm does not count GPUs
 store=()
 if [[ -n ${SLIPSTREAM_OBJECT_STORE:-} ]]; then
     store=(--object-store-memory="$SLIPSTREAM_OBJECT_STORE")
@@ -45,8 +45,9 @@ echo "$node: Ray at $address with $cpus CPUs and $gpus GPUs"
 
 # Ray opens its folder to every user of the node, so it goes into one that only this user may enter. As in
 # rollout/system/temporary.py, a folder whose lock is free was left by a job that was killed.
+# Every user's jobs on this node use $tmp_root, so the first of them opens it to all, as /tmp is.
+[[ -d $tmp_root ]] || (umask 022 && mkdir -p -m 1777 "$tmp_root")
 umask 077
-mkdir -p "$tmp_root"
 for left in "$tmp_root"/slipstream.*; do
     [[ -d $left && ! -L $left && -O $left ]] && flock --nonblock "$left" rm -rf "$left"
 done

@@ -18,6 +18,7 @@ with suppress(ImportError):  # a machine for the tests on GPUs may lack it
     settings.register_profile("ours", profile(settings.get_profile(settings.get_current_profile_name())))
     settings.load_profile("ours")
 
+os.environ["SLIPSTREAM_SITE"] = ""  # no test depends on the site of who runs it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """One thread for the tensors of each process, here and in whatever a test starts: models are tiny, and
 further threads wait for each other on a busy core."""

@@ -446,12 +446,15 @@ def doctor(
 
 def _doctor_of_nodes(count: int, folder: Path) -> None:
     from slipstream.backend.commands.nodes_doctor import allocated, examine_nodes
-    from slipstream.backend.commands.submit import this_site
+    from slipstream.backend.commands.submit import job_variables, this_site
+    from slipstream.configs.schema import SlurmCluster
 
+    site = SlurmCluster.model_validate(this_site().settings)
+    variables = os.environ | job_variables(site, site.gpus_per_node)
     is_wrong, console = False, Console(soft_wrap=True, highlight=False)
     # As slurm/train.sbatch computes it.
     ray_port = 20000 + 2 * (int(os.environ.get("SLURM_JOB_ID") or 0) % 6000)
-    with closing(allocated(count, folder, os.environ, this_site().container)) as started:
+    with closing(allocated(count, folder, variables, site.container)) as started:
         for finding in examine_nodes(started, folder, ray_port):
             console.print(f"{finding.mark} {finding.what}: {escape(finding.state)}")
             if finding.advice:

@@ -1,5 +1,6 @@
 """``slipstream submit``, ``status``, ``logs``, ``stop``: runs as jobs of Slurm, and runs on this machine."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +33,10 @@ def submit(
         int | None,
         typer.Option(min=0, help="GPUs of a node; default: 8, fewer where those do, 0 for CPUs."),
     ] = None,
-    time: Annotated[str | None, typer.Option(help="Time limit, such as 8:00:00 or 3-00.")] = None,
+    time: Annotated[
+        str | None,
+        typer.Option(envvar="SBATCH_TIMELIMIT", help="Time limit, such as 8:00:00 or 3-00."),
+    ] = None,
     sbatch: Annotated[
         list[str] | None,
         typer.Option(metavar="OPTION", help="Further option of sbatch, such as --sbatch=--partition=big."),
@@ -60,7 +64,12 @@ def submit(
         from slipstream.backend.commands import submit as submitting
 
         settings = [*(overrides or []), "cluster.type=slurm"]
-        path, site, problems = Path(recipe), submitting.Site({}, None), list[str]()
+        path, site = Path(recipe), submitting.Site({}, None)
+        problems = [
+            f"{override}: a job of Slurm has cluster.type=slurm: leave it out"
+            for override in overrides or []
+            if override.startswith("cluster.type=") and override != "cluster.type=slurm"
+        ]
         options = submitting.JobOptions(nodes, gpus_per_node, time, sbatch or [], array, after)
         try:
             site = submitting.this_site()
@@ -80,7 +89,7 @@ def submit(
             raise WrongInput("\n".join([*problems, *submitting.option_problems(options)]))
         flags = ["--resume"] * resume + ["--accept-changed-inputs"] * accept_changed_inputs
         flags += ["--overwrite"] * overwrite
-        sources = submitting.origins(path, overrides or [], site)
+        sources = submitting.origins(path, overrides or [], site, options.sbatch)
         verb = "sft" if supervised else "train"
         words = [recipe, *flags, *(overrides or []), *submitting.own_settings(site, sources)]
         command, variables = submitting.sbatch_command(config, verb, words, options)
@@ -93,8 +102,11 @@ def submit(
         facts = {"recipe": recipe, "overrides": overrides or [], "cluster": sources, "command": command}
         frozen, places = freeze(config.run, array, data, facts)
         command, variables = submitting.sbatch_command(config, verb, [str(frozen), *flags], options)
+        cluster = submitting.slurm(config)
+        for note in submitting.noted(command, os.environ, cluster):
+            typer.echo(note, err=True)
         try:
-            typer.echo(submitting.submit(command, variables))
+            typer.echo(submitting.submit(command, variables, cluster))
         except CommandError:
             thaw(places)
             raise

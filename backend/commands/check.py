@@ -1,6 +1,7 @@
 """``slipstream check``: everything that is wrong with a recipe and its models, before anything is started."""
 
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,11 +34,12 @@ from slipstream.bridge.shards.plan import ExportPlan
 from slipstream.configs.document import read_document
 from slipstream.configs.installed import untested_notes
 from slipstream.configs.installed.environment import has_gpus
-from slipstream.configs.load import load_recipe, load_supervised
+from slipstream.configs.load import load_recipe, load_site, load_supervised, site_file
 from slipstream.configs.published import shipped_config
 from slipstream.configs.rules.inputs import NO_INPUTS
 from slipstream.configs.rules.models import MODELS
 from slipstream.configs.schema import RunConfig, hub_model, is_on_hub, path_text
+from slipstream.configs.schema.cluster import LocalCluster, SiteConfig
 from slipstream.configs.schema.live import live_places
 from slipstream.configs.supervised import Supervised
 from slipstream.configs.violations import RecipeError
@@ -76,12 +78,21 @@ def read_recipe(
     """
     if supervised:
         return read_supervised(recipe, overrides, model_config=model_config).run
-    return load_recipe(Path(recipe), [*overrides, *_excused(model_config)])
+    return load_recipe(Path(recipe), [*overrides, *_excused(model_config)], _machines(recipe, overrides))
 
 
 def read_supervised(recipe: str, overrides: Sequence[str], *, model_config: Path | None = None) -> Supervised:
     """Load a recipe of ``slipstream sft``. Errors and ``model_config``: as of ``read_recipe``."""
-    return load_supervised(Path(recipe), [*overrides, *_excused(model_config)])
+    return load_supervised(Path(recipe), [*overrides, *_excused(model_config)], _machines(recipe, overrides))
+
+
+def _machines(recipe: str, overrides: Sequence[str]) -> dict[str, object]:
+    """Return what the site's file says of its machines, for a cluster of any type. Raises RecipeError."""
+    file = site_file(os.environ)
+    shared = SiteConfig.model_fields.keys() & LocalCluster.model_fields.keys()
+    found = {name: value for name, value in (load_site(file) if file else {}).items() if name in shared}
+    named = (read_document(Path(recipe), overrides).data or {}).get("cluster")
+    return found if named or not found else {"type": "local", **found}
 
 
 def shipped_model(recipe: str, overrides: Sequence[str]) -> Path | None:

@@ -66,16 +66,18 @@ def freeze(
 
 
 def seeds_of(seeds: str) -> Iterator[int]:
-    """Yield the seeds of ``sbatch --array``.
+    """Yield the seeds of ``sbatch --array``, each once.
 
     >>> list(seeds_of("0-3,8%2"))
     [0, 1, 2, 3, 8]
     """
+    found: dict[int, None] = {}
     for part in seeds.partition("%")[0].split(","):
         match = _RANGE.fullmatch(part)
         assert match is not None, "option_problems lets nothing else through"
         first, last, step = match.groups()
-        yield from range(int(first), int(last or first) + 1, int(step or 1))
+        found.update(dict.fromkeys(range(int(first), int(last or first) + 1, int(step or 1))))
+    yield from found
 
 
 def environment_facts(variables: Mapping[str, str]) -> dict[str, object]:

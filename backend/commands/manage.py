@@ -80,7 +80,7 @@ def standing(run: str) -> Standing:
         job, driver = job_in(folder), look(folder).driver
     except OSError as error:
         raise WrongInput(f"cannot read {error.filename or folder}: {error.strerror or error}") from None
-    asked = job is not None and slurm_jobs.is_here()
+    asked = job is not None and slurm_jobs.is_here() and slurm_jobs.is_asked(job.cluster)
     facts = slurm_jobs.job_facts(job.id) if job is not None and asked else None
     return Standing(
         folder.resolve().name,
@@ -239,7 +239,10 @@ def stop(run: str, wait_s: float, say: Say) -> None:
     elif now.driver is not None and now.lives:
         _stop_process(run, now.driver, wait_s, say)
     elif now.job is not None:
-        raise WrongInput(f"{now.name} runs in job {now.job}: stop it on a machine with Slurm's commands")
+        raise WrongInput(
+            f"{now.name} runs in job {now.job}, which cannot be asked from here: stop it on a login node of "
+            "its cluster, or set SLURM_CLUSTERS"
+        )
     else:
         raise WrongInput(f"{now.name} runs as {now.driver}, which cannot be seen from here: stop it there")
     now = standing(run)

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 from slipstream.backend.commands.doctor import NEEDED_SHM, Finding
 from slipstream.backend.commands.gpu_doctor import SHARED_MEMORY, ThisMachine, infiniband_ports
-from slipstream.backend.commands.slurm_jobs import CONTAINER, IMAGE
+from slipstream.backend.commands.slurm_jobs import CONTAINER, GPUS, IMAGE
 
 NAMES = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
 """Variables with the image of a container. pyxis sets none, so who starts it sets ``IMAGE``."""
@@ -26,7 +26,7 @@ class NodeSurroundings(TypedDict):
     """Image of the container; ``none`` outside of one."""
     host: str
     given_gpus: int | None
-    """GPUs that Slurm has given to the process; null: Slurm does not say."""
+    """GPUs that Slurm, or the site, has given to the process; null: neither says."""
     gpus: int
     """GPUs that the process can open."""
     active_ports: int
@@ -42,7 +42,7 @@ class NodeSurroundings(TypedDict):
 def surroundings(machine: ThisMachine) -> NodeSurroundings:
     """Return what this process meets on a machine."""
     variables = machine.variables
-    given = variables.get("SLURM_GPUS_ON_NODE", "")
+    given = variables.get(GPUS) or variables.get("SLURM_GPUS_ON_NODE", "")
     return {
         "container": _container(machine),
         "host": (machine.text("/proc/sys/kernel/hostname") or "").strip(),
@@ -125,7 +125,7 @@ def _gpus(nodes: Mapping[str, NodeSurroundings]) -> Finding:
         )
         if all(seen["container"] == NO_CONTAINER for seen in nodes.values()):
             advice = "the node's driver does not show them: `nvidia-smi` there, then ask the site"
-        return wrong("GPUs", f"{some(told, '; ')} that Slurm has given", advice)
+        return wrong("GPUs", f"{some(told, '; ')} that Slurm or the site has given", advice)
     counts = sorted({seen["gpus"] for seen in nodes.values()})
     if all(not seen["given_gpus"] for seen in nodes.values()):
         return Finding("GPUs", "Slurm has given none", "to look at them: salloc --gpus-per-node=8")

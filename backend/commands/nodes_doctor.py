@@ -83,6 +83,8 @@ class Nodes:
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
             for command in commands
         ]
+        self._reading = len(self._processes)
+        """Number of processes that may still answer."""
         for process in self._processes:
             threading.Thread(target=self._read, args=(process,), daemon=True).start()
 
@@ -90,6 +92,7 @@ class Nodes:
         assert process.stdout is not None
         for line in process.stdout:
             self._lines.put(line)
+        self._lines.put("")
 
     def ask(self, do: str, timeout_s: float, **given: object) -> dict[str, Any]:
         """Ask all probes, and return the answers by node."""
@@ -103,16 +106,19 @@ class Nodes:
                 """The probe has ended, so it does not answer."""
         answers: dict[str, Any] = {}
         deadline = time.monotonic() + timeout_s
-        while len(answers) < len(self.names):
+        while len(answers) < len(self.names) and self._reading:
             try:
-                said = json.loads(self._lines.get(timeout=max(0.0, deadline - time.monotonic())))
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+                self._reading -= not line
+                said = json.loads(line)
             except queue.Empty:
                 break
             except ValueError:
                 continue  # printed by a library
             if isinstance(said, dict) and said.get("number") == self._number:
                 answers[said["node"]] = said["answer"] if "answer" in said else Unanswered(said.get("error"))
-        silent = Unanswered(f"no answer to {do} in {timeout_s:.0f} s")
+        why = f" in {timeout_s:.0f} s" if self._reading else ": the probes have ended"
+        silent = Unanswered(f"no answer to {do}{why}")
         return {name: answers.get(name, silent) for name in self.names}
 
     def close(self) -> None:
@@ -188,7 +194,8 @@ def in_container(container: ContainerConfig | None, folders: Sequence[str]) -> t
     if container.runtime == "pyxis":
         options = {"image": container.image, "mounts": mounts, "workdir": folders[0]}
         return [f"--container-{name}={value}" for name, value in options.items()], ["python3", "-P"]
-    enter = ["apptainer", "exec", "--nv", "--pwd", folders[0], "--bind", mounts, container.image]
+    runtime = "apptainer" if shutil.which("apptainer") or not shutil.which("singularity") else "singularity"
+    enter = [runtime, "exec", "--nv", "--pwd", folders[0], "--bind", mounts, container.image]
     return [], [*enter, "python3", "-P"]
 
 

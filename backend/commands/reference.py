@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -326,6 +327,11 @@ def _refuse_options(args: Sequence[str], parameters: Sequence[Any]) -> None:
         is_name = option.startswith("--") or len(option) == 2
         if is_name and _ALONE.fullmatch(value or after):
             raise typer.BadParameter(f"{option}: leave it out, and write {value or after} alone")
+        if "--sbatch" in flags and not get_close_matches(option, flags, cutoff=0.8):
+            raise typer.BadParameter(
+                f"{arg}: submit has no such option; it takes nodes by --nodes, a time limit by --time, and "
+                "others of sbatch in one word after --sbatch=, as --sbatch=-pgpu or --sbatch=--exclude=n1"
+            )
 
 
 def _without_values(parameters: list[Any]) -> list[Any]:

@@ -1,5 +1,6 @@
 """What Slurm says of a job, and how a job is ended: its commands, on any machine that has them."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -11,14 +12,23 @@ from slipstream.backend.commands.outcome import Failed
 CONTAINER, IMAGE, MOUNTS = "SLIPSTREAM_CONTAINER", "SLIPSTREAM_CONTAINER_IMAGE", "SLIPSTREAM_CONTAINER_MOUNTS"
 """Variables by which slurm/train.sbatch knows the container of a job."""
 
+GPUS = "SLIPSTREAM_GPUS_PER_NODE"
+"""Variable by which slurm/ray_node.sh knows the GPUs of a node where Slurm does not count them."""
+
 ANSWER_TIMEOUT_S = 30.0
 """Longest time for a command of Slurm, which answers in milliseconds unless its controller is down."""
+
+_TUNED = ("SCANCEL_", "SCONTROL_", "SQUEUE_", "SLURM_TIME_FORMAT")
+"""Beginnings of variables by which these commands ask back, leave jobs out, or write times in other words."""
 
 _FIELD = re.compile(r"([\w:/]+)=(.*?)(?=\s+[\w:/]+=|\s*$)")
 _UNKNOWN = re.compile(r"invalid job id", re.IGNORECASE)
 _NOTHING = ("", "None", "(null)", "Unknown", "N/A")
 
-WAITS = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING"})
+WAITS = frozenset(
+    {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+    | {"CONFIGURING", "POWER_UP_NODE"}
+)
 RUNS = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING"})
 ENDING = frozenset({"COMPLETING", "STAGE_OUT"})
 
@@ -61,6 +71,20 @@ def is_here() -> bool:
     return shutil.which("scontrol") is not None and shutil.which("scancel") is not None
 
 
+def is_asked(cluster: str) -> bool:
+    """True if Slurm's commands ask the cluster of this name, or may do so. Raises Failed.
+
+    ``cluster``: empty if it is not known.
+    """
+    asked = os.environ.get("SLURM_CLUSTERS")
+    if not asked:
+        match = re.search(
+            r"^ClusterName\s*=\s*(\S+)", called("scontrol", "show", "config").stdout, re.MULTILINE
+        )
+        asked = match[1] if match else cluster
+    return not cluster or asked.casefold() == cluster.casefold()
+
+
 def job_facts(job: str) -> JobFacts | None:
     """Return what Slurm says of a job; None if it does not know the job, or not any more. Raises Failed."""
     ended = called("scontrol", "--oneliner", "show", "job", job)
@@ -72,9 +96,16 @@ def job_facts(job: str) -> JobFacts | None:
 
 
 def parsed(record: str) -> JobFacts | None:
-    """Return the job of the first line of ``scontrol --oneliner show job``; None if there is none in it."""
-    lines = record.splitlines() or [""]
-    fields = {name: value.strip() for name, value in _FIELD.findall(lines[0])}
+    """Return the job of ``scontrol --oneliner show job``; None if there is none in it.
+
+    An array has a line for each task: one that runs stands for all, or else one that is not over.
+    """
+    tasks = filter(None, (_task(line) for line in record.splitlines()))
+    return min(tasks, key=lambda task: (not task.runs, task.is_over), default=None)
+
+
+def _task(line: str) -> JobFacts | None:
+    fields = {name: value.strip() for name, value in _FIELD.findall(line)}
     if "JobState" not in fields:
         return None
 
@@ -106,8 +137,10 @@ def called(*command: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             command,
+            env={name: value for name, value in os.environ.items() if not name.startswith(_TUNED)},
             capture_output=True,
             text=True,
+            errors="replace",  # comments and names of jobs are in any encoding
             timeout=ANSWER_TIMEOUT_S,
             check=False,
             stdin=subprocess.DEVNULL,

@@ -6,13 +6,15 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import slipstream.slurm
 from slipstream.backend.commands.outcome import Failed, WrongInput
-from slipstream.backend.commands.slurm_jobs import CONTAINER, IMAGE, MOUNTS, container_mounts
+from slipstream.backend.commands.sbatch_options import left_out, option_names, option_of, sbatch_problems
+from slipstream.backend.commands.slurm_jobs import CONTAINER, GPUS, IMAGE, MOUNTS, container_mounts
 from slipstream.backend.driver.loops.job_end import SHORTEST_S
 from slipstream.configs.document import read_document
 from slipstream.configs.load import load_site, site_file
@@ -25,37 +27,17 @@ from slipstream.configs.schema.paths import model_settings
 SBATCH_TIMEOUT_S = 120.0
 """Longest time for sbatch to accept or to refuse a job."""
 
+MOST_SEEDS = 10_000
+"""Largest range of seeds, each of which gets a folder. Most sites allow a tenth (MaxArraySize)."""
+
 MODULES, NODE_DISK, RESTARTS = "SLIPSTREAM_MODULES", "SLIPSTREAM_TMP", "SLIPSTREAM_RESTARTS"
-"""Variables by which slurm/train.sbatch knows the modules, the local disk and the restarts of a job."""
+VENV = "SLIPSTREAM_VENV"
+"""Variables by which slurm/train.sbatch knows modules, local disk, restarts and environment of a job."""
 
 TASK = "%a"
 """What slurm/train.sbatch replaces in the arguments of a job by the number of its task in an array."""
 
-_ASKED = "the recipe and the options of submit say so already: "
-_GPUS = f"{_ASKED}use --gpus-per-node, cluster.gpus_per_node or cluster.gres"
-_TASKS = "leave it: there is one Ray on each node, which hands out its CPUs and GPUs"
-_INSIDE = "the batch script runs on the host, and starts the container itself: use cluster.container"
-_REFUSED = {
-    **dict.fromkeys(("--nodes", "-N"), f"{_ASKED}use --nodes"),
-    **dict.fromkeys(("--time", "-t"), f"{_ASKED}use --time, which is checked"),
-    **dict.fromkeys(("--array", "-a"), "its tasks would all drive the same run: use --array"),
-    **dict.fromkeys(("--gpus", "-G", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket"), _GPUS),
-    **dict.fromkeys(
-        ("--ntasks", "-n", "--ntasks-per-node", "--ntasks-per-gpu", "--ntasks-per-socket"), _TASKS
-    ),
-    **dict.fromkeys(("--container", "--container-image", "--container-mounts"), _INSIDE),
-    **dict.fromkeys(("--wait", "-W"), "submit returns at once: ask `slipstream status`"),
-    "--test-only": "it submits nothing: use --print",
-    "--wrap": "the job has a script already",
-    ":": "a heterogeneous job has several groups of nodes, and Ray needs one: leave it out",
-}
-"""Options of sbatch that break a job or its account, each with what to do in their place."""
-
-_WARNING = re.compile(r"B:(SIG)?(USR1|10)(@\d+)?")
-_SEVERAL = re.compile(r"\s--?[a-z]")
-_FREE_TEXT = ("--comment", "--job-name", "-J")
-
-_SEEDS = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
+_SEEDS = re.compile(r"\d+(-\d+(:0*[1-9]\d*)?)?(,\d+(-\d+(:0*[1-9]\d*)?)?)*(%0*[1-9]\d*)?")
 _RANGE = re.compile(r"(\d+)-(\d+)")
 _JOB = re.compile(r"\d+(_\d+)?")
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<fields>\d+(?::\d+){0,2})")
@@ -210,11 +192,11 @@ def _gpus_of_a_node(config: RunConfig, verb: str) -> int:
     """Return the number of GPUs to ask of each node: less than all of them where one node does."""
     if config.cluster.device == "cpu":
         return 0
-    of_node = _slurm(config).gpus_per_node
+    of_node = slurm(config).gpus_per_node
     return min(of_node, _gpus_on_one_node(config, verb) or of_node)
 
 
-def _slurm(config: RunConfig) -> SlurmCluster:
+def slurm(config: RunConfig) -> SlurmCluster:
     """Return the cluster of a recipe; its defaults for a recipe of one machine."""
     return config.cluster if config.cluster.type == "slurm" else SlurmCluster()
 
@@ -234,7 +216,7 @@ def _further_nodes(judge: OwnEngines | None, left: list[int], gpus_per_node: int
 
 
 def seconds(time: str) -> float | None:
-    """Return the length of a time limit of sbatch; None if it is unlimited. Raises WrongInput.
+    """Return the length of a time limit of sbatch; None if it is unlimited, as 0 is. Raises WrongInput.
 
     >>> seconds("90"), seconds("8:00:00"), seconds("3-12")
     (5400, 28800, 302400)
@@ -248,39 +230,9 @@ def seconds(time: str) -> float | None:
     if match["days"] is None:
         # Without days sbatch reads M, M:S and H:M:S; with days H, H:M and H:M:S.
         hours, minutes, rest = ([0, *fields, 0] if len(fields) == 1 else [0, *fields])[-3:]
-        return hours * 3600 + minutes * 60 + rest
+        return hours * 3600 + minutes * 60 + rest or None
     hours, minutes, rest = [*fields, 0, 0][:3]
-    return int(match["days"]) * 86400 + hours * 3600 + minutes * 60 + rest
-
-
-def _sbatch_options(given: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield each option of sbatch as it was given, its name and its value, which may be the next word."""
-    for number, word in enumerate(given):
-        following = given[number + 1] if number + 1 < len(given) else ""
-        name, equals, value = word.partition("=") if word.startswith("--") else (word[:2], word[2:], word[2:])
-        if word.startswith("-") or word == ":":
-            yield word, name, value if equals or following.startswith("-") else following
-        elif not number or "=" in given[number - 1] or not given[number - 1].startswith("-"):
-            yield word, "", ""
-
-
-def _sbatch_problems(given: Sequence[str], cluster: SlurmCluster) -> Iterator[str]:
-    """Yield which further options of sbatch would break the job, and why."""
-    for word, name, value in _sbatch_options(given):
-        if not name:
-            yield f"--sbatch: {word!r} found, an option expected, such as --sbatch=--partition=big"
-        elif _SEVERAL.search(word) and name not in _FREE_TEXT:
-            yield f"--sbatch: {word!r} found, one option expected: give each an --sbatch of its own"
-        elif name in _REFUSED:
-            yield f"--sbatch={word}: {_REFUSED[name]}"
-        elif name == "--gres" and "gpu" in value:
-            yield f"--sbatch={word}: {_GPUS}"
-        elif name == "--gres" and cluster.gres is not None:
-            yield f"--sbatch={word}: sbatch takes the last --gres alone, and cluster.gres is {cluster.gres}"
-        elif name == "--export" and value.partition(",")[0] != "ALL":
-            yield f"--sbatch={word}: the job needs the variables of its submission: --export=ALL,NAME=VALUE"
-        elif name == "--signal" and _WARNING.fullmatch(value) is None:
-            yield f"--sbatch={word}: another signal ends the run or its Ray: --signal=B:USR1@SECONDS expected"
+    return int(match["days"]) * 86400 + hours * 3600 + minutes * 60 + rest or None
 
 
 def option_problems(options: JobOptions) -> list[str]:
@@ -302,22 +254,35 @@ def option_problems(options: JobOptions) -> list[str]:
             problems.append(
                 f"--array: '{first}-{last}' found, the smaller seed first expected: {last}-{first}"
             )
+        if int(last) - int(first) >= MOST_SEEDS:
+            problems.append(f"--array: '{first}-{last}' found, at most {MOST_SEEDS:,} runs expected")
     if options.after is not None and _JOB.fullmatch(options.after) is None:
         problems.append(f"--after: {options.after!r} found, the number of a job expected, such as 1234")
     return problems
 
 
-def _site_options(cluster: SlurmCluster, gpus: int) -> list[str]:
-    """Return the options of sbatch for the GPUs of each node and for what the site wants."""
-    asked = f"--gpus-per-node={gpus}" if cluster.gres is None or not gpus else f"--gres={cluster.gres}:{gpus}"
-    named = {"account": cluster.account, "partition": cluster.partition, "qos": cluster.qos}
-    return [asked, *(f"--{option}={value}" for option, value in named.items() if value is not None)]
+def _site_options(cluster: SlurmCluster, gpus: int, given: set[str]) -> list[str]:
+    """Return the options of sbatch for the GPUs of each node and for what the site wants.
+
+    ``given``: names of options that the user gives, which replace the site's. An option for no GPUs would be
+    refused where Slurm counts none.
+    """
+    asked = f"--gpus-per-node={gpus}" if cluster.gres is None else f"--gres={cluster.gres}:{gpus}"
+    named = {f"--{name}": getattr(cluster, name) for name in ("account", "partition", "qos")}
+    return [
+        *([asked] if gpus and cluster.gres != "none" else []),
+        *(f"{name}={value}" for name, value in named.items() if value is not None and name not in given),
+    ]
 
 
-def job_variables(config: RunConfig) -> dict[str, str]:
-    """Return the variables of a recipe's job: of its container, and of what the recipe or the site sets."""
-    cluster = _slurm(config)
-    given = container_variables(config)
+def job_variables(cluster: SlurmCluster, gpus: int) -> dict[str, str]:
+    """Return the variables of a job, apart from its container's, by which the recipe or the site is followed.
+
+    ``gpus``: GPUs of each node.
+    """
+    given: dict[str, str] = {}
+    if cluster.gres == "none" and gpus:
+        given[GPUS] = str(gpus)
     if cluster.modules:
         given[MODULES] = " ".join(cluster.modules)
     if cluster.network_interface is not None:
@@ -338,12 +303,6 @@ class Site:
     settings: Mapping[str, object]
     file: Path | None
 
-    @property
-    def container(self) -> ContainerConfig | None:
-        """The container of every job that its recipe gives no other one."""
-        given = self.settings.get("container")
-        return None if given is None else ContainerConfig.model_validate(given)
-
 
 def this_site() -> Site:
     """Return the settings of this site. Raises RecipeError."""
@@ -351,14 +310,31 @@ def this_site() -> Site:
     return Site(load_site(file) if file is not None else {}, file)
 
 
-def origins(recipe: Path, overrides: Sequence[str], site: Site) -> dict[str, str]:
-    """Return where each setting of the site in effect comes from, by its path in the recipe."""
+def own_environment(config: RunConfig) -> dict[str, str]:
+    """Return the variable that names this environment, for a job whose batch script would find no other one.
+
+    slurm/train.sbatch looks into the folder of submission, then on the PATH.
+    """
+    found = os.environ.get(VENV) or Path(".venv/bin/ray").exists() or shutil.which("slipstream")
+    if found or container_of(config) is not None or not Path(sys.prefix, "bin/ray").exists():
+        return {}
+    return {VENV: sys.prefix}
+
+
+def origins(recipe: Path, overrides: Sequence[str], site: Site, sbatch: Sequence[str] = ()) -> dict[str, str]:
+    """Return where each setting of the site in effect comes from, by its path in the recipe.
+
+    ``sbatch``: further options of sbatch, which replace some.
+    """
     given = (read_document(recipe, ()).data or {}).get("cluster")
     of_recipe = given if isinstance(given, dict) else {}
     named = [override.partition("=")[0].strip() for override in overrides]
+    replaced = option_names(sbatch) & {"--account", "--partition", "--qos"}
     found: dict[str, str] = {}
     for name in SiteConfig.model_fields:
         path = f"cluster.{name}"
+        if f"--{name}" in replaced:
+            continue
         if any(key == path or key.startswith(f"{path}.") for key in named):
             found[path] = "the command line"
         elif name in of_recipe:
@@ -384,7 +360,10 @@ def sbatch_command(
         needed = nodes_needed(config, verb, gpus)
     except WrongInput as error:
         problems.append(str(error))
-    problems += _sbatch_problems(options.sbatch, _slurm(config))
+    problems += [*sbatch_problems(options.sbatch, slurm(config), os.environ), *_unmountable(config)]
+    given = option_names(options.sbatch)
+    if options.after and "--dependency" in given:
+        problems.append("--after: --sbatch=--dependency found as well, of which sbatch takes one: give one")
     if options.nodes is not None and options.nodes < needed:
         problems.append(
             f"--nodes: {options.nodes} found, {needed} or more with {gpus} GPUs each (--gpus-per-node) "
@@ -392,13 +371,24 @@ def sbatch_command(
         )
     if problems:
         raise WrongInput("\n".join(problems))
-    command = ["sbatch", f"--nodes={options.nodes or needed}", *_site_options(_slurm(config), gpus)]
+    command = ["sbatch", f"--nodes={options.nodes or needed}", *_site_options(slurm(config), gpus, given)]
     command += [f"--time={options.time}"] if options.time else []
     command += [f"--dependency=afterany:{options.after}"] if options.after else []
     command += [f"--array={options.seeds}"] if options.seeds else []
     own = [f"run.name={config.run.name}-seed{TASK}", f"run.seed={TASK}"] if options.seeds else []
     words = [*([verb] if verb == "sft" else []), *arguments, *own]
-    return [*command, *options.sbatch, str(batch_script()), *words], job_variables(config)
+    return [*command, *options.sbatch, str(batch_script()), *words], {
+        **container_variables(config),
+        **job_variables(slurm(config), gpus),
+        **own_environment(config),
+    }
+
+
+def _unmountable(config: RunConfig) -> Iterator[str]:
+    """Yield the folders whose names a container would take for several, or for two ends of a mount."""
+    for folder in [Path.cwd(), *_named_folders(config)] if container_of(config) else []:
+        if {",", ":"} & set(str(folder)):
+            yield f"cluster.container: {str(folder)!r} found, a folder without `,` or `:` expected: rename it"
 
 
 def printed(
@@ -412,12 +402,33 @@ def printed(
     ``sources``: from ``origins``, for settings of ``config``.
     """
     lines = [
-        f"# {path}: {_yaml(getattr(_slurm(config), path.partition('.')[2]))} ({source})"
+        f"# {path}: {_yaml(getattr(slurm(config), path.partition('.')[2]))} ({source})"
         for path, source in (sources or {}).items()
         if config is not None
     ]
-    given = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-    return "\n".join([*lines, " ".join([*given, shlex.join(command)])])
+    cluster, environment = slurm(config) if config is not None else SlurmCluster(), os.environ
+    without = left_out(environment, cluster)
+    lines += [f"# {line}" for line in noted(command, environment, cluster, everything=True)]
+    # By `env`, since shells such as csh and fish set no variables before a command.
+    changes = [*(f"-u {name}" for name in without if name not in variables)]
+    changes += [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    return "\n".join([*lines, " ".join([*(["env", *changes] if changes else []), shlex.join(command)])])
+
+
+def noted(
+    command: Sequence[str], environment: Mapping[str, str], cluster: SlurmCluster, *, everything: bool = False
+) -> Iterator[str]:
+    """Yield what becomes of the variables of sbatch in an environment: of all, or of those without effect."""
+    without, named = left_out(environment, cluster), option_names(command[1:])
+    for name in sorted(name for name in environment if name.startswith("SBATCH_")):
+        option = option_of(name)
+        told = f"{name}={' '.join(environment[name].split())}"  # a comment has one line
+        if name in without:
+            yield f"{told} is left out: {without[name]}"
+        elif option in named and f"{option}={environment[name]}" not in command:
+            yield f"{told} is replaced by {option}"
+        elif everything:
+            yield f"{told} has its effect ({option})"
 
 
 def _yaml(value: object) -> str:
@@ -433,29 +444,27 @@ def own_settings(site: Site, sources: Mapping[str, str]) -> list[str]:
     ]
 
 
-def inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what a job inherits of an environment: nothing of a job in which it is submitted, whose sizes
-    srun would take for its own, and nothing by which sbatch would keep variables back, wait or make an array.
+def submit(command: Sequence[str], variables: Mapping[str, str], cluster: SlurmCluster | None = None) -> str:
+    """Run sbatch and return what it prints, its warnings first.
+
+    Raises WrongInput without Slurm, and Failed if sbatch refuses.
     """
-    dropped = (CONTAINER, IMAGE, MOUNTS, "SBATCH_EXPORT", "SBATCH_WAIT", "SBATCH_ARRAY_INX")
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in dropped and (name == "SLURM_CONF" or not name.startswith("SLURM_"))
-    }
-
-
-def submit(command: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Run sbatch and return what it prints. Raises WrongInput without Slurm, and Failed if sbatch refuses."""
     if shutil.which(command[0]) is None:
         raise WrongInput("no sbatch on the PATH: submit from a login node, or see the command with --print")
-    environment = inherited(os.environ) | dict(variables)
+    without = left_out(os.environ, cluster or SlurmCluster())
+    environment = {name: value for name, value in os.environ.items() if name not in without} | dict(variables)
     try:
         ended = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=SBATCH_TIMEOUT_S, check=False
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",  # a notice of the site need not be in the encoding of this shell
+            timeout=SBATCH_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise Failed(f"sbatch has not answered in {SBATCH_TIMEOUT_S:.0f} s") from None
     if ended.returncode:
         raise Failed(f"sbatch refused the job: {ended.stderr.strip()}")
-    return ended.stdout.strip()
+    return f"{ended.stderr.strip()}\n{ended.stdout.strip()}".strip()

@@ -87,7 +87,8 @@ class ContainerConfig(Section):
     docs/install.md says how such an image is made."""
 
     runtime: Literal["apptainer", "pyxis"] = Field(
-        description="Program that runs the image: `apptainer`, or Slurm's plugin `pyxis` with enroot."
+        description="Program that runs the image: `apptainer`, also under its name `singularity`, or Slurm's "
+        "plugin `pyxis` with enroot."
     )
     image: str = Field(
         min_length=1,
@@ -104,7 +105,8 @@ class SiteConfig(_Hardware):
     """What a Slurm site wants of every job.
 
     `slipstream submit` reads it from the file that `SLIPSTREAM_SITE` names, or else from
-    `~/.config/slipstream/site.yaml`. The same settings in `cluster` of a recipe replace the site's.
+    `~/.config/slipstream/site.yaml`; `plan` and `check` read what they estimate with. The same settings in
+    `cluster` of a recipe replace the site's.
     """
 
     account: SlurmName | None = Field(
@@ -118,7 +120,8 @@ class SiteConfig(_Hardware):
     gres: GresName | None = Field(
         default=None,
         description="Name under which the site counts GPUs, such as `gpu` or `gpu:h100`, with no number. The "
-        "job then asks for `--gres=NAME:NUMBER`. null: it asks for `--gpus-per-node=NUMBER`.",
+        "job then asks for `--gres=NAME:NUMBER`. `none`: Slurm counts no GPUs here, and the job asks for "
+        "none and uses those of its nodes. null: it asks for `--gpus-per-node=NUMBER`.",
     )
     container: ContainerConfig | None = Field(
         default=None,

@@ -89,6 +89,8 @@ def said(command, *arguments) -> str:
         ("PENDING", {"reason": "Priority"}, ["job 7 waits: Priority; expected to start at 2026-11-27T22"]),
         ("PENDING", {"reason": "BeginTime", "restarts": "1"}, ["job 7 waits: BeginTime, start 2"]),
         ("CONFIGURING", {}, ["job 7 waits: CONFIGURING"]),
+        ("POWER_UP_NODE", {}, ["job 7 waits: POWER_UP_NODE"]),
+        ("RESV_DEL_HOLD", {"reason": "ReservationDeleted"}, ["job 7 waits: ReservationDeleted"]),
         ("FAILED", {"code": "1:0"}, ["job 7 has ended: FAILED, exit code 1; the run has no summary"]),
         ("NODE_FAIL", {}, ["job 7 has ended: NODE_FAIL"]),
         ("TIMEOUT", {"code": "0:15"}, ["job 7 has ended: TIMEOUT, exit code 0"]),
@@ -192,6 +194,45 @@ def test_a_job_that_is_about_to_start_again_when_it_is_to_end_is_cancelled(slurm
     assert slurm.cancelled == ["scancel --batch --signal=TERM 7", "scancel 7"]
     assert any("is about to start again: ending it" in line for line in said)
     assert "has ended: CANCELLED" in said[-1]
+
+
+@pytest.mark.parametrize("by", ["scontrol", "SLURM_CLUSTERS"])
+def test_a_job_of_another_cluster_with_the_same_number_is_left_alone(
+    slurm: Slurm, run: Path, monkeypatch, by
+):
+    slurm.says("RUNNING")
+    driver = {"folder": "f", "term": 1, "counter": 3, "owner": "o", "host": "elsewhere", "boot": "b"}
+    driver |= {"namespace": "n", "pid": os.getpid(), "started": 1, "lease_s": 30.0, "ended": False}
+    (run / "driver.json").write_text(json.dumps(driver))
+    if by == "scontrol":
+        with (slurm.folder / "record").open("a") as record:
+            record.write("ClusterName             = beta\n")
+    else:
+        monkeypatch.setenv("SLURM_CLUSTERS", "beta")
+    assert "cannot be seen from here" in said(manage.status, str(run))
+    with pytest.raises(WrongInput, match=r"runs in job 7, .* login node of its cluster"):
+        manage.stop(str(run), 1.0, print)
+    calls = slurm.folder / "calls"
+    assert not calls.exists() or slurm.cancelled == []
+
+
+def test_an_array_runs_while_one_of_its_tasks_does(slurm: Slurm):
+    slurm.says("COMPLETED")
+    one = (slurm.folder / "record").read_text()
+    (slurm.folder / "record").write_text(
+        "".join(one.replace("COMPLETED", state) for state in ("COMPLETED", "PENDING", "RUNNING", "FAILED"))
+    )
+    assert "job 7 is running" in said(manage.status, "7")
+    (slurm.folder / "record").write_text(one + one.replace("COMPLETED", "COMPLETING"))
+    assert "job 7 is completing" in said(manage.status, "7")
+
+
+def test_settings_of_the_shell_for_slurms_commands_change_nothing(slurm: Slurm, monkeypatch):
+    for name in ("SCANCEL_INTERACTIVE", "SQUEUE_STATES", "SCONTROL_LOCAL", "SLURM_TIME_FORMAT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SLURM_CONF", "/slurm.conf")
+    ended = slurm_jobs.called("sh", "-c", "env | grep -E '^S(CANCEL|QUEUE|CONTROL|LURM)_'; printf '\\344'")
+    assert ended.stdout == "SLURM_CONF=/slurm.conf\n\N{REPLACEMENT CHARACTER}"
 
 
 def test_a_job_that_has_ended_is_left_alone(slurm: Slurm, run: Path):

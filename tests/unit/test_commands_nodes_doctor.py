@@ -167,6 +167,16 @@ def test_another_version_is_named_with_its_node(nodes, tmp_path: Path):
         ),
         (node("node1"), "host names", "node2 is called node1, node2 expected", "NodeHostname"),
         (node("node2", "/dev/nvidia"), "GPUs", "node2: 0 of 8", "98-nvidia.sh"),
+        (
+            node(
+                "node2",
+                "/dev/nvidia7",
+                variables={"APPTAINER_CONTAINER": IMAGE, "SLIPSTREAM_GPUS_PER_NODE": "8"},
+            ),
+            "GPUs",
+            "node2: 7 of 8 that Slurm",
+            "98-nvidia.sh",
+        ),
         (node("node2", "/dev/infiniband"), "RDMA", "not there on node2", "cluster.container.mounts"),
         (node("node2", "/sys/class/infiniband"), "RDMA", "no port with a link on node2", "NCCL_IB_DISABLE"),
         (node("node2", locked="8388608"), "locked memory", "node2: 8.0 MiB", "--sbatch=--propagate=NONE"),
@@ -345,7 +355,7 @@ def test_whole_probes_answer_over_their_pipes_and_add_up_tensors(tmp_path: Path,
 
 def test_a_probe_that_does_not_start_is_named(tmp_path: Path):
     started = Nodes(NAMES[:2], [["false"]])
-    started.start_s = 5.0
+    started.start_s = 1e6  # srun has ended, so nothing waits as long
     try:
         (found,) = examine_nodes(started, tmp_path, 0)
     finally:
@@ -384,6 +394,19 @@ def doctor(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[st
         timeout=300,
         check=False,
     )
+
+
+def test_the_doctor_of_nodes_follows_the_site(tmp_path: Path):
+    (tmp_path / "site.yaml").write_text("{node_disk: /scratch, network_interface: ib0, gres: none}")
+    path = commands_in(
+        tmp_path,
+        scontrol=SCONTROL,
+        srun=f'echo "$NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME $SLIPSTREAM_GPUS_PER_NODE $*" >{tmp_path}/told',
+    )
+    site = str(tmp_path / "site.yaml")
+    doctor("--nodes", "2", SLURM_JOB_NODELIST="node[1-2]", PATH=path, SLIPSTREAM_SITE=site)
+    words = (tmp_path / "told").read_text().split()
+    assert words[:3] == ["=ib0", "ib0", "8"] and words[words.index("node1=a-node1") - 1] == "/scratch"
 
 
 def test_without_an_allocation_it_says_how_to_get_one():

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from slipstream.backend.cli.app import app
 from slipstream.backend.commands import manage
+from slipstream.backend.commands.check import read_recipe
 from slipstream.backend.commands.frozen import seeds_of
 from slipstream.backend.commands.submit import batch_script
 from slipstream.backend.driver.start.job import SUBMITTED
@@ -21,6 +21,7 @@ from slipstream.backend.driver.start.run_folder import start_folder
 from slipstream.configs.load import load_recipe, load_site, site_file
 from slipstream.configs.rules.inputs import NO_INPUTS
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.violations import RecipeError
 from tests.unit.test_driver_run_folder import Silent, config, live
 from tests.unit.test_rollout_gpu_environment import VALID
 
@@ -72,7 +73,8 @@ WRONG: list[tuple[str, str]] = [
     ("gpus_per_node: '8'", "gpus_per_node = '8': expected"),
     ("gres: gpu:8", "gres = 'gpu:8': expected a name such as"),
     ("gres: gpu:h100:8", "gres = 'gpu:h100:8': expected a name such as"),
-    ("modules: cuda", "modules = 'cuda': expected"),
+    ("modules: cuda", "modules = 'cuda': expected a list of texts"),
+    ("container: {runtime: pyxis, image: i, mounts: a}", "container.mounts = 'a': expected a list of texts"),
     ("modules: [cuda, '; rm -r x']", "expected names of modules, such as `cuda/12.8`, and found '; rm -r x'"),
     ("network_interface: ib 0", "network_interface = 'ib 0': expected the name of an interface"),
     (
@@ -151,7 +153,7 @@ def test_the_job_is_what_the_site_wants_and_the_print_says_where_it_comes_from(p
     assert '# cluster.partition: "tiny" (the command line)' in comments
     assert '# cluster.gres: "gpu:h100" (site.yaml)' in comments
     words = shlex.split(line)
-    given = dict(word.split("=", 1) for word in words[: words.index("sbatch")])
+    given = dict(word.split("=", 1) for word in words[: words.index("sbatch")] if "=" in word)
     assert given["SLIPSTREAM_CONTAINER_IMAGE"] == "/images/s.sqsh"
     assert given["SLIPSTREAM_MODULES"] == "cuda/12.8 gcc"
     assert (given["NCCL_SOCKET_IFNAME"], given["GLOO_SOCKET_IFNAME"]) == ("=ib0,ib1", "ib0,ib1")
@@ -187,6 +189,26 @@ def test_a_job_reads_the_recipe_as_it_was_when_it_was_submitted(place: Path, mon
     assert "it has never had a driver" in lines[0]
 
 
+def test_a_plan_estimates_with_the_machines_of_the_site(place: Path, monkeypatch: pytest.MonkeyPatch):
+    (place / "site.yaml").write_text("{gpu_memory_gib: 40, file_system_bytes_per_s: 2.0e+10, account: mine}")
+    monkeypatch.setenv("SLIPSTREAM_SITE", "site.yaml")
+    for cluster in ([], ["cluster.type=local"], ["cluster.type=slurm"]):
+        given = read_recipe("recipe.yaml", cluster).cluster
+        assert (given.gpu_memory_gib, given.file_system_bytes_per_s) == (40, 2e10)
+    given = read_recipe("recipe.yaml", ["cluster.type=slurm", "cluster.gpu_memory_gib=80"]).cluster
+    assert given.gpu_memory_gib == 80
+    (place / "site.yaml").write_text("gpu_memory: 40")
+    with pytest.raises(RecipeError, match="gpu_memory"):
+        read_recipe("recipe.yaml", [])
+
+
+def test_a_job_of_another_kind_of_cluster_is_refused(place: Path):
+    ended = submit("--print", "cluster.type=ray", "--time", "1h")
+    assert ended.exit_code == 2 and "cluster.type=ray: a job of Slurm has" in ended.output, ended.output
+    assert "--time: '1h'" in ended.output
+    assert submit("--print", "cluster.type=slurm").exit_code == 0
+
+
 def test_two_submissions_of_a_run_are_kept_apart_and_each_seed_has_its_own(place: Path):
     for _ in range(2):
         assert submit("--array", "0-2:2,7%1", "run.root=out").exit_code == 0
@@ -201,7 +223,7 @@ def test_two_submissions_of_a_run_are_kept_apart_and_each_seed_has_its_own(place
 
 
 def test_seeds_are_counted_as_sbatch_counts_them():
-    assert list(seeds_of("0-9:3,12%4")) == [0, 3, 6, 9, 12]
+    assert list(seeds_of("0-9:3,12,3-6:3%4")) == [0, 3, 6, 9, 12]
 
 
 def test_what_sbatch_refuses_leaves_nothing_behind(place: Path):

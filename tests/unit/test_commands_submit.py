@@ -1,18 +1,19 @@
 """A recipe as a Slurm job: its nodes, its container, its time."""
 
+import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from slipstream.backend.cli.app import app
 from slipstream.backend.commands.outcome import Failed, WrongInput
@@ -28,6 +29,7 @@ from slipstream.backend.commands.submit import (
 )
 from slipstream.configs.rules.inputs import NO_INPUTS
 from slipstream.configs.schema import ModelJudge, RunConfig
+from slipstream.slurm import own_address
 from tests.environment import ROOT, environment
 from tests.unit.test_rollout_gpu_environment import VALID
 
@@ -103,7 +105,7 @@ def test_without_gpus_engines_share_the_nodes_after_the_trainers(verb, engine, c
     config = recipe(engine=engine, device="cpu", **cluster)
     assert nodes_needed(config, verb, 0) == nodes
     command, _ = sbatch_command(config, verb, ["my.yaml"], JobOptions())
-    assert command[1:3] == [f"--nodes={nodes}", "--gpus-per-node=0"]
+    assert command[1:3] == [f"--nodes={nodes}", str(batch_script())]
 
 
 def test_supervised_training_has_no_engines():
@@ -135,6 +137,8 @@ def test_a_job_that_could_not_hold_the_recipe_is_refused(parallel, engine, clust
         ("1-2:30", 95400),
         ("1-0:0:5", 86405),
         ("UNLIMITED", None),
+        ("0", None),
+        ("0-0:0", None),
     ],
 )
 def test_time_limits_are_read_as_sbatch_reads_them(time, expected):
@@ -196,9 +200,7 @@ def test_the_container_shows_the_folders_that_the_recipe_names(tmp_path, monkeyp
     places = [tmp_path / name for name in ("runs", "data", "adapters/first", "models")]
     shown = [f"{folder}:{folder}" for folder in (*places, "/scratch of nodes")]
     assert container_variables(of_hub)["SLIPSTREAM_CONTAINER_MOUNTS"].split(",")[2:] == shown
-    assert printed(["sbatch"], variables).startswith(
-        "SLIPSTREAM_CONTAINER=pyxis SLIPSTREAM_CONTAINER_IMAGE='"
-    )
+    assert "SLIPSTREAM_CONTAINER=pyxis SLIPSTREAM_CONTAINER_IMAGE='" in printed(["sbatch"], variables)
 
 
 def fake_sbatch(folder: Path, script: str) -> str:
@@ -300,6 +302,10 @@ WRONG_OPTIONS = [
     (JobOptions(seeds="a-b"), ["--array: 'a-b' found"]),
     (JobOptions(seeds="1,"), ["--array: '1,' found"]),
     (JobOptions(seeds=""), ["--array: '' found"]),
+    (JobOptions(seeds="0-99999999"), ["--array: '0-99999999' found, at most 10,000"]),
+    (JobOptions(seeds="0-4:0"), ["--array: '0-4:0' found"]),
+    (JobOptions(seeds="0-4%0"), ["--array: '0-4%0' found"]),
+    (JobOptions(after="7", sbatch=["-d", "singleton"]), ["--after: --sbatch=--dependency found as well"]),
     (JobOptions(after="my-job"), ["--after: 'my-job' found"]),
     (JobOptions(after="12,13"), ["--after: '12,13' found"]),
     (JobOptions(nodes=1), ["--nodes: 1 found, 2 or more"]),
@@ -345,21 +351,45 @@ WRONG_FOR_SBATCH = {
     "partition=big": "an option expected",
     "--partition=big --qos=high": "an --sbatch of its own",
     "--gres=nvme:1": "the last --gres alone",
+    "--gpus-per-n=8": "use --gpus-per-node",
+    "--arra=0-3": "would all drive the same run",
+    "-vN4": "use --nodes",
+    "--nodes 4": "use --nodes",
+    "-p gpu": "--sbatch=-pgpu expected",
+    "-p=gpu": "--sbatch=-pgpu expected",
+    "--reservation tuesday": "--sbatch=--reservation=tuesday expected",
+    "-x": "a value expected",
+    "--reservation": "a value expected",
+    "--mem-per-cpu=4G": "use --mem=SIZE",
+    "--chdir=/tmp": "call submit in that folder",
+    "-Mother": "set SLURM_CLUSTERS",
+    "--export-file=/tmp/a": "--export=ALL,NAME=VALUE",
+    "--uid=nobody": "submit as that user",
+    "--help": "it submits nothing",
+    "-V": "it submits nothing",
+    "--gpu-bind=single:1": "one Ray on each node",
+    "--tres-per-task=gres/gpu:8": "one Ray on each node",
+    "--no-container-mount-home": "use cluster.container",
+    "--": "an option expected",
+    "-qlow": "--sbatch=--qos=high found as well",
+    "--output=no/such/%j.out": "no folder no/such, which sbatch does not make",
+    "-eno/such.err": "no folder no, which sbatch does not make",
 }
 RIGHT_FOR_SBATCH = [
-    "--partition=big",
     "-p",
     "big",
     "--constraint=[rack1|rack2]&ib",
     "--exclusive=user",
-    "--mem=0",
     "--mem=500G",
+    "--comment=a -b c",
+    "-Jmy job",
+    "-Hv",
     "--qos=high",
     "--reservation=tuesday",
     "--output=%A_%a.out",
+    "--error=/of/nodes/%j.err",
     "--hint=nomultithread",
     "--nodelist=n[1-4,7]",
-    "--exclude=n5",
     "-x",
     "n[1-2]",
     "--no-requeue",
@@ -385,6 +415,17 @@ def test_an_option_of_sbatch_that_would_break_the_job_is_refused_with_the_way_th
     assert WRONG_FOR_SBATCH[option] in line
 
 
+@pytest.mark.parametrize("words", [["--exclusive", "user"], ["--no-requeue", "job.sh"], ["-pbig", "job.sh"]])
+def test_a_word_that_sbatch_would_take_for_the_script_is_refused(words: list[str]):
+    with pytest.raises(WrongInput, match=f"'{words[1]}' found, an option expected"):
+        sbatch_command(recipe(), "train", ["my.yaml"], JobOptions(sbatch=words))
+
+
+def test_an_option_without_its_value_takes_no_other_option_for_it():
+    with pytest.raises(WrongInput, match="'-p' found, a value expected"):
+        sbatch_command(recipe(), "train", ["my.yaml"], JobOptions(sbatch=["-p", "--qos=high"]))
+
+
 def test_what_sites_commonly_want_of_sbatch_is_handed_on_as_it_is():
     command, _ = sbatch_command(recipe(), "train", ["my.yaml"], JobOptions(sbatch=RIGHT_FOR_SBATCH))
     assert command[3 : 3 + len(RIGHT_FOR_SBATCH)] == RIGHT_FOR_SBATCH
@@ -395,10 +436,222 @@ def test_a_submission_within_a_job_hands_on_nothing_of_that_job(monkeypatch, tmp
         monkeypatch.setenv(name, "of the job around it")
     for name in ("SBATCH_EXPORT", "SBATCH_WAIT", "SBATCH_ARRAY_INX"):
         monkeypatch.setenv(name, "NONE")
-    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/other.conf")
-    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
-    said = submit([fake_sbatch(tmp_path, "env | grep -E '^S(LURM|BATCH)_' | sort")], {})
-    assert said.splitlines() == ["SBATCH_ACCOUNT=mine", "SLURM_CONF=/etc/slurm/other.conf"]
+    breaking = {
+        "GPUS": "8",
+        "GRES": "gpu:8",
+        "SIGNAL": "TERM@120",
+        "CONTAINER": "/image",
+        "MEM_PER_CPU": "4G",
+    }
+    for name, value in breaking.items():
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    kept = {
+        "SBATCH_ACCOUNT": "mine",
+        "SBATCH_GRES_FLAGS": "disable-binding",
+        "SBATCH_WCKEY": "two\nlines",
+        "SLURM_CLUSTERS": "other",
+        "SLURM_CONF": "/etc/slurm/other.conf",
+    }
+    for name, value in kept.items():
+        monkeypatch.setenv(name, value)
+    of_slurm = "env | grep -E '^S(LURM|BATCH)_' | sort"
+    sbatch = fake_sbatch(tmp_path, of_slurm)
+    first_lines = [f"{name}={value.partition(chr(10))[0]}" for name, value in kept.items()]
+    assert submit([sbatch], {}).splitlines() == first_lines
+    line = printed([sbatch, "--account=ours"], {})
+    assert "# SBATCH_ACCOUNT=mine is replaced by --account" in line
+    assert "# SBATCH_GPUS=8 is left out: " in line
+    assert "# SBATCH_GRES_FLAGS=disable-binding has its effect (--gres-flags)" in line
+    ended = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=240, check=True)
+    assert ended.stdout == submit([sbatch], {}) + "\n", "who copies the line submits the same job"
+
+
+def test_a_job_that_would_go_to_another_cluster_than_status_asks_is_refused(monkeypatch):
+    monkeypatch.setenv("SBATCH_CLUSTERS", "other")
+    with pytest.raises(WrongInput, match=r"SBATCH_CLUSTERS=other: .*set SLURM_CLUSTERS"):
+        sbatch_command(recipe(), "train", ["my.yaml"], JobOptions())
+
+
+def test_the_time_limit_of_the_shell_is_checked_as_one_of_the_command_line(monkeypatch):
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "3")
+    ended = call("quickstart", "--print")
+    assert ended.exit_code == 2 and "--time: 3 is 180 s" in ended.output
+    assert " --time=1-00 " in call("quickstart", "--print", "--time", "1-00").output
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "90")
+    assert " --time=90 " in call("quickstart", "--print", f"prepare={NO_INPUTS}").output
+
+
+def test_warnings_of_sbatch_are_told_in_any_encoding(tmp_path):
+    sbatch = fake_sbatch(tmp_path, "printf 'ger\\344t: only 2 nodes\\n' >&2; echo Submitted batch job 7")
+    assert submit([sbatch], {}) == "ger\N{REPLACEMENT CHARACTER}t: only 2 nodes\nSubmitted batch job 7"
+
+
+def test_options_of_sbatch_replace_those_of_the_site():
+    options = JobOptions(sbatch=["-ptiny", "--account", "mine"])
+    command, _ = sbatch_command(recipe(partition="big", account="proj", qos="q"), "train", ["a"], options)
+    assert command[3:-2] == ["--qos=q", "-ptiny", "--account", "mine"]
+
+
+def test_where_slurm_counts_no_gpus_a_job_asks_for_none_and_ray_is_told_their_number(monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_GPUS_PER_NODE", "5")
+    config = recipe(parallel={"tensor": 8}, engine={"count": 8}, gres="none", gpus_per_node=8)
+    command, variables = sbatch_command(config, "train", ["a"], JobOptions())
+    assert command[1:3] == ["--nodes=2", str(batch_script())]
+    assert variables == {"SLIPSTREAM_GPUS_PER_NODE": "8"}
+    assert "SLIPSTREAM_GPUS_PER_NODE=8" in printed(command, variables)
+    assert "-u SLIPSTREAM_GPUS_PER_NODE" in printed(command, {})
+    script = (batch_script().parent / "ray_node.sh").read_text()
+    [line] = [line for line in script.splitlines() if line.startswith("gpus=")]
+    for given, gpus in (
+        ({"SLIPSTREAM_GPUS_PER_NODE": "8"}, "8"),
+        ({"SLURM_GPUS_ON_NODE": "4"}, "4"),
+        ({}, "0"),
+    ):
+        said = subprocess.check_output(
+            ["bash", "-uc", f'{line}\necho "$gpus"'], env=given, text=True, timeout=240
+        )
+        assert said.strip() == gpus
+
+
+@pytest.mark.parametrize("name", ["a,b", "a:b"])
+def test_a_folder_that_no_container_can_show_is_refused(tmp_path, monkeypatch, name):
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    container = {"runtime": "apptainer", "image": "/s.sif"}
+    with pytest.raises(WrongInput, match=r"cluster\.container: .*, a folder without"):
+        sbatch_command(recipe(container=container), "train", ["a"], JobOptions())
+
+
+def test_the_batch_script_takes_no_sizes_of_tasks_and_no_filters_from_the_shell():
+    script = batch_script().read_text()
+    begin = script.index("unset ")
+    part = script[begin : script.index("\n\n", begin)]
+    wanted = {"SLURM_JOB_ID": "7", "SLURM_GPUS_PER_NODE": "8", "SLURM_CONF": "/etc/slurm.conf"}
+    names = (
+        "SRUN_DEBUG SQUEUE_STATES SCANCEL_INTERACTIVE SLURM_CLUSTERS SLURM_TIME_FORMAT SLURM_CPUS_PER_TASK"
+    )
+    for given in (dict.fromkeys(names.split(), "1"), {}):
+        said = subprocess.check_output(
+            ["bash", "-uc", f"{part}\n/usr/bin/env | /bin/grep -E '^(SLURM|SRUN|SQ|SC)' | /usr/bin/sort"],
+            env={**given, **wanted},
+            text=True,
+            timeout=240,
+        )
+        assert said.split() == sorted(f"{name}={value}" for name, value in wanted.items())
+
+
+def test_a_node_notices_the_end_of_its_job_behind_a_head_that_answers_nothing(monkeypatch):
+    monkeypatch.setattr(own_address, "CONNECT_S", 0.05)
+    end, other_end = os.pipe()
+    os.close(other_end)
+    with (
+        socket.socket() as silent,
+        contextlib.ExitStack() as connections,
+        os.fdopen(end, "rb", 0) as lifeline,
+    ):
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        for _ in range(2):  # until nobody is answered any more
+            waiting = connections.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(silent.getsockname())
+        with pytest.raises(TimeoutError, match=r"the job ended before 127\.0\.0\.1"):
+            own_address.await_port("127.0.0.1", silent.getsockname()[1], 1e6, lifeline)
+
+
+@pytest.mark.parametrize(
+    ("folder", "programs", "said"),
+    [
+        ("no such", "", "n1 does not see that folder: submit from one that all nodes share"),
+        ("", "mkdir", "no srun on the PATH of n1"),
+        ("", "mkdir srun scontrol scancel", "no squeue on the PATH of n1"),
+    ],
+)
+def test_what_a_node_lacks_is_named_before_anything_starts(tmp_path: Path, folder, programs, said):
+    (tmp_path / "bin").mkdir()
+    for name in programs.split():
+        (tmp_path / "bin" / name).symlink_to("/bin/mkdir")
+    ended = subprocess.run(
+        ["/bin/bash", str(batch_script()), "my.yaml"],
+        env={"PATH": str(tmp_path / "bin"), "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
+        | {"SLURM_SUBMIT_DIR": str(tmp_path / folder)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 2 and said in ended.stderr, ended.stderr
+
+
+@pytest.mark.parametrize("program", ["apptainer", "singularity", "neither"])
+def test_apptainer_runs_under_either_name_also_where_nodes_have_no_home(tmp_path: Path, program: str):
+    Path(fake_sbatch(tmp_path, "")).rename(tmp_path / program)
+    script = batch_script().read_text()
+    begin = script.index("case ${SLIPSTREAM_CONTAINER:-} in")
+    part = script[begin : script.index("esac\n", begin) + 5]
+    for home, shown in ((str(tmp_path), []), ("/no/home", ["--no-home"])):
+        ended = subprocess.run(
+            ["/bin/bash", "-uc", f'fail() {{ echo "$*"; exit 2; }}\n{part}\nprintf "%s\\n" "${{inside[@]}}"'],
+            env={"PATH": str(tmp_path), "HOME": home, "PWD": "/", "SLIPSTREAM_CONTAINER": "apptainer"}
+            | {"mounts": "/a b:/a b", "image": "/i.sif", "SLURMD_NODENAME": "n1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        words = [program, "exec", "--nv", "--pwd", os.getcwd(), "--bind", "/a b:/a b", *shown, "/i.sif"]
+        expected = ["no apptainer on the PATH of n1, and no singularity"] if program == "neither" else words
+        assert (ended.stdout.splitlines(), ended.stderr) == (expected, "")
+
+
+@pytest.mark.parametrize("variable", ["LMOD_PKG", "MODULESHOME"])
+def test_modules_are_found_where_the_site_keeps_them(tmp_path: Path, variable: str):
+    (tmp_path / "a b/init").mkdir(parents=True)
+    (tmp_path / "a b/init/bash").write_text(MODULE)
+    script = batch_script().read_text()
+    begin = script.index("if [[ -n ${SLIPSTREAM_MODULES:-} ]]")
+    part = script[begin : script.index("\nfi\n", begin) + 4].replace("/etc/profile.d", "/nowhere")
+    ended = subprocess.run(
+        ["bash", "-uc", f'fail() {{ exit 3; }}\n{part}\necho "$LOADEDMODULES"'],
+        env={"PATH": "/usr/bin:/bin", variable: str(tmp_path / "a b"), "SLIPSTREAM_MODULES": "gcc/13 cuda"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert (ended.stdout, ended.stderr) == ("gcc/13:cuda\n", "")
+
+
+@pytest.mark.parametrize("given", ["RESTARTS=many", "RESTARTS=08", "NODES_TIMEOUT_S=5m", "OBJECT_STORE=2G"])
+def test_a_setting_of_the_shell_that_is_no_number_is_named_before_ray_starts(given: str):
+    script = batch_script().read_text()
+    begin = script.index("for name in SLIPSTREAM_{")
+    part = script[begin : script.index("done\n", begin) + 5]
+    name, value = f"SLIPSTREAM_{given}".split("=")
+    for number, found in (
+        (value, f"{name}={value} found, a whole number expected\n"),
+        ("8", "on\n"),
+        ("", "on\n"),
+    ):
+        ended = subprocess.run(
+            ["bash", "-uc", f'fail() {{ echo "$*"; exit 2; }}\n{part}\necho on'],
+            env={name: number},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert (ended.stdout, ended.stderr) == (found, "")
+
+
+def test_a_node_disk_that_the_first_job_makes_is_open_to_the_jobs_of_others(tmp_path):
+    script = (batch_script().parent / "ray_node.sh").read_text()
+    begin = script.index("[[ -d $tmp_root ]]")
+    part = script[begin : script.index("for left in", begin)]
+    subprocess.run(
+        ["bash", "-uc", f"umask 077\n{part}\nmkdir $tmp_root/own"],
+        env={"PATH": "/usr/bin:/bin", "tmp_root": str(tmp_path / "a/b")},
+        timeout=240,
+        check=True,
+    )
+    modes = {name: (tmp_path / name).stat().st_mode & 0o7777 for name in ("a", "a/b", "a/b/own")}
+    assert modes == {"a": 0o755, "a/b": 0o1777, "a/b/own": 0o700}
 
 
 @pytest.mark.parametrize("gres", ["gpu", "gpu:h100", "gpu:1g.10gb", "gpu:3090", "gpu:a100_3g.20gb"])
@@ -421,6 +674,35 @@ def test_what_sbatch_refuses_is_a_failure_with_its_words(tmp_path):
 def test_without_slurm_the_command_can_still_be_seen(tmp_path):
     with pytest.raises(WrongInput, match="--print"):
         submit([str(tmp_path / "sbatch")], {})
+
+
+@pytest.fixture(autouse=True)
+def named_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever tests run, the batch script finds its environment."""
+    monkeypatch.setenv("SLIPSTREAM_VENV", "/venv")
+
+
+def test_a_job_has_the_environment_of_submit_where_the_batch_script_would_find_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "here"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("SLIPSTREAM_VENV")
+    (tmp_path / "here/bin").mkdir(parents=True)
+    (tmp_path / "here/bin/ray").touch()
+    own = {"SLIPSTREAM_VENV": str(tmp_path / "here")}
+
+    def variables(container: object = None) -> dict[str, str]:
+        return sbatch_command(recipe(container=container), "train", ["a"], JobOptions())[1]
+
+    assert variables() == own
+    container = {"runtime": "pyxis", "image": "/i"}
+    assert "SLIPSTREAM_VENV" not in variables(container=container)
+    (tmp_path / ".venv").symlink_to(tmp_path / "here")
+    assert variables() == {}
+    (tmp_path / ".venv").unlink()
+    Path(fake_sbatch(tmp_path, "")).rename(tmp_path / "slipstream")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert variables() == {}, "the one on the PATH"
 
 
 def call(*arguments: str) -> Result:
@@ -454,11 +736,22 @@ def test_a_recipe_takes_the_nodes_and_gpus_of_its_name():
     ]
     checked = 0
     for line in named:
-        nodes, gpus = re.findall(r"--(?:nodes|gpus-per-node)=(\d+)", line)
+        nodes, gpus, *_ = [*re.findall(r"--(?:nodes|gpus-per-node)=(\d+)", line), "0"]
         if name := re.search(r"-(\d+)n(\d+)g-", line):
             assert (nodes, gpus) == name.groups(), line
             checked += 1
     assert checked > 20
+
+
+@pytest.mark.parametrize(
+    "words", [["-N4"], ["-N", "4"], ["-pgpu"], ["--exclude=n1"], ["-t", "90"], ["--qos", "x"]]
+)
+def test_options_of_sbatch_are_told_their_place(words: list[str]):
+    ended = call("quickstart", *words, "--print")
+    said = " ".join(ended.output.replace("\u2502", " ").split())
+    assert ended.exit_code == 2
+    assert "--sbatch=-pgpu" in said or (words[0] == "--qos" and "cluster.qos" in said), said
+    assert "No such option: --tiem" in call("quickstart", "--tiem=4").output
 
 
 def test_a_wrong_recipe_and_wrong_options_are_refused_together():

@@ -160,6 +160,8 @@ def test_an_unknown_key_comes_with_the_nearest_valid_one(recipe, key, hint):
         ("actor.advantage", [{"type": "reward"}, 3], "expected a list of at least one item"),
         ("actor.megatron", [1], "expected a mapping"),
         ("actor.parallel.layers", 3, "expected a list of whole numbers or null"),
+        ("rollout.sampling.stop", 5, "expected a list of texts"),
+        ("actor.untested", 5, "expected a list of texts"),
         ("model.dtype", "float16", "expected 'bfloat16' or 'float32'"),
         ("model.path", 3, "expected a path"),
         ("model", "somewhere", "expected a mapping with path (required), dtype, families, template_args"),
