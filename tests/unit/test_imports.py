@@ -1,6 +1,7 @@
 """``slipstream import`` of verl, AReaL and prime-rl: files are read, never run, and become recipes."""
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from slipstream.backend.cli.app import app
 from slipstream.configs.load import load_recipe
 from slipstream.configs.rules import trainer
 from slipstream.configs.schema.paths import schema_paths
+from slipstream.rollout.compat.imports.configurations import read_configuration
 from slipstream.rollout.compat.imports.importing import SYSTEMS, WITHOUT_INPUTS, table_of
 from slipstream.rollout.compat.imports.table import KeyRule, KeyTable
 
@@ -239,3 +241,62 @@ def test_every_rule_sets_what_a_recipe_has_and_asks_for_keys_that_are_known(tabl
     asked |= {key for rule in rules for key in rule.when or {}} | table.theirs.keys()
     asked |= {key for rule in rules for key in (rule.into, rule.taken_from, rule.module) if key}
     assert not [key for key in asked if table.find(key) is None]
+
+
+NOTHING = re.compile("(?!)")
+OVERRIDES = {
+    "a table": ("a={b: 1, c: {d: [x, 'y z']}}", {"a.b": 1, "a.c.d": ["x", "y z"]}),
+    "a table without blanks": ("a={b:1,c:http://x}", {"a.b": 1, "a.c": "http://x"}),
+    "a key that is added": ("+a.b=[1,2]", {"a.b": [1, 2]}),
+    "a key that is added or changed": ("++a.b=1e-6", {"a.b": 1e-6}),
+    "a table that is taken out": ("~base.table", {"base.one": 1}),
+    "a key that is taken out with its value": ("~base.one=1", {"base.table.x": 2, "base.table.y": 3}),
+    "nothing in place of a table": ("base.table=null", {"base.one": 1, "base.table": None}),
+    "a table in place of a value": ("base.one.x=5", {"base.one.x": 5, "base.table.x": 2, "base.table.y": 3}),
+}
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_an_override_does_what_hydra_does(tmp_path, override):
+    word, values = OVERRIDES[override]
+    (tmp_path / "a.yaml").write_text("base: {one: 1, table: {x: 2, y: 3}}\n")
+    read = read_configuration([tmp_path / "a.yaml"], [word], NOTHING)
+    base = {"base.one": 1, "base.table.x": 2, "base.table.y": 3}
+    assert read.values == (values if "base" in word else base | values)
+
+
+def test_files_are_laid_over_those_that_their_defaults_name(tmp_path):
+    (tmp_path / "group").mkdir()
+    (tmp_path / "group" / "small.yaml").write_text("a: 1\nb: 2\n")
+    (tmp_path / "base.yaml").write_text("model: {path: base, sources: [{x: 1, y: 1}]}\nseed: 3\n")
+    (tmp_path / "top.yaml").write_text(
+        "defaults: [base, group@trainer.optim: small, group: small, ppo_trainer, _self_]\n"
+        "model: {path: top, sources: [{x: 2}], copy: '${.path}-${..seed}', or: '${oc.select:model.no,7}'}\n"
+        "shared: &s {c: 1}\ngroup: {<<: *s, b: 5}\n"
+    )
+    read = read_configuration([tmp_path / "top.yaml"], [], NOTHING)
+    assert read.values == {
+        **{"model.path": "top", "model.sources.x": 2, "model.copy": "top-3", "model.or": 7, "seed": 3},
+        **{
+            "trainer.optim.a": 1,
+            "trainer.optim.b": 2,
+            "group.a": 1,
+            "group.b": 5,
+            "group.c": 1,
+            "shared.c": 1,
+        },
+    }
+    assert len(read.notes) == 1 and "ppo_trainer" in read.notes[0]
+
+
+def test_a_file_that_a_script_names_is_read_before_its_overrides(tmp_path):
+    (tmp_path / "recipe" / "config").mkdir(parents=True)
+    (tmp_path / "recipe" / "config" / "dapo.yaml").write_text(
+        "data: {train_batch_size: 8, val_batch_size: 9}\n"
+    )
+    script = tmp_path / "recipe" / "run.sh"
+    script.write_text(
+        "python -m verl.trainer.main_ppo --config-path=recipe/config --config-name dapo data.val_batch_size=1"
+    )
+    read = read_configuration([script], [], SYSTEMS["verl"])
+    assert read.values["data.train_batch_size"] == 8 and read.values["data.val_batch_size"] == 1
