@@ -300,3 +300,96 @@ def test_a_file_that_a_script_names_is_read_before_its_overrides(tmp_path):
     )
     read = read_configuration([script], [], SYSTEMS["verl"])
     assert read.values["data.train_batch_size"] == 8 and read.values["data.val_batch_size"] == 1
+
+
+VALUES = {
+    "a coefficient below 1": ("areal", ["actor.kl_ctl=0.1"], "actor.kl.coefficient", 0.1),
+    "a coefficient of 0": ("areal", ["actor.kl_ctl=0.0"], "actor.kl", None),
+    "what one of two keys says": (
+        "areal",
+        ["recover.freq_steps=6", "saver.freq_steps=null"],
+        "checkpoint.every",
+        6,
+    ),
+    "GPUs of all replicas": (
+        "prime-rl",
+        [
+            *("deployment.type=multi_node", "deployment.num_train_nodes=1"),
+            *("deployment.num_infer_nodes=1", "deployment.num_infer_replicas=3"),
+        ],
+        "rollout.engine.count",
+        12,
+    ),
+    "a model that a part names": (
+        "prime-rl",
+        ["~model.name", "orchestrator.model.name=some/thing"],
+        "model.path",
+        "hf://some/thing",
+    ),
+    "a group size of the source": (
+        "prime-rl",
+        ["~orchestrator.group_size", "orchestrator.train.source.group_size=4"],
+        "rollout.batch_size",
+        16,
+    ),
+    "an old name": (
+        "prime-rl",
+        ["~orchestrator.group_size", "orchestrator.rollouts_per_example=4"],
+        "rollout.batch_size",
+        16,
+    ),
+    "experts over all GPUs of an engine": (
+        "prime-rl",
+        ["inference.vllm.enable_expert_parallel=true"],
+        "rollout.engine.expert_parallel",
+        2,
+    ),
+    "a tail without the length of answers": (
+        "verl",
+        ["reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=24"],
+        "actor.overlong",
+        {"start": 1000, "end": 1024},
+    ),
+    "a default of theirs": (
+        "verl",
+        ["~actor_rollout_ref.actor.kl_loss_coef"],
+        "actor.kl.coefficient",
+        0.001,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_is_that_of_the_other_system(tmp_path, name):
+    system, words, path, expected = VALUES[name]
+    result, out = imported(tmp_path, system, *words)
+    assert result.exit_code == 0, result.output
+    value = yaml.safe_load(out.read_text())
+    for part in path.split("."):
+        value = (value or {}).get(part)
+    assert value == expected
+
+
+def test_what_is_switched_off_needs_nothing(tmp_path):
+    words = ["saver.freq_epochs=null", "actor.adv_norm={}"]
+    outcomes = outcomes_of(imported(tmp_path, "areal", *words)[0])
+    assert outcomes["saver.freq_epochs"] == ("ours by default", "null: it is absent")
+    (tmp_path / "recipe.yaml").unlink()
+    words = ["actor_rollout_ref.actor.use_prefix_grouper=False", "trainer.val_before_train=False"]
+    outcomes = outcomes_of(imported(tmp_path, "verl", *words)[0])
+    assert outcomes["actor_rollout_ref.actor.use_prefix_grouper"] == ("ours by default", "it is off")
+    (tmp_path / "recipe.yaml").unlink()
+    words = ["slurm={}", "trainer.optim.type=adamw"]
+    outcomes = outcomes_of(imported(tmp_path, "prime-rl", *words)[0])
+    assert {outcomes[key][0] for key in ("slurm", "trainer.optim.type")} == {"ours by default"}
+
+
+def test_unknown_keys_of_a_fork_can_be_left_out(tmp_path):
+    words = ["trainer.save_frequ=3", "zzz={a: 1}"]
+    result, out = imported(tmp_path, "verl", *words)
+    assert result.exit_code == 2 and "--without-unknown" in result.stderr and not out.exists()
+    result, out = imported(tmp_path, "verl", *words, "--without-unknown")
+    outcomes = outcomes_of(result)
+    assert result.exit_code == 0 and load_recipe(out, list(WITHOUT_INPUTS))
+    assert outcomes["trainer.save_frequ"][0] == outcomes["zzz.a"][0] == "refused"
+    assert "did you mean trainer.save_freq?" in outcomes["trainer.save_frequ"][1]

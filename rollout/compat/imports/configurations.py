@@ -151,7 +151,7 @@ def _read_named(path: Path, named: Mapping[str, str], starts: re.Pattern[str], r
     """Read the file that a script names with ``--config-path`` and ``--config-name``, if it is near."""
     if "name" not in named:
         return
-    below = Path(named.get("path", named.get("dir", "config")).partition("$")[0], named["name"])
+    below = Path(re.sub(r"^\$\w+/?", "", named.get("path", named.get("dir", "config"))), named["name"])
     folders = path.resolve().parents
     place = next(
         (each for folder in folders if (each := (folder / below).with_suffix(".yaml")).is_file()), None

@@ -51,7 +51,7 @@ class ShellVariables:
 
         ``missing`` gets the variables without a value, whose names stay.
         """
-        text, before = word.replace("$#", "0").replace("${#}", "0"), ""
+        text, before = re.sub(r"\$#|\$\{#\}", "0", re.sub(r"\$\(pwd\)|`pwd`", "${PWD}", word)), ""
         while text != before:
             before = text
             text = EXPANSION.sub(self._value, before)
