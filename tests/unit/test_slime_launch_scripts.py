@@ -540,3 +540,19 @@ def test_what_only_a_shell_can_decide_is_noted_where_a_flag_depends_on_it(tmp_pa
     launch = read_launch_script(path)
     assert launch.flags == [Flag("global-batch-size", ("64",))]
     assert [note.partition(" ")[0] for note in launch.notes] == ["W", "BS"]
+
+
+def test_adapters_of_forks_are_imported(script):
+    script.write_text(
+        LEFT_OUT.replace(
+            "--num-rollout",
+            "--lora-rank 32 --lora-alpha 16 --lora-dropout 0.1 --target-modules all-linear "
+            "--gradient-checkpointing --megatron-to-hf-mode bridge --num-rollout",
+        )
+    )
+    result, out = imported(script, "--json")
+    assert result.exit_code == 0, result.output
+    actor = yaml.safe_load(out.read_text())["actor"]
+    assert (actor["lora"], actor["recompute"]) == ({"rank": 32, "alpha": 16}, "full")
+    outcomes = {each["flag"]: each["outcome"] for each in json.loads(result.stdout)["flags"]}
+    assert outcomes["lora-dropout"] == outcomes["target-modules"] == "refused"

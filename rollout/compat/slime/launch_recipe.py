@@ -167,6 +167,7 @@ class _Import:
             "optimizer": lambda: self._expected(flag, "adam", "the optimizer is Adam"),
             "attention-dropout": lambda: self._no_dropout(flag),
             "hidden-dropout": lambda: self._no_dropout(flag),
+            "lora-dropout": lambda: self._no_dropout(flag),
             "kl-loss-type": self._objective.kl,
             "kl-loss-coef": self._objective.kl,
             "kl-coef": self._objective.kl,
