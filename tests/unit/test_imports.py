@@ -296,7 +296,8 @@ def test_a_file_that_a_script_names_is_read_before_its_overrides(tmp_path):
     )
     script = tmp_path / "recipe" / "run.sh"
     script.write_text(
-        "python -m verl.trainer.main_ppo --config-path=recipe/config --config-name dapo data.val_batch_size=1"
+        "python -m verl_tool.trainer.main_ppo --config-path=recipe/config \\\n"
+        "  --config-name dapo data.val_batch_size=1"
     )
     read = read_configuration([script], [], SYSTEMS["verl"])
     assert read.values["data.train_batch_size"] == 8 and read.values["data.val_batch_size"] == 1

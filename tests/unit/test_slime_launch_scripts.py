@@ -556,3 +556,16 @@ def test_adapters_of_forks_are_imported(script):
     assert (actor["lora"], actor["recompute"]) == ({"rank": 32, "alpha": 16}, "full")
     outcomes = {each["flag"]: each["outcome"] for each in json.loads(result.stdout)["flags"]}
     assert outcomes["lora-dropout"] == outcomes["target-modules"] == "refused"
+
+
+def test_what_a_recipe_needs_is_filled_in_where_the_script_has_no_such_value(script, monkeypatch):
+    monkeypatch.setattr(trainer, "transformer_engine_is_installed", lambda: True)
+    script.write_text(
+        "python3 train.py --num-rollout 5 --rollout-batch-size 8 --rm-type no-such-type "
+        "--lora-rank 8 --lora-alpha 16 --transformer-impl transformer_engine"
+    )
+    result, out = imported(script)
+    assert result.exit_code == 0, result.output
+    config = load_recipe(out, [f"prepare={NO_INPUTS}"])
+    assert config.rollout.batch_size == 8 and config.actor.lora is not None
+    assert "set rollout.reward" in result.stdout or config.rollout.hooks.rm_type

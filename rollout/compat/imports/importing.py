@@ -18,8 +18,8 @@ from slipstream.rollout.compat.imports.table import KeyTable
 MOST_ROUNDS = 20
 """Rounds of loading a recipe without what the loader has refused before."""
 
-OF_MACHINE = ("actor.layer_spec", "actor.advantage.scores.path")
-"""Settings that depend on what is installed, and which teachers there are, where the run will be."""
+OF_MACHINE = re.compile(r"is not installed|on this machine")
+"""Reasons that depend on what is installed, and which teachers there are, where the run will be."""
 
 REQUIRED = ("", "actor", "cluster", "data", "model", "rollout", "rollout.engine", "run")
 """Sections that stay where one of their settings is missing."""
@@ -28,7 +28,9 @@ WITHOUT_INPUTS = (f"prepare={NO_INPUTS}",)
 """The model and the prompts may be on another machine."""
 
 _NOTHING = re.compile("(?!)")
-_OF_VERL = re.compile(r"(?!.*generation)(?:(?:verl|recipe)(?:\.\w+)*\.\w*main\w*|\S*main_ppo\.py)")
+_OF_VERL = re.compile(
+    r"(?!.*(?:generation|_eval))(?:(?:[A-Za-z_]\w*\.)+(?:\w*main\w*|train_agent_ppo)|\S*main_\w+\.py)"
+)
 SYSTEMS = {"verl": _OF_VERL, "areal": _NOTHING, "prime-rl": _NOTHING}
 """Systems that have a table, with the programs that their launch scripts start."""
 
@@ -102,7 +104,7 @@ def _keep_what_loads(recipe: ImportedRecipe, out: Path) -> None:
         try:
             load_recipe(out, list(WITHOUT_INPUTS))
         except RecipeError as error:
-            problems = [problem for problem in error.violations if problem.path not in OF_MACHINE]
+            problems = [problem for problem in error.violations if not OF_MACHINE.search(problem.reason)]
             if not problems:
                 recipe.notes += [f"{each.path}, on this machine: {each.reason}" for each in error.violations]
                 return

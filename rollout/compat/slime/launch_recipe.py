@@ -52,6 +52,15 @@ _WANDB = {
 }
 """Settings in `log.wandb` of slime's flags for Weights & Biases."""
 
+_FALLBACKS = {
+    "model.path": "models/policy",
+    "data.path": "set/this/path.jsonl",
+    "rollout.batch_size": 1,
+    "rollout.n_samples_per_prompt": 8,
+    "rollout.reward": "slipstream.rollout.reward.FinalAnswer",
+}
+"""Settings that a recipe cannot be without, where the loader refuses what the script says."""
+
 _USUAL_BOUND = 4
 """Bound on the lag for scripts of slime's fully asynchronous rollout, which has none."""
 
@@ -81,7 +90,7 @@ def recipe_of(script: LaunchScript, name: str) -> ImportedRecipe:
 
 class _Import:
     def __init__(self, script: LaunchScript, name: str) -> None:
-        self.recipe = ImportedRecipe("slime", "--{} {}", notes=list(script.notes))
+        self.recipe = ImportedRecipe("slime", "--{} {}", notes=list(script.notes), fallbacks=dict(_FALLBACKS))
         self._settings = self.recipe.settings
         self._all_flags = script.flags
         self._flags = FlagValues(script.flags)
