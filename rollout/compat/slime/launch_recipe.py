@@ -438,6 +438,8 @@ class _Import:
             defaults["actor.objective.clip_low"] = clip
         if {"eval.path", "eval.sets"} & self._settings.keys():
             defaults["eval.sampling.temperature"] = self._flags.number("rollout-temperature", 1.0)
+        if self._objective.has_critic():
+            defaults["critic.value_clip"] = 0.2
         if self._objective.caps_weights():
             defaults |= {"actor.correction.token.type": "cap", "actor.correction.token.cap": 2.0}
         if self._settings.get("rollout.engine.args.enable_deterministic_inference"):
