@@ -351,6 +351,19 @@ VALUES = {
         "actor.overlong",
         {"start": 1000, "end": 1024},
     ),
+    "a table that another key refers to": (
+        "areal",
+        ["critic.path=some/thing", "critic.optimizer=${actor.optimizer}", "actor.optimizer={lr: 3e-6}"],
+        "critic.optimizer.lr",
+        3e-6,
+    ),
+    "a ratio beside a number of steps": (
+        "verl",
+        [f"actor_rollout_ref.actor.optim.lr_warmup_steps{each}" for each in ("=2", "_ratio=0.5")],
+        "actor.optimizer.warmup_steps",
+        2,
+    ),
+    "a default of the critic": ("verl", ["algorithm.adv_estimator=gae"], "critic.value_clip", 0.5),
     "a default of theirs": (
         "verl",
         ["~actor_rollout_ref.actor.kl_loss_coef"],

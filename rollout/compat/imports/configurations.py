@@ -83,7 +83,7 @@ def read_configuration(
             wrong.append(f"{word}: expected a file that exists, or KEY=VALUE")
     if wrong:
         raise UnreadableScript("\n".join(wrong))
-    read.values = {key: _resolved(value, read, key) for key, value in read.values.items()}
+    read.values = leaves({key: _resolved(value, read, key) for key, value in read.values.items()})
     return read
 
 
