@@ -14,8 +14,8 @@ _CALCULATION = re.compile(r"\$\(\(((?:[^()$]|\((?:[^()$]|\([^()$]*\))*\))*)\)\)"
 """Arithmetic of bash: ``$((1024 * 8))``."""
 
 _CHANGE = re.compile(r"(:?[-=+]|%%?|##?|//?|,,|\^\^)(.*)", re.DOTALL)
-_UNSET = re.compile("\x01(.*?)\x02")
-"""Stands for a variable without a value."""
+_UNSET = re.compile("([\x01\x03])(.*?)\x02")
+"""Stands for a variable without a value: ``$NAME`` with the first mark, ``${NAME}`` with the other."""
 
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: int.__add__,
@@ -56,8 +56,8 @@ class ShellVariables:
             before = text
             text = EXPANSION.sub(self._value, before)
             text = _CALCULATION.sub(self._calculated, text)
-        missing += _UNSET.findall(text)
-        return _UNSET.sub(LITERAL_DOLLAR + r"\1", text)
+        missing += [name for _, name in _UNSET.findall(text)]
+        return _UNSET.sub(_as_written, text)
 
     def holds(self, words: list[str], missing: list[str]) -> bool | None:
         """Return whether a test, ``[ a = b ]``, holds; None: only a shell can tell.
@@ -86,18 +86,19 @@ class ShellVariables:
         missing += unset
         if self.unknown & set(unset) or any("$(" in part or "`" in part for part in parts):
             return None
-        return _tested([re.sub(rf"{LITERAL_DOLLAR}\w+", "", part) for part in parts])
+        return _tested([re.sub(rf"{LITERAL_DOLLAR}\w+|{LITERAL_DOLLAR}{{\w+}}", "", part) for part in parts])
 
     def _value(self, match: re.Match[str]) -> str:
         name, change = match[1] or match[3], match[2] or ""
+        unset = f"\x01{name}\x02" if match[3] else f"\x03{name}\x02"
         self.used.add(name)
         value = self.scalars[name] if name in self.scalars else self._environment.get(name) or None
         if value is None and name in self.arrays:
             value = " ".join(self.arrays[name])
         if change:
             changed = self._changed(name, value, change)
-            return f"\x01{name}\x02" if changed is None else changed
-        return f"\x01{name}\x02" if value is None else value
+            return unset if changed is None else changed
+        return unset if value is None else value
 
     def _changed(self, name: str, value: str | None, change: str) -> str | None:
         """Return a variable as ``${NAME...}`` changes it. None: it has no value, or not even bash could."""
@@ -133,6 +134,10 @@ class ShellVariables:
                 return _OPERATORS[type(kind)](self._number(left), self._number(right))
             case _:
                 raise ValueError(ast.unparse(node))
+
+
+def _as_written(match: re.Match[str]) -> str:
+    return LITERAL_DOLLAR + (match[2] if match[1] == "\x01" else f"{{{match[2]}}}")
 
 
 def opposite(value: bool | None) -> bool | None:
