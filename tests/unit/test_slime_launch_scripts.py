@@ -569,3 +569,17 @@ def test_what_a_recipe_needs_is_filled_in_where_the_script_has_no_such_value(scr
     config = load_recipe(out, [f"prepare={NO_INPUTS}"])
     assert config.rollout.batch_size == 8 and config.actor.lora is not None
     assert "set rollout.reward" in result.stdout or config.rollout.hooks.rm_type
+
+
+def test_a_path_in_a_variable_without_a_value_is_refused_and_filled_in(script):
+    script.write_text(
+        "python3 train.py --hf-checkpoint ${BASE_DIR}/tiny --prompt-data $BASE_DIR/train.jsonl --rm-type math "
+        "--num-rollout 5 --rollout-batch-size 8 --n-samples-per-prompt 4"
+    )
+    result, out = imported(script, "--json")
+    assert result.exit_code == 0, result.output
+    recipe = yaml.safe_load(out.read_text())
+    assert recipe["model"]["path"] == "models/policy" and recipe["data"]["path"] == "set/this/path.jsonl"
+    flags = {each["flag"]: each for each in json.loads(result.stdout)["flags"]}
+    assert flags["hf-checkpoint"]["value"] == "${BASE_DIR}/tiny"
+    assert all("variables are not read" in flags[name]["reason"] for name in ("hf-checkpoint", "prompt-data"))
