@@ -573,7 +573,7 @@ def test_what_a_recipe_needs_is_filled_in_where_the_script_has_no_such_value(scr
 
 def test_a_path_in_a_variable_without_a_value_is_refused_and_filled_in(script):
     script.write_text(
-        "python3 train.py --hf-checkpoint ${BASE_DIR}/tiny --prompt-data $BASE_DIR/train.jsonl --rm-type math "
+        "python3 train.py --hf-checkpoint ${BASE_DIR}/tiny --prompt-data $BASE_DIR/a.jsonl --rm-type math "
         "--num-rollout 5 --rollout-batch-size 8 --n-samples-per-prompt 4"
     )
     result, out = imported(script, "--json")
