@@ -162,7 +162,7 @@ def test_a_model_with_a_name_of_the_hub_stays_there_unless_a_folder_has_the_name
 def test_a_later_file_changes_keys_of_an_earlier_one(tmp_path):
     later = tmp_path / "later.toml"
     later.write_text("max_steps = 11\n")
-    result, out = imported(tmp_path, "prime-rl", str(later))
+    result, out = imported(tmp_path, "prime-rl", "@", str(later))
     assert result.exit_code == 0 and yaml.safe_load(out.read_text())["run"]["steps"] == 11
 
 
@@ -362,6 +362,12 @@ VALUES = {
         [f"actor_rollout_ref.actor.optim.lr_warmup_steps{each}" for each in ("=2", "_ratio=0.5")],
         "actor.optimizer.warmup_steps",
         2,
+    ),
+    "a temperature of evaluations": (
+        "verl",
+        ["data.val_files=val.parquet", "actor_rollout_ref.rollout.val_kwargs.temperature=0.7"],
+        "eval.sampling.temperature",
+        0.7,
     ),
     "a default of the critic": ("verl", ["algorithm.adv_estimator=gae"], "critic.value_clip", 0.5),
     "a default of theirs": (

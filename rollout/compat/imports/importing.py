@@ -53,6 +53,7 @@ def import_recipe(
     Raises OSError, and ValueError for what is no configuration of reinforcement learning, and for unknown
     keys, unless the recipe is to be ``without_unknown`` ones.
     """
+    words = [word for word in words if word != "@"]  # prime-rl's users write one before each file
     files = [Path(word) for word in words if Path(word).is_file() or not OVERRIDE.fullmatch(word)]
     if absent := [file for file in files if not file.is_file()]:
         why = "this is a folder" if any(file.is_dir() for file in absent) else "no such file"
