@@ -390,6 +390,12 @@ def test_a_value_is_that_of_the_other_system(tmp_path, name):
     assert value == expected
 
 
+def test_a_number_that_another_key_contradicts_is_noted(tmp_path):
+    result, out = imported(tmp_path, "areal", "sglang.context_length=64", "gconfig.max_tokens=32")
+    assert yaml.safe_load(out.read_text())["rollout"]["engine"]["args"]["context_length"] == 32
+    assert any("sglang.context_length says 64" in note for note in json.loads(result.stdout)["notes"])
+
+
 def test_what_is_switched_off_needs_nothing(tmp_path):
     words = ["saver.freq_epochs=null", "actor.adv_norm={}"]
     outcomes = outcomes_of(imported(tmp_path, "areal", *words)[0])

@@ -137,12 +137,20 @@ class KeyTable:
         written = {self._renamed(recipe, key, written): value for key, value in written.items()}
         values = {**self.theirs, **written}
         outcomes: dict[str, FlagOutcome] = {}
+        said: dict[str, str] = {}
         last = (len(self.rows), 0)
         for key in sorted(values, key=lambda key: self.find(key) or last):
             before = dict(recipe.settings)
             outcome = self._outcome(recipe, key, values)
             if key in written:
                 outcomes[key] = outcome
+                for path in outcome.settings:
+                    now, other = recipe.settings[path], said.get(path)
+                    if other and isinstance(now, int | float) and before[path] != now:
+                        recipe.notes.append(
+                            f"{path}: {other} says {before[path]}, and {key} {now}, which counts"
+                        )
+                    said[path] = key
             else:
                 changed = {path for path in recipe.settings if path not in before}
                 recipe.defaults |= changed
