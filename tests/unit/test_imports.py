@@ -363,6 +363,12 @@ VALUES = {
         "actor.optimizer.warmup_steps",
         2,
     ),
+    "a penalty of 0": (
+        "verl",
+        ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.0"],
+        "actor.kl",
+        None,
+    ),
     "a temperature of evaluations": (
         "verl",
         ["data.val_files=val.parquet", "actor_rollout_ref.rollout.val_kwargs.temperature=0.7"],

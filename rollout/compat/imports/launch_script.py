@@ -17,6 +17,7 @@ from slipstream.rollout.compat.imports.shell_words import (
     ASSIGNMENT,
     BRACKETS,
     CASE_END,
+    DOCUMENT,
     END,
     LITERAL_DOLLAR,
     OR,
@@ -161,6 +162,7 @@ class _Reader:
         self._folder = path.resolve().parent
         self._choices: list[_Choice] = []
         self._chain = _Choice(True, True)
+        self._documents: list[str] = []
         self._functions: dict[str, list[str | Array]] = {}
         self._doubts: dict[str, str] = {}
         """By variable: why its value may be another one."""
@@ -175,9 +177,11 @@ class _Reader:
         self._execute(list(tokens(text)), depth)
 
     def call_what_is_left(self) -> None:
-        """Read functions that are called in a way which is not understood, if no trainer was found."""
+        """If no trainer was found, read what only a shell can tell to be run: functions, here-documents."""
         while not self.script.trainer and self._functions:
             self._execute(self._functions.pop(next(iter(self._functions))), _DEEPEST)
+        while not self.script.trainer and self._documents:
+            self._execute(list(tokens(self._documents.pop(0))), _DEEPEST)
 
     # ---- control flow
 
@@ -205,6 +209,8 @@ class _Reader:
                 command = []
             elif token in BRACKETS:
                 command += [token] * (script[place : place + 1] == [token])  # of (( arithmetic ))
+            elif token.startswith(DOCUMENT):
+                self._documents.append(token.removeprefix(DOCUMENT))
             elif token == REDIRECTION:
                 command += [token] * (command[:1] == ["[["])  # a comparison
             else:

@@ -13,6 +13,9 @@ LITERAL_DOLLAR = "\0"
 END, AND, OR, CASE_END = "\n", "\n&&", "\n||", "\n;;"
 """What stands between commands. Line ends, ``;``, ``|`` and ``&`` are all END."""
 
+DOCUMENT = "\n<"
+"""Stands for a here-document. Its text follows in the same token."""
+
 REDIRECTION = "\n>"
 """Stands for ``> file``, ``2>&1`` and the like."""
 
@@ -69,8 +72,7 @@ class _Lexer:
             self._at = len(self._text) if end < 0 else end
             return self.next()
         if self._text.startswith("<<", self._at) and not self._text.startswith("<<<", self._at):
-            self._skip_document()
-            return self.next()
+            return self._document()
         if redirects := _REDIRECTS.match(self._text, self._at):
             self._at = redirects.end()
             if not redirects[1]:
@@ -124,14 +126,16 @@ class _Lexer:
                 break
         return self._text[start : self._at]
 
-    def _skip_document(self) -> None:
-        """Skip a here-document, from its operator to its last line."""
+    def _document(self) -> str:
+        """Return a here-document, from its operator to its last line."""
         match = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?").match(self._text, self._at)
         if match is None:
             self._at += 2
-            return
+            return END
         end = re.compile(rf"\n[ \t]*{match[1]}[ \t]*(?=\n|$|\))").search(self._text, match.end())
+        text = self._text[match.end() : end.start() if end else None].replace("\\$", "$")
         self._at = end.end() if end else len(self._text)
+        return DOCUMENT + text
 
 
 def _unescaped(match: re.Match[str]) -> str:
