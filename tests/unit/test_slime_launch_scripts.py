@@ -520,6 +520,8 @@ def test_a_script_is_read_as_bash_runs_it(tmp_path, text):
         ('CMD="python3 train.py"\neval "$CMD --lr 2"', "train.py"),
         ("LR=2\nssh node 'bash -lc \"ls\"'\nbash -c 'python3 train.py --lr $LR'", "train.py"),
         ("f() { python3 train.py --lr 2; }\nrun_on_all_nodes f", "train.py"),
+        ('C=$(cat <<EOF\npython3 train.py --lr 2\nEOF\n)\nsrun bash -c "$C"', "train.py"),
+        ("if [ 0 = 1 ]; then python3 train.py --lr 2; fi", "train.py"),
         ("LR=2\nsrun bash <<EOF\npython3 train.py --lr \\$LR\nEOF\necho", "train.py"),
     ],
 )

@@ -163,6 +163,7 @@ class _Reader:
         self._choices: list[_Choice] = []
         self._chain = _Choice(True, True)
         self._documents: list[str] = []
+        self._skipped: list[list[str]] = []
         self._functions: dict[str, list[str | Array]] = {}
         self._doubts: dict[str, str] = {}
         """By variable: why its value may be another one."""
@@ -177,7 +178,9 @@ class _Reader:
         self._execute(list(tokens(text)), depth)
 
     def call_what_is_left(self) -> None:
-        """If no trainer was found, read what only a shell can tell to be run: functions, here-documents."""
+        """If no trainer was found, read what may be run: skipped commands, functions, here-documents."""
+        if not self.script.trainer and (words := next(filter(self._start, self._skipped), None)):
+            self.script.notes.append(f"the script does not come to {' '.join(words[:4])} as it stands")
         while not self.script.trainer and self._functions:
             self._execute(self._functions.pop(next(iter(self._functions))), _DEEPEST)
         while not self.script.trainer and self._documents:
@@ -334,6 +337,7 @@ class _Reader:
         while words and (assignment := ASSIGNMENT.match(words[0])):
             self._assign(assignment[1], assignment[2], words.pop(0)[assignment.end() :])
         if not words or self._now() is False:
+            self._skipped += [words] * bool(words)
             return
         if self.script.trainer and self._goes_on(words[0]):
             self._take(words)

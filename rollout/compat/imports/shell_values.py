@@ -13,6 +13,7 @@ EXPANSION = re.compile(r"\$\{(\w+)(?:\[[@*]\])?([^{}]*)\}|\$(\w+)")
 _CALCULATION = re.compile(r"\$\(\(((?:[^()$]|\((?:[^()$]|\([^()$]*\))*\))*)\)\)")
 """Arithmetic of bash: ``$((1024 * 8))``."""
 
+_DOCUMENT = re.compile(r"\$\(\s*cat\s*<<-?\s*['\"]?(\w+)['\"]?\n(.*)\n\s*\1\s*\)", re.DOTALL)
 _CHANGE = re.compile(r"(:?[-=+]|%%?|##?|//?|,,|\^\^)(.*)", re.DOTALL)
 _UNSET = re.compile("([\x01\x03])(.*?)\x02")
 """Stands for a variable without a value: ``$NAME`` with the first mark, ``${NAME}`` with the other."""
@@ -51,6 +52,7 @@ class ShellVariables:
 
         ``missing`` gets the variables without a value, whose names stay.
         """
+        word = _DOCUMENT.sub(lambda match: match[2], word)
         text, before = re.sub(r"\$#|\$\{#\}", "0", re.sub(r"\$\(pwd\)|`pwd`", "${PWD}", word)), ""
         while text != before:
             before = text
