@@ -363,6 +363,12 @@ VALUES = {
         "actor.optimizer.warmup_steps",
         2,
     ),
+    "advantages that are normalized, as older files say it": (
+        "areal",
+        ["actor.adv_norm=true"],
+        "actor.advantage_norm.deviation",
+        True,
+    ),
     "a penalty of 0": (
         "verl",
         ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.0"],
@@ -400,6 +406,16 @@ def test_a_number_that_another_key_contradicts_is_noted(tmp_path):
     result, out = imported(tmp_path, "areal", "sglang.context_length=64", "gconfig.max_tokens=32")
     assert yaml.safe_load(out.read_text())["rollout"]["engine"]["args"]["context_length"] == 32
     assert any("sglang.context_length says 64" in note for note in json.loads(result.stdout)["notes"])
+
+
+def test_a_scale_of_rewards_that_nothing_cancels_is_refused(tmp_path):
+    words = ["actor.reward_norm=null", "actor.reward_scaling=10.0", "actor.reward_bias=-0.5"]
+    outcomes = outcomes_of(imported(tmp_path, "areal", *words)[0])
+    assert outcomes["actor.reward_scaling"][0] == outcomes["actor.reward_bias"][0] == "refused"
+    (tmp_path / "recipe.yaml").unlink()
+    norm = "actor.adv_norm={mean_level: batch, std_level: batch}"
+    outcomes = outcomes_of(imported(tmp_path, "areal", *words, norm)[0])
+    assert outcomes["actor.reward_scaling"][0] == outcomes["actor.reward_bias"][0] == "ours by default"
 
 
 def test_what_is_switched_off_needs_nothing(tmp_path):
