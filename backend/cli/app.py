@@ -395,6 +395,9 @@ def import_recipe(
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The recipe to write.")],
+    without_unknown: Annotated[
+        bool, typer.Option("--without-unknown", help="Leave out unknown keys, such as those of a fork.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Make a recipe of another system's configuration, and say what becomes of each of its keys."""
@@ -403,7 +406,8 @@ def import_recipe(
         from slipstream.rollout.compat.imports.importing import import_report
 
         try:
-            typer.echo(import_report(system, words, out, as_json=as_json))
+            report = import_report(system, words, out, as_json=as_json, without_unknown=without_unknown)
+            typer.echo(report)
         except (ImportError, OSError, ValueError) as error:
             raise WrongInput(str(error)) from None
 

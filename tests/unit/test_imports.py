@@ -1,6 +1,7 @@
 """``slipstream import`` of verl, AReaL and prime-rl: files are read, never run, and become recipes."""
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from slipstream.backend.cli.app import app
 from slipstream.configs.load import load_recipe
 from slipstream.configs.rules import trainer
 from slipstream.configs.schema.paths import schema_paths
+from slipstream.rollout.compat.imports.configurations import read_configuration
 from slipstream.rollout.compat.imports.importing import SYSTEMS, WITHOUT_INPUTS, table_of
 from slipstream.rollout.compat.imports.table import KeyRule, KeyTable
 
@@ -160,7 +162,7 @@ def test_a_model_with_a_name_of_the_hub_stays_there_unless_a_folder_has_the_name
 def test_a_later_file_changes_keys_of_an_earlier_one(tmp_path):
     later = tmp_path / "later.toml"
     later.write_text("max_steps = 11\n")
-    result, out = imported(tmp_path, "prime-rl", str(later))
+    result, out = imported(tmp_path, "prime-rl", "@", str(later))
     assert result.exit_code == 0 and yaml.safe_load(out.read_text())["run"]["steps"] == 11
 
 
@@ -239,3 +241,203 @@ def test_every_rule_sets_what_a_recipe_has_and_asks_for_keys_that_are_known(tabl
     asked |= {key for rule in rules for key in rule.when or {}} | table.theirs.keys()
     asked |= {key for rule in rules for key in (rule.into, rule.taken_from, rule.module) if key}
     assert not [key for key in asked if table.find(key) is None]
+
+
+NOTHING = re.compile("(?!)")
+OVERRIDES = {
+    "a table": ("a={b: 1, c: {d: [x, 'y z']}}", {"a.b": 1, "a.c.d": ["x", "y z"]}),
+    "a table without blanks": ("a={b:1,c:http://x}", {"a.b": 1, "a.c": "http://x"}),
+    "a key that is added": ("+a.b=[1,2]", {"a.b": [1, 2]}),
+    "a key that is added or changed": ("++a.b=1e-6", {"a.b": 1e-6}),
+    "a table that is taken out": ("~base.table", {"base.one": 1}),
+    "a key that is taken out with its value": ("~base.one=1", {"base.table.x": 2, "base.table.y": 3}),
+    "nothing in place of a table": ("base.table=null", {"base.one": 1, "base.table": None}),
+    "a table in place of a value": ("base.one.x=5", {"base.one.x": 5, "base.table.x": 2, "base.table.y": 3}),
+}
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_an_override_does_what_hydra_does(tmp_path, override):
+    word, values = OVERRIDES[override]
+    (tmp_path / "a.yaml").write_text("base: {one: 1, table: {x: 2, y: 3}}\n")
+    read = read_configuration([tmp_path / "a.yaml"], [word], NOTHING)
+    base = {"base.one": 1, "base.table.x": 2, "base.table.y": 3}
+    assert read.values == (values if "base" in word else base | values)
+
+
+def test_files_are_laid_over_those_that_their_defaults_name(tmp_path):
+    (tmp_path / "group").mkdir()
+    (tmp_path / "group" / "small.yaml").write_text("a: 1\nb: 2\n")
+    (tmp_path / "base.yaml").write_text("model: {path: base, sources: [{x: 1, y: 1}]}\nseed: 3\n")
+    (tmp_path / "top.yaml").write_text(
+        "defaults: [base, group@trainer.optim: small, group: small, ppo_trainer, _self_]\n"
+        "model: {path: top, sources: [{x: 2}], copy: '${.path}-${..seed}', or: '${oc.select:model.no,7}'}\n"
+        "shared: &s {c: 1}\ngroup: {<<: *s, b: 5}\n"
+    )
+    read = read_configuration([tmp_path / "top.yaml"], [], NOTHING)
+    assert read.values == {
+        **{"model.path": "top", "model.sources.x": 2, "model.copy": "top-3", "model.or": 7, "seed": 3},
+        **{
+            "trainer.optim.a": 1,
+            "trainer.optim.b": 2,
+            "group.a": 1,
+            "group.b": 5,
+            "group.c": 1,
+            "shared.c": 1,
+        },
+    }
+    assert len(read.notes) == 1 and "ppo_trainer" in read.notes[0]
+
+
+def test_a_file_that_a_script_names_is_read_before_its_overrides(tmp_path):
+    (tmp_path / "recipe" / "config").mkdir(parents=True)
+    (tmp_path / "recipe" / "config" / "dapo.yaml").write_text(
+        "data: {train_batch_size: 8, val_batch_size: 9}\n"
+    )
+    script = tmp_path / "recipe" / "run.sh"
+    script.write_text(
+        "python -m verl_tool.trainer.main_ppo --config-path=recipe/config \\\n"
+        "  --config-name dapo data.val_batch_size=1"
+    )
+    read = read_configuration([script], [], SYSTEMS["verl"])
+    assert read.values["data.train_batch_size"] == 8 and read.values["data.val_batch_size"] == 1
+
+
+VALUES = {
+    "a coefficient below 1": ("areal", ["actor.kl_ctl=0.1"], "actor.kl.coefficient", 0.1),
+    "a coefficient of 0": ("areal", ["actor.kl_ctl=0.0"], "actor.kl", None),
+    "what one of two keys says": (
+        "areal",
+        ["recover.freq_steps=6", "saver.freq_steps=null"],
+        "checkpoint.every",
+        6,
+    ),
+    "GPUs of all replicas": (
+        "prime-rl",
+        [
+            *("deployment.type=multi_node", "deployment.num_train_nodes=1"),
+            *("deployment.num_infer_nodes=1", "deployment.num_infer_replicas=3"),
+        ],
+        "rollout.engine.count",
+        12,
+    ),
+    "a model that a part names": (
+        "prime-rl",
+        ["~model.name", "orchestrator.model.name=some/thing"],
+        "model.path",
+        "hf://some/thing",
+    ),
+    "a group size of the source": (
+        "prime-rl",
+        ["~orchestrator.group_size", "orchestrator.train.source.group_size=4"],
+        "rollout.batch_size",
+        16,
+    ),
+    "an old name": (
+        "prime-rl",
+        ["~orchestrator.group_size", "orchestrator.rollouts_per_example=4"],
+        "rollout.batch_size",
+        16,
+    ),
+    "experts over all GPUs of an engine": (
+        "prime-rl",
+        ["inference.vllm.enable_expert_parallel=true"],
+        "rollout.engine.expert_parallel",
+        2,
+    ),
+    "a tail without the length of answers": (
+        "verl",
+        ["reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=24"],
+        "actor.overlong",
+        {"start": 1000, "end": 1024},
+    ),
+    "a table that another key refers to": (
+        "areal",
+        ["critic.path=some/thing", "critic.optimizer=${actor.optimizer}", "actor.optimizer={lr: 3e-6}"],
+        "critic.optimizer.lr",
+        3e-6,
+    ),
+    "a ratio beside a number of steps": (
+        "verl",
+        [f"actor_rollout_ref.actor.optim.lr_warmup_steps{each}" for each in ("=2", "_ratio=0.5")],
+        "actor.optimizer.warmup_steps",
+        2,
+    ),
+    "advantages that are normalized, as older files say it": (
+        "areal",
+        ["actor.adv_norm=true"],
+        "actor.advantage_norm.deviation",
+        True,
+    ),
+    "a penalty of 0": (
+        "verl",
+        ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.0"],
+        "actor.kl",
+        None,
+    ),
+    "a temperature of evaluations": (
+        "verl",
+        ["data.val_files=val.parquet", "actor_rollout_ref.rollout.val_kwargs.temperature=0.7"],
+        "eval.sampling.temperature",
+        0.7,
+    ),
+    "a default of the critic": ("verl", ["algorithm.adv_estimator=gae"], "critic.value_clip", 0.5),
+    "a default of theirs": (
+        "verl",
+        ["~actor_rollout_ref.actor.kl_loss_coef"],
+        "actor.kl.coefficient",
+        0.001,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_is_that_of_the_other_system(tmp_path, name):
+    system, words, path, expected = VALUES[name]
+    result, out = imported(tmp_path, system, *words)
+    assert result.exit_code == 0, result.output
+    value = yaml.safe_load(out.read_text())
+    for part in path.split("."):
+        value = (value or {}).get(part)
+    assert value == expected
+
+
+def test_a_number_that_another_key_contradicts_is_noted(tmp_path):
+    result, out = imported(tmp_path, "areal", "sglang.context_length=64", "gconfig.max_tokens=32")
+    assert yaml.safe_load(out.read_text())["rollout"]["engine"]["args"]["context_length"] == 32
+    assert any("sglang.context_length says 64" in note for note in json.loads(result.stdout)["notes"])
+
+
+def test_a_scale_of_rewards_that_nothing_cancels_is_refused(tmp_path):
+    words = ["actor.reward_norm=null", "actor.reward_scaling=10.0", "actor.reward_bias=-0.5"]
+    outcomes = outcomes_of(imported(tmp_path, "areal", *words)[0])
+    assert outcomes["actor.reward_scaling"][0] == outcomes["actor.reward_bias"][0] == "refused"
+    (tmp_path / "recipe.yaml").unlink()
+    norm = "actor.adv_norm={mean_level: batch, std_level: batch}"
+    outcomes = outcomes_of(imported(tmp_path, "areal", *words, norm)[0])
+    assert outcomes["actor.reward_scaling"][0] == outcomes["actor.reward_bias"][0] == "ours by default"
+
+
+def test_what_is_switched_off_needs_nothing(tmp_path):
+    words = ["saver.freq_epochs=null", "actor.adv_norm={}"]
+    outcomes = outcomes_of(imported(tmp_path, "areal", *words)[0])
+    assert outcomes["saver.freq_epochs"] == ("ours by default", "null: it is absent")
+    (tmp_path / "recipe.yaml").unlink()
+    words = ["actor_rollout_ref.actor.use_prefix_grouper=False", "trainer.val_before_train=False"]
+    outcomes = outcomes_of(imported(tmp_path, "verl", *words)[0])
+    assert outcomes["actor_rollout_ref.actor.use_prefix_grouper"] == ("ours by default", "it is off")
+    (tmp_path / "recipe.yaml").unlink()
+    words = ["slurm={}", "trainer.optim.type=adamw"]
+    outcomes = outcomes_of(imported(tmp_path, "prime-rl", *words)[0])
+    assert {outcomes[key][0] for key in ("slurm", "trainer.optim.type")} == {"ours by default"}
+
+
+def test_unknown_keys_of_a_fork_can_be_left_out(tmp_path):
+    words = ["trainer.save_frequ=3", "zzz={a: 1}"]
+    result, out = imported(tmp_path, "verl", *words)
+    assert result.exit_code == 2 and "--without-unknown" in result.stderr and not out.exists()
+    result, out = imported(tmp_path, "verl", *words, "--without-unknown")
+    outcomes = outcomes_of(result)
+    assert result.exit_code == 0 and load_recipe(out, list(WITHOUT_INPUTS))
+    assert outcomes["trainer.save_frequ"][0] == outcomes["zzz.a"][0] == "refused"
+    assert "did you mean trainer.save_freq?" in outcomes["trainer.save_frequ"][1]

@@ -465,3 +465,124 @@ def test_fields_of_megatron_and_sglang_that_a_recipe_may_not_set_are_refused_wit
         ("fp8-format", "not in fp8"),
     ):
         assert outcomes[flag]["outcome"] == "refused" and words in outcomes[flag]["reason"]
+
+
+SHELL = {
+    "an if whose condition the script decides": (
+        'MODE=a\nif [ "$MODE" = b ]; then LR=1; elif [[ $MODE == a* && -n $MODE ]]; then LR=2\nelse LR=3; fi',
+        "$LR",
+        "2",
+    ),
+    "a case": ("M=x/B-8b\ncase ${M##*/} in\n A*) LR=1 ;;\n C|B-*) LR=2;;\n *) LR=3\nesac", "$LR", "2"),
+    "an if in one that is skipped": (
+        "if false; then if true; then LR=1; fi; LR=3; fi\nLR=${LR:-2}",
+        "$LR",
+        "2",
+    ),
+    "a default after a test": ('LR=2\n[ -z "$LR" ] && LR=1\n[ -n "$LR" ] || LR=3', "$LR", "2"),
+    "options that are not given": (
+        "LR=2\nwhile [ $# -gt 0 ]; do\ncase $1 in --lr) LR=$9;; esac; done",
+        "$LR",
+        "2",
+    ),
+    "a loop": ("for LR in 2 3; do :; done", "$LR", "2"),
+    "a function with arguments": ("f() {\n local a=$1 b\n LR=$a\n}\nf 2 3", "$LR", "2"),
+    "a function that is not called": ("LR=2\nf() {\n LR=1\n}", "$LR", "2"),
+    "an empty variable with a default": ("LR=", "${LR:-2}", "2"),
+    "a default that is not asked for": ("A=2", "${A:-${B}}", "2"),
+    "what a variable ends or begins with": ("A=x/2.sh\nB=${A%.sh}", "${B#x/}", "2"),
+    "what is added to a variable": ("LR=1\nLR+=e-6", "$LR", "1e-6"),
+    "a declaration": ("declare -r LR=2", "$LR", "2"),
+    "quotes within quotes": ('A="{\\"a\\": $(echo "b c")}"', '"{\\"a\\": \\"\\$x\\"}"', '{"a": "$x"}'),
+    "a comment between flags": ("A=(\n --x 1 \\\n # --y 2 \\\n --lr 2\n)", "1 ${A[@]}", "2"),
+    "output that goes elsewhere": ("", "2 2>&1 | tee log", "2"),
+    "output that goes into a file": ("", "2 > log --x", "2"),
+    "arguments that are passed on": ("", '2 "$@"', "2"),
+    "flags in a variable": ('A="--x 1 --lr 2"', "1 $A", "2"),
+}
+
+
+@pytest.mark.parametrize("text", SHELL)
+def test_a_script_is_read_as_bash_runs_it(tmp_path, text):
+    before, word, value = SHELL[text]
+    path = tmp_path / "run.sh"
+    path.write_text(f"{before}\npython3 train.py --lr {word}\n")
+    launch = read_launch_script(path)
+    assert next(flag.text for flag in reversed(launch.flags) if flag.name == "lr") == value
+    assert not [note for note in launch.notes if "for LR" not in note]
+
+
+@pytest.mark.parametrize(
+    ("start", "trainer"),
+    [
+        ("ENTRY=train_async.py\npython3 $ENTRY --lr 2", "train_async.py"),
+        ('CMD="python3 train.py --lr 2"\n$CMD', "train.py"),
+        ('CMD="python3 train.py"\neval "$CMD --lr 2"', "train.py"),
+        ("LR=2\nssh node 'bash -lc \"ls\"'\nbash -c 'python3 train.py --lr $LR'", "train.py"),
+        ("f() { python3 train.py --lr 2; }\nrun_on_all_nodes f", "train.py"),
+        ('C=$(cat <<EOF\npython3 train.py --lr 2\nEOF\n)\nsrun bash -c "$C"', "train.py"),
+        ("if [ 0 = 1 ]; then python3 train.py --lr 2; fi", "train.py"),
+        ("LR=2\nsrun bash <<EOF\npython3 train.py --lr \\$LR\nEOF\necho", "train.py"),
+    ],
+)
+def test_a_trainer_is_found_however_the_script_starts_it(tmp_path, start, trainer):
+    path = tmp_path / "run.sh"
+    path.write_text(start)
+    launch = read_launch_script(path)
+    assert launch.trainer == trainer and launch.flags == [Flag("lr", ("2",))]
+
+
+def test_what_only_a_shell_can_decide_is_noted_where_a_flag_depends_on_it(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "N=$(nvidia-smi | wc -l)\n"
+        'if [ "$N" -gt 0 ]; then BS=64; OTHER=1; else BS=32; OTHER=2; fi\n'
+        'if [ -n "$SOME_KEY" ]; then W=(--use-wandb); fi\nSIZE=$((BS * 2))\n'
+        "python3 train.py --global-batch-size $SIZE ${W[@]}\n"
+    )
+    launch = read_launch_script(path)
+    assert launch.flags == [Flag("global-batch-size", ("64",))]
+    assert [note.partition(" ")[0] for note in launch.notes] == ["W", "BS"]
+
+
+def test_adapters_of_forks_are_imported(script):
+    script.write_text(
+        LEFT_OUT.replace(
+            "--num-rollout",
+            "--lora-rank 32 --lora-alpha 16 --lora-dropout 0.1 --target-modules all-linear "
+            "--gradient-checkpointing --megatron-to-hf-mode bridge --num-rollout",
+        )
+    )
+    result, out = imported(script, "--json")
+    assert result.exit_code == 0, result.output
+    actor = yaml.safe_load(out.read_text())["actor"]
+    assert (actor["lora"], actor["recompute"]) == ({"rank": 32, "alpha": 16}, "full")
+    outcomes = {each["flag"]: each["outcome"] for each in json.loads(result.stdout)["flags"]}
+    assert outcomes["lora-dropout"] == outcomes["target-modules"] == "refused"
+
+
+def test_what_a_recipe_needs_is_filled_in_where_the_script_has_no_such_value(script, monkeypatch):
+    monkeypatch.setattr(trainer, "transformer_engine_is_installed", lambda: True)
+    script.write_text(
+        "python3 train.py --num-rollout 5 --rollout-batch-size 8 --rm-type no-such-type "
+        "--lora-rank 8 --lora-alpha 16 --transformer-impl transformer_engine"
+    )
+    result, out = imported(script)
+    assert result.exit_code == 0, result.output
+    config = load_recipe(out, [f"prepare={NO_INPUTS}"])
+    assert config.rollout.batch_size == 8 and config.actor.lora is not None
+    assert "set rollout.reward" in result.stdout or config.rollout.hooks.rm_type
+
+
+def test_a_path_in_a_variable_without_a_value_is_refused_and_filled_in(script):
+    script.write_text(
+        "python3 train.py --hf-checkpoint ${BASE_DIR}/tiny --prompt-data $BASE_DIR/a.jsonl --rm-type math "
+        "--num-rollout 5 --rollout-batch-size 8 --n-samples-per-prompt 4"
+    )
+    result, out = imported(script, "--json")
+    assert result.exit_code == 0, result.output
+    recipe = yaml.safe_load(out.read_text())
+    assert recipe["model"]["path"] == "models/policy" and recipe["data"]["path"] == "set/this/path.jsonl"
+    flags = {each["flag"]: each for each in json.loads(result.stdout)["flags"]}
+    assert flags["hf-checkpoint"]["value"] == "${BASE_DIR}/tiny"
+    assert all("variables are not read" in flags[name]["reason"] for name in ("hf-checkpoint", "prompt-data"))

@@ -18,8 +18,8 @@ from slipstream.rollout.compat.imports.table import KeyTable
 MOST_ROUNDS = 20
 """Rounds of loading a recipe without what the loader has refused before."""
 
-OF_MACHINE = ("actor.layer_spec", "actor.advantage.scores.path")
-"""Settings that depend on what is installed, and which teachers there are, where the run will be."""
+OF_MACHINE = re.compile(r"is not installed|on this machine")
+"""Reasons that depend on what is installed, and which teachers there are, where the run will be."""
 
 REQUIRED = ("", "actor", "cluster", "data", "model", "rollout", "rollout.engine", "run")
 """Sections that stay where one of their settings is missing."""
@@ -28,25 +28,32 @@ WITHOUT_INPUTS = (f"prepare={NO_INPUTS}",)
 """The model and the prompts may be on another machine."""
 
 _NOTHING = re.compile("(?!)")
-_OF_VERL = re.compile(r"(?!.*generation)(?:(?:verl|recipe)(?:\.\w+)*\.\w*main\w*|\S*main_ppo\.py)")
+_OF_VERL = re.compile(
+    r"(?!.*(?:generation|_eval))(?:(?:[A-Za-z_]\w*\.)+(?:\w*main\w*|train_agent_ppo)|\S*main_\w+\.py)"
+)
 SYSTEMS = {"verl": _OF_VERL, "areal": _NOTHING, "prime-rl": _NOTHING}
 """Systems that have a table, with the programs that their launch scripts start."""
 
 
-def import_report(system: str, words: Sequence[str], out: Path, *, as_json: bool) -> str:
+def import_report(
+    system: str, words: Sequence[str], out: Path, *, as_json: bool, without_unknown: bool = False
+) -> str:
     """Write a recipe as ``import_recipe`` does. Return what has become of the keys, as text or JSON."""
-    recipe = import_recipe(system, words, out)
+    recipe = import_recipe(system, words, out, without_unknown=without_unknown)
     return _as_json(recipe) if as_json else "\n".join(_lines(recipe, out))
 
 
-def import_recipe(system: str, words: Sequence[str], out: Path) -> ImportedRecipe:
+def import_recipe(
+    system: str, words: Sequence[str], out: Path, *, without_unknown: bool = False
+) -> ImportedRecipe:
     """Write the recipe of a configuration to ``out``. Returns what has become of its keys.
 
     ``words``: files, of which the later ones count, and overrides as the system's users write them.
 
     Raises OSError, and ValueError for what is no configuration of reinforcement learning, and for unknown
-    keys.
+    keys, unless the recipe is to be ``without_unknown`` ones.
     """
+    words = [word for word in words if word != "@"]  # prime-rl's users write one before each file
     files = [Path(word) for word in words if Path(word).is_file() or not OVERRIDE.fullmatch(word)]
     if absent := [file for file in files if not file.is_file()]:
         why = "this is a folder" if any(file.is_dir() for file in absent) else "no such file"
@@ -56,12 +63,14 @@ def import_recipe(system: str, words: Sequence[str], out: Path) -> ImportedRecip
     if out.exists():
         raise UnreadableScript(f"{out} exists: choose another name, or remove it")
     overrides = [word for word in words if Path(word) not in files]
-    recipe = recipe_of(system, files, overrides)
+    recipe = recipe_of(system, files, overrides, without_unknown=without_unknown)
     _keep_what_loads(recipe, out)
     return recipe
 
 
-def recipe_of(system: str, files: Sequence[Path], overrides: Sequence[str]) -> ImportedRecipe:
+def recipe_of(
+    system: str, files: Sequence[Path], overrides: Sequence[str], *, without_unknown: bool = False
+) -> ImportedRecipe:
     """Return the recipe of a configuration. The loader has not seen it. Raises as ``import_recipe`` does."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", files[0].stem).strip("-.") or "imported"
     if system == "slime":
@@ -73,7 +82,8 @@ def recipe_of(system: str, files: Sequence[Path], overrides: Sequence[str]) -> I
             raise UnreadableScript(f"{files[0]}: nothing sets {table.part}, expected reinforcement learning")
         recipe, known = table.recipe(system, read.values, name), table.known
         recipe.notes[:0] = read.notes
-    if unknown := recipe.unknown(known):
+    if (unknown := recipe.unknown(known)) and not without_unknown:
+        unknown.append("correct them, or make a recipe without them: --without-unknown")
         raise UnreadableScript("\n".join(unknown))
     recipe.name_hub()
     return recipe
@@ -95,7 +105,7 @@ def _keep_what_loads(recipe: ImportedRecipe, out: Path) -> None:
         try:
             load_recipe(out, list(WITHOUT_INPUTS))
         except RecipeError as error:
-            problems = [problem for problem in error.violations if problem.path not in OF_MACHINE]
+            problems = [problem for problem in error.violations if not OF_MACHINE.search(problem.reason)]
             if not problems:
                 recipe.notes += [f"{each.path}, on this machine: {each.reason}" for each in error.violations]
                 return

@@ -6,32 +6,35 @@ running it could tell, such as the output of a command or a variable of the envi
 out.
 """
 
-import ast
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+
+from slipstream.rollout.compat.imports.shell_values import EXPANSION, ShellVariables, both, either, opposite
+from slipstream.rollout.compat.imports.shell_words import (
+    AND,
+    ASSIGNMENT,
+    BRACKETS,
+    CASE_END,
+    DOCUMENT,
+    END,
+    LITERAL_DOLLAR,
+    OR,
+    REDIRECTION,
+    Array,
+    tokens,
+)
 
 OF_SLIME = re.compile(r"(?:.*/)?(?:train|train_async)\.py")
 """The program that a launch script of slime starts."""
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_EXPANSION = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^{}]*))?\}|\$(\w+)")
-_CALCULATION = re.compile(r"\$\(\(((?:[^()$]|\((?:[^()$]|\([^()$]*\))*\))*)\)\)")
-"""Arithmetic of bash: ``$((1024 * 8))``."""
+_ARGUMENTS = re.compile(r"\$[@*]|\$\{[@*][^{}]*\}")
+"""The arguments of the script, of which an import knows none."""
 
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: int.__add__,
-    ast.Sub: int.__sub__,
-    ast.Mult: int.__mul__,
-    ast.Div: int.__floordiv__,
-    ast.Mod: int.__mod__,
-}
-_LITERAL_DOLLAR = "\0"
-"""Stands for a dollar sign between single quotes, which is not expanded."""
+_GOES_ON = re.compile(r"--[A-Za-z]|[+~]*[A-Za-z_]\w*(?:\.[\w-]+)+=")
+_SHELLS = re.compile(r"(?:.*/)?(?:bash|sh)")
 
-_SEPARATORS = "\n;&|"
 _DEEPEST = 8
 """Files that source each other."""
 
@@ -94,13 +97,6 @@ class LaunchScript:
     """What stands after the program."""
 
 
-@dataclass(frozen=True)
-class _Array:
-    name: str
-    appends: bool
-    words: list[str]
-
-
 def read_launch_script(
     path: Path, environment: Mapping[str, str] | None = None, starts: re.Pattern[str] = OF_SLIME
 ) -> LaunchScript:
@@ -111,6 +107,7 @@ def read_launch_script(
     """
     reader = _Reader(path, environment or {}, starts)
     reader.read(path, 0)
+    reader.call_what_is_left()
     if not reader.script.trainer:
         raise UnreadableScript(
             f"{path} starts no trainer, such as train.py or verl.trainer.main_ppo, expected a launch script"
@@ -118,72 +115,317 @@ def read_launch_script(
     return reader.script
 
 
+@dataclass
+class _Choice:
+    """An ``if``, ``case`` or loop whose end has not been read. None: only a shell can tell."""
+
+    around: bool | None
+    """Whether the shell comes to it."""
+    reads: bool | None = False
+    """Whether the shell runs the commands that come next."""
+    has_chosen: bool | None = False
+    """Whether a branch before has been run."""
+    asks: bool = True
+    """The condition, or the pattern of a ``case``, comes next."""
+    value: bool | None = True
+    operator: str = AND
+    missing: list[str] = field(default_factory=list[str])
+    words: list[str] = field(default_factory=list[str])
+    """The condition, or the patterns, as they are written."""
+    subject: str | None = None
+    """The word that a ``case`` compares."""
+
+    def enter(self, holds: bool | None) -> None:
+        """Come to the commands of a branch."""
+        self.reads = both(self.around, both(holds, opposite(self.has_chosen)))
+        self.has_chosen = either(self.has_chosen, holds)
+        self.asks = False
+
+    def ask(self) -> None:
+        """Come to the next condition."""
+        self.asks, self.value, self.operator, self.words = True, True, AND, []
+
+    def take(self, words: list[str], holds: bool | None, operator: str) -> None:
+        """Take one test of the condition, and the operator after it."""
+        self.value = (both if self.operator == AND else either)(self.value, holds)
+        self.operator = operator
+        self.words += words
+
+
 class _Reader:
     def __init__(self, path: Path, environment: Mapping[str, str], starts: re.Pattern[str]) -> None:
         self.script = LaunchScript()
         self._starts = starts
-        self._environment = {name: value for name, value in environment.items() if not _SECRET.search(name)}
-        self._arrays: dict[str, list[str]] = {}
-        self._scalars: dict[str, str] = {}
+        self._variables = ShellVariables(
+            {name: value for name, value in environment.items() if not _SECRET.search(name)}
+        )
         self._folder = path.resolve().parent
+        self._choices: list[_Choice] = []
+        self._chain = _Choice(True, True)
+        self._documents: list[str] = []
+        self._skipped: list[list[str]] = []
+        self._functions: dict[str, list[str | Array]] = {}
+        self._doubts: dict[str, str] = {}
+        """By variable: why its value may be another one."""
 
     def read(self, path: Path, depth: int) -> None:
-        command: list[str] = []
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise UnreadableScript(
                 f"{path}: this is not UTF-8 text: {error.reason}; save it as UTF-8"
             ) from None
-        for token in _tokens(text):
-            if isinstance(token, _Array):
-                words = self._expanded(token.words)
-                self._arrays[token.name] = [*self._arrays.get(token.name, ())] * token.appends + words
-            elif token == "\n":
-                self._run(command, depth)
+        self._execute(list(tokens(text)), depth)
+
+    def call_what_is_left(self) -> None:
+        """If no trainer was found, read what may be run: skipped commands, functions, here-documents."""
+        if not self.script.trainer and (words := next(filter(self._start, self._skipped), None)):
+            self.script.notes.append(f"the script does not come to {' '.join(words[:4])} as it stands")
+        while not self.script.trainer and self._functions:
+            self._execute(self._functions.pop(next(iter(self._functions))), _DEEPEST)
+        while not self.script.trainer and self._documents:
+            self._execute(list(tokens(self._documents.pop(0))), _DEEPEST)
+
+    # ---- control flow
+
+    def _execute(self, script: list[str | Array], depth: int) -> None:
+        command, place = list[str](), 0
+        while place < len(script):
+            token = script[place]
+            place += 1
+            if isinstance(token, Array):
+                while command and self._is_keyword(command):
+                    continue
+                self._set_array(token)
+            elif token == "(" and script[place : place + 1] == [")"] and len(command) == 1:
+                place = self._define(command.pop(), script, place)
+            elif token == "{" and command[:1] == ["function"]:
+                place = self._define(command.pop(), script, place - 1)
                 command = []
+            elif token == ")" and self._choices and self._choices[-1].asks and command:
+                self._pattern(command)
+                command = []
+            elif token in (AND, OR) and "[[" in command and "]]" not in command:
+                command.append(token)
+            elif token in (END, AND, OR, CASE_END):
+                self._command(command, token, depth)
+                command = []
+            elif token in BRACKETS:
+                command += [token] * (script[place : place + 1] == [token])  # of (( arithmetic ))
+            elif token.startswith(DOCUMENT):
+                self._documents.append(token.removeprefix(DOCUMENT))
+            elif token == REDIRECTION:
+                command += [token] * (command[:1] == ["[["])  # a comparison
             else:
                 command.append(token)
-        self._run(command, depth)
+                if token == "in" and command[0] == "case":
+                    self._command(command, END, depth)
+                    command = []
+        self._command(command, END, depth)
 
-    def _run(self, command: list[str], depth: int) -> None:
-        words = [word for word in command if word not in ("export", "then", "else", "do")]
-        while words and (assignment := _ASSIGNMENT.match(words[0])):
-            self._assign(assignment[1], words.pop(0)[assignment.end() :])
-        if not words:
+    def _define(self, name: str, script: list[str | Array], place: int) -> int:
+        """Keep the commands of a function. Return the place after them."""
+        start = next((at for at in range(place, len(script)) if script[at] == "{"), len(script))
+        end, depth = start, 0
+        for end in range(start, len(script)):
+            depth += (script[end] == "{") - (script[end] == "}")
+            if depth == 0:
+                break
+        self._functions[name] = script[start + 1 : end]
+        return end + 1
+
+    def _reads(self) -> bool | None:
+        """Return whether the shell comes to the next command."""
+        choice = self._choices[-1] if self._choices else None
+        return choice.around if choice and choice.asks else choice.reads if choice else True
+
+    def _command(self, words: list[str], end: str, depth: int) -> None:
+        while words and self._is_keyword(words):
+            continue
+        choice = self._choices[-1] if self._choices else None
+        if choice and choice.asks and words:
+            if choice.subject is None:
+                choice.take(words, self._variables.holds(words, choice.missing), end)
+            else:
+                choice.words += words  # a | b
+        if words and not (choice and choice.asks and choice.subject is not None):
+            self._link(words, end, depth)
+        elif end in (END, CASE_END):
+            self._chain = _Choice(True, True)
+        if end == CASE_END and choice and choice.subject is not None:
+            choice.ask()
+
+    def _is_keyword(self, words: list[str]) -> bool:
+        """Take the first word if it opens, divides or closes an ``if``, ``case`` or loop."""
+        choice = self._choices[-1] if self._choices else None
+        match words[0]:
+            case "if" | "while" | "until":
+                self._choices.append(_Choice(self._reads()))
+            case "for" | "select" | "case":
+                self._open(words)
+                words[1:] = []
+            case "then" | "do" if choice:
+                choice.enter(choice.value)
+            case "else" if choice:
+                choice.enter(True)
+            case "elif" if choice:
+                choice.ask()
+            case "fi" | "done" | "esac" if choice:
+                self._choices.pop()
+                words[1:] = []
+            case "export" | "local" | "declare" | "readonly" | "typeset":
+                while len(words) > 1 and words[1].startswith("-"):
+                    words.pop(1)
+            case _:
+                return False
+        words.pop(0)
+        return True
+
+    def _open(self, words: list[str]) -> None:
+        choice = _Choice(self._reads(), words=words)
+        if words[0] == "case":
+            missing: list[str] = []
+            choice.subject = self._variables.text(words[1], missing) if len(words) > 1 else ""
+            choice.missing = missing
+        elif len(words) > 3:
+            self._assign(words[1], "", words[3])
+            self._doubts[words[1]] = f"{' '.join(words)}: only the first is imported"
+        self._choices.append(choice)
+
+    def _pattern(self, patterns: list[str]) -> None:
+        choice = self._choices[-1]
+        wanted, choice.words = [*choice.words, *patterns], []
+        is_known = not choice.missing and "$(" not in (choice.subject or "")
+        tests = [self._variables.holds(["[", choice.subject or "", "=", each], []) for each in wanted]
+        choice.enter(any(tests) if is_known else None)
+        choice.words = [f"case {' '.join(choice.missing)} in", *wanted]
+
+    def _link(self, words: list[str], end: str, depth: int) -> None:
+        """Run a command if the one before it, with ``&&`` or ``||`` between them, lets it run."""
+        chain, missing = self._chain, list[str]()
+        is_test = words[0] in ("[", "[[", "test", "!")
+        if is_test or chain.reads is False:
+            value = self._variables.holds(words, missing) if is_test else chain.value
+            self._note_skipped(words)
+        else:
+            self._run(words, depth)
+            value = None if end == OR else True
+        if chain.reads is False:
+            value = chain.value
+        runs = {AND: value, OR: opposite(value)}.get(end, True)
+        self._chain = _Choice(True, runs, value=value, missing=missing, words=words)
+
+    def _now(self) -> bool | None:
+        return both(self._reads(), self._chain.reads)
+
+    def _note_skipped(self, words: list[str]) -> None:
+        if assignment := ASSIGNMENT.match(words[0]):
+            self._doubt(assignment[1])
+
+    def _doubt(self, name: str) -> None:
+        """Remember that only a shell can tell whether the script sets a variable here."""
+        choice = next((each for each in (*self._choices, self._chain) if each.reads is not True), None)
+        if choice and (choice.reads is None or choice.missing):
+            decides = " ".join(word.strip() for word in choice.words).replace(LITERAL_DOLLAR, "$")
+            unset = ", ".join(dict.fromkeys(choice.missing))
+            why = "only a shell can tell" if choice.reads is None else f"nothing sets {unset}"
+            self._doubts[name] = f"{name} depends on {decides}: {why}"
+
+    # ---- commands
+
+    def _run(self, words: list[str], depth: int) -> None:
+        while words and (assignment := ASSIGNMENT.match(words[0])):
+            self._assign(assignment[1], assignment[2], words.pop(0)[assignment.end() :])
+        if not words or self._now() is False:
+            self._skipped += [words] * bool(words)
             return
-        if self.script.trainer and (array := _EXPANSION.fullmatch(words[0])) and array[1] in self._arrays:
+        if self.script.trainer and self._goes_on(words[0]):
             self._take(words)
             self.script.notes.append(
                 f"the command of {self.script.trainer} ends before {words[0]}: a backslash is missing in the "
                 "script, and what follows is taken as its flags"
             )
-            return
-        if words[0] in ("source", ".") and len(words) > 1:
+        elif words[0] in ("source", ".") and len(words) > 1:
             self._source(words[1], depth)
-            return
+        elif words[0] in self._functions and depth < _DEEPEST:
+            self._call(words, depth)
+        elif not self._start(words) and depth < _DEEPEST and (text := self._inner(words)):
+            self._execute(list(tokens(text)), depth + 1)
+
+    def _goes_on(self, word: str) -> bool:
+        whole = EXPANSION.fullmatch(word)
+        return bool(whole and whole[1] in self._variables.arrays) or bool(_GOES_ON.match(word))
+
+    def _start(self, words: list[str]) -> bool:
+        """Take the flags of the trainer if a command starts it. Return whether it does."""
         for position, word in enumerate(words):
-            if self._starts.fullmatch(word):
-                self.script.trainer, self.script.words = word.rpartition("/")[2], []
+            name = self._variables.text(word, []) if "$" in word else word
+            if self._starts.fullmatch(name):
+                if self.script.trainer:
+                    self.script.notes.append("the script starts a trainer several times: the last one counts")
+                self.script.trainer, self.script.words = name.rpartition("/")[2], []
                 self._take(words[position + 1 :])
-                return
+                return True
+        return False
+
+    def _inner(self, words: list[str]) -> str:
+        """Return the script that a command runs: ``bash -c TEXT``, ``eval TEXT``, or ``$COMMAND``."""
+        for place, word in enumerate(words):
+            if _SHELLS.fullmatch(word) and any(option.endswith("c") for option in words[place + 1 : -1]):
+                return self._variables.text(words[-1].replace(LITERAL_DOLLAR, "$"), [])
+        if words[0] != "eval" and not EXPANSION.fullmatch(words[0]):
+            return ""
+        text = self._variables.text(" ".join(words[words[0] == "eval" :]), [])
+        return text.replace(LITERAL_DOLLAR, "$") if text != words[0] else ""
+
+    def _call(self, words: list[str], depth: int) -> None:
+        """Run a function of the script with its arguments."""
+        arguments = {str(place): word for place, word in enumerate(self._expanded(words[1:]), 1)}
+        before = {name: self._variables.scalars.get(name) for name in arguments}
+        self._variables.scalars |= arguments
+        self._execute(self._functions[words[0]], depth + 1)
+        for name, value in before.items():
+            self._variables.scalars.pop(name, None)
+            if value is not None:
+                self._variables.scalars[name] = value
 
     def _take(self, words: list[str]) -> None:
+        self._variables.used.clear()
         self.script.words += self._expanded(words)
         self.script.flags = list(_flags(self.script.words))
+        self.script.notes += [note for name, note in self._doubts.items() if name in self._variables.used]
 
-    def _assign(self, name: str, value: str) -> None:
-        words = self._expanded([value], quiet=True)
-        self._scalars.pop(name, None)
+    def _set_array(self, array: Array) -> None:
+        now, name, arrays = self._now(), array.name, self._variables.arrays
+        self._doubt(name)
+        if now is not False:
+            words = self._expanded(array.words)
+            arrays[name] = [*arrays.get(name, ())] * array.appends + words
+
+    def _assign(self, name: str, appends: str, value: str) -> None:
+        now, variables = self._now(), self._variables
+        self._doubt(name)
+        if now is False:
+            return
+        variables.used.clear()
+        words, before = self._expanded([value], quiet=True), variables.scalars.get(name, "")
         if words:
-            self._scalars[name] = " ".join(words)
+            variables.scalars[name] = before * bool(appends) + " ".join(words)
+            variables.unknown.discard(name)
+        elif now:
+            variables.scalars.pop(name, None)
+            if not EXPANSION.fullmatch(value) or variables.unknown & variables.used:
+                variables.unknown.add(name)
+        if now and (doubt := next((self._doubts[each] for each in variables.used & self._doubts.keys()), "")):
+            self._doubts[name] = doubt
 
     def _source(self, word: str, depth: int) -> None:
         name = word.rpartition("/")[2]
+        below = re.sub(r"^(?:\$\(.*\)|\$\w+|\$\{\w+[^{}]*\})/", "", word)
         folders = (self._folder / "models", self._folder, self._folder.parent / "scripts" / "models")
         folders += (self._folder.parents[min(1, len(self._folder.parents) - 1)] / "scripts" / "models",)
         places = [folder / name for folder in folders]
-        place = next((place for place in places if place.is_file()), None)
+        place = next((place for place in (self._folder / below, *places) if place.is_file()), None)
         if place is None:
             self.script.notes.append(f"{word} is sourced, but is not at {places[0]}: its flags are missing")
         elif depth >= _DEEPEST:
@@ -197,71 +439,37 @@ class _Reader:
         """
         expanded: list[str] = []
         for word in words:
-            whole = _EXPANSION.fullmatch(word)
-            if whole and whole[1] in self._arrays:
-                expanded += self._arrays[whole[1]]
+            whole = EXPANSION.fullmatch(word)
+            if whole and whole[1] in self._variables.arrays and not whole[2]:
+                self._variables.used.add(whole[1])
+                expanded += self._variables.arrays[whole[1]]
+                continue
+            if _ARGUMENTS.fullmatch(word):
                 continue
             missing: list[str] = []
-            text = self._text(word, missing)
-            is_unknown = "$(" in text or "`" in text
+            text = self._variables.text(word, missing)
+            is_unknown = "$(" in text or "`" in text or "${" in text
             if (missing or is_unknown) and not quiet:
                 self._note_missing(word, missing)
             if is_unknown or (missing and (quiet or whole)):
                 continue
             pieces = text.split()
-            if whole and not quiet and all("=" in piece for piece in pieces):
-                expanded += pieces  # a text of several overrides, without quotes
+            if whole and not quiet and (text.startswith("--") or all("=" in piece for piece in pieces)):
+                expanded += pieces  # a text of several flags or overrides, without quotes
             elif text or not whole:
-                expanded.append(text.replace(_LITERAL_DOLLAR, "$"))
+                expanded.append(text.replace(LITERAL_DOLLAR, "$"))
         return expanded
 
-    def _text(self, word: str, missing: list[str]) -> str:
-        """Return a word with its variables, also those within defaults of others, and with its sums."""
-        text, before = word, ""
-        while text != before:
-            before = text
-            text = _EXPANSION.sub(partial(self._value, missing=missing), before)
-            text = _CALCULATION.sub(self._calculated, text)
-        return text
-
-    def _calculated(self, match: re.Match[str]) -> str:
-        """Return the result of a sum; the sum as it is where it holds more than whole numbers."""
-        try:
-            return str(self._number(ast.parse(match[1].strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError):
-            return match[0]
-
-    def _number(self, node: ast.expr) -> int:
-        match node:
-            case ast.Constant(value=int(value)):
-                return value
-            case ast.Name(id=name) if name in self._scalars:
-                return int(self._scalars[name])
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self._number(operand)
-            case ast.BinOp(left, kind, right) if type(kind) in _OPERATORS:
-                return _OPERATORS[type(kind)](self._number(left), self._number(right))
-            case _:
-                raise ValueError(ast.unparse(node))
-
-    def _value(self, match: re.Match[str], missing: list[str]) -> str:
-        """Return the value of a variable, or its name where the script does not set it."""
-        name = match[1] or match[3]
-        if name in self._scalars:
-            return self._scalars[name]
-        if value := self._environment.get(name):
-            return value
-        if match[2] is not None:
-            return match[2].strip('"')
-        missing.append(name)
-        return match[0].replace("$", _LITERAL_DOLLAR)
-
     def _note_missing(self, word: str, missing: list[str]) -> None:
-        word = word.replace(_LITERAL_DOLLAR, "$")
-        if missing:
-            self.script.notes.append(f"{word}: the script does not set {', '.join(missing)}")
+        word = word.replace(LITERAL_DOLLAR, "$")
+        missing = [name for name in missing if name not in self._doubts] or missing
+        if missing and self._doubts.keys() >= set(missing):
+            return  # noted with the flags
+        if unset := [name for name in missing if name not in self._variables.unknown]:
+            self.script.notes.append(f"{word}: the script does not set {', '.join(unset)}")
         else:
-            self.script.notes.append(f"{word} is left out: only a shell can tell its value")
+            what = ", ".join(missing) or "its value"
+            self.script.notes.append(f"{word}: only a shell can tell {what}")
 
 
 def _flags(words: list[str]) -> Iterator[Flag]:
@@ -276,95 +484,3 @@ def _flags(words: list[str]) -> Iterator[Flag]:
             values.append(word)
     if name:
         yield Flag(name, tuple(values))
-
-
-def _tokens(text: str) -> Iterator[str | _Array]:
-    """Yield the words of a script without their quotes, "\\n" between commands, and arrays as a whole."""
-    lexer = _Lexer(text)
-    while (token := lexer.next()) is not None:
-        assignment = _ASSIGNMENT.fullmatch(token)
-        if assignment and lexer.skip("("):
-            words: list[str] = []
-            while (word := lexer.next()) not in (None, ")"):
-                words += [word] if word and word != "\n" else []
-            yield _Array(assignment[1], bool(assignment[2]), words)
-        elif token not in ("(", ")", "{", "}"):
-            yield token
-
-
-class _Lexer:
-    """Splits bash into words."""
-
-    def __init__(self, text: str) -> None:
-        self._text = re.sub(r"\\\r?\n", " ", text)
-        self._at = 0
-
-    def skip(self, character: str) -> bool:
-        """Skip ``character`` if it comes next. Return whether it does."""
-        is_next = self._text.startswith(character, self._at)
-        self._at += is_next
-        return is_next
-
-    def next(self) -> str | None:
-        """Return the next word, a bracket, or "\\n" between commands; None at the end."""
-        while self._at < len(self._text) and self._text[self._at] in " \t\r":
-            self._at += 1
-        if self._at >= len(self._text):
-            return None
-        character = self._text[self._at]
-        if character == "#":
-            end = self._text.find("\n", self._at)
-            self._at = len(self._text) if end < 0 else end
-            return self.next()
-        if self._text.startswith("<<", self._at) and not self._text.startswith("<<<", self._at):
-            self._skip_document()
-            return self.next()
-        if character in _SEPARATORS or character in "()":
-            self._at += 1
-            return "\n" if character in _SEPARATORS else character
-        return self._word()
-
-    def _word(self) -> str:
-        parts: list[str] = []
-        while self._at < len(self._text):
-            character = self._text[self._at]
-            if character in " \t\r()" or character in _SEPARATORS:
-                break
-            if character in "'\"":
-                parts.append(self._quoted(character))
-            elif self._text.startswith("$(", self._at):
-                parts.append(self._substitution())
-            elif character == "\\":
-                parts.append(self._text[self._at + 1 : self._at + 2])
-                self._at += 2
-            else:
-                parts.append(character)
-                self._at += 1
-        return "".join(parts)
-
-    def _quoted(self, quote: str) -> str:
-        end = self._at + 1
-        while end < len(self._text) and self._text[end] != quote:
-            end += 2 if quote == '"' and self._text[end] == "\\" else 1
-        content = self._text[self._at + 1 : end]
-        self._at = end + 1
-        return content.replace("$", _LITERAL_DOLLAR) if quote == "'" else content
-
-    def _substitution(self) -> str:
-        start, depth = self._at, 0
-        self._at += 1
-        while self._at < len(self._text):
-            depth += (self._text[self._at] == "(") - (self._text[self._at] == ")")
-            self._at += 1
-            if depth == 0:
-                break
-        return self._text[start : self._at]
-
-    def _skip_document(self) -> None:
-        """Skip a here-document, from its operator to its last line."""
-        match = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?").match(self._text, self._at)
-        if match is None:
-            self._at += 2
-            return
-        end = re.compile(rf"\n[ \t]*{match[1]}[ \t]*(?=\n|$|\))").search(self._text, match.end())
-        self._at = end.end() if end else len(self._text)

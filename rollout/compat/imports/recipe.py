@@ -16,7 +16,7 @@ from slipstream.configs.schema.paths import model_settings
 from slipstream.rollout.compat.imports.launch_script import Flag
 
 MAPPED, NEEDS_NOTHING, REFUSES, UNKNOWN = "mapped", "ours by default", "refused", "unknown"
-"""What becomes of a flag or key. An import with one that is unknown fails."""
+"""What becomes of a flag or key. An import with one that is unknown fails, or refuses it if it is told to."""
 
 Settings = dict[str, Any]
 
@@ -116,13 +116,15 @@ class ImportedRecipe:
         return bool(missing)
 
     def unknown(self, known: Iterable[str]) -> list[str]:
-        """Return a line for each unknown flag or key, with the nearest of the ``known`` names."""
+        """Refuse unknown flags or keys. Returns a line for each, with the nearest of the ``known`` names."""
         names, lines = sorted(known), list[str]()
-        for outcome in self.outcomes:
+        for position, outcome in enumerate(self.outcomes):
             if outcome.outcome == UNKNOWN:
                 near = difflib.get_close_matches(outcome.flag.name, names, 1, cutoff=0.5)
                 hint = f"; did you mean {self.spelling.split('{')[0]}{near[0]}?" if near else ""
-                lines.append(f"{self.written(outcome.flag)}: no such setting of {self.system} is known{hint}")
+                why = f"no such setting of {self.system} is known{hint}"
+                self.outcomes[position] = FlagOutcome(outcome.flag, REFUSES, why)
+                lines.append(f"{self.written(outcome.flag)}: {why}")
         return lines
 
     def counts(self) -> Counter[str]:

@@ -5,6 +5,7 @@
                hand.
     nothing    rows of keys for which nothing has to be set
     without    rows of keys without a counterpart, and the nearest one
+    renamed    old names of keys and tables, and the new ones, of which the rows know
     part       the section that every configuration of reinforcement learning has
     theirs     the system's defaults of keys: as if a configuration said them that leaves them out
     always     settings of every import
@@ -37,6 +38,10 @@ from slipstream.rollout.compat.imports.recipe import (
 
 Values = Mapping[str, Any]
 """The keys of a configuration, by dotted path."""
+
+_ABSENT = "null: it is absent"
+_NEGATIVE = re.compile(r"disable|skip|[._]no_")
+"""Names of keys that are on where they are false."""
 
 _PLAIN = re.compile(r"[a-z_0-9]+(?:\.[a-z_0-9]+)+")
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
@@ -108,6 +113,8 @@ class KeyTable:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         self.rows = [_row(kind, row) for kind in ("set", "nothing", "without") for row in content[kind]]
         self.part: str = content["part"]
+        self.renamed: Mapping[str, str] = content.get("renamed", {})
+        self._names = [name for row in self.rows for name in row.keys]
         self.theirs: Values = content.get("theirs", {})
         self.always: Settings = content.get("always", {})
         self.fallbacks: Settings = content.get("fallbacks", {})
@@ -127,25 +134,52 @@ class KeyTable:
         """Return the recipe of a configuration. ``name``: of the run. The loader has not seen it."""
         recipe = ImportedRecipe(system, "{}={}", fallbacks=dict(self.fallbacks))
         recipe.settings |= {"run.name": name, **self.always}
+        written = {self._renamed(recipe, key, written): value for key, value in written.items()}
         values = {**self.theirs, **written}
         outcomes: dict[str, FlagOutcome] = {}
+        said: dict[str, str] = {}
         last = (len(self.rows), 0)
         for key in sorted(values, key=lambda key: self.find(key) or last):
             before = dict(recipe.settings)
             outcome = self._outcome(recipe, key, values)
             if key in written:
                 outcomes[key] = outcome
+                for path in outcome.settings:
+                    now, other = recipe.settings[path], said.get(path)
+                    if other and isinstance(now, int | float) and before[path] != now:
+                        recipe.notes.append(
+                            f"{path}: {other} says {before[path]}, and {key} {now}, which counts"
+                        )
+                    said[path] = key
             else:
                 changed = {path for path in recipe.settings if path not in before}
                 recipe.defaults |= changed
         recipe.outcomes = [outcomes[key] for key in written]
         return recipe
 
+    def _renamed(self, recipe: ImportedRecipe, key: str, written: Values) -> str:
+        """Return the new name of a key, which the configuration does not say as well."""
+        fits = [old for old in self.renamed if key == old or key.startswith(f"{old}.")]
+        if not fits or self.find(key):
+            return key
+        old = max(fits, key=len)
+        new = self.renamed[old] + key.removeprefix(old)
+        if new in written:
+            return key
+        recipe.notes.append(f"{key} is an old name of {new}")
+        return new
+
     def _outcome(self, recipe: ImportedRecipe, key: str, values: Values) -> FlagOutcome:
-        flag, at = Flag(key, (_text(values[key]),)), self.find(key)
+        value = values[key]
+        flag, at = Flag(key, (_text(value),)), self.find(key)
         if at is None:
-            return FlagOutcome(flag, UNKNOWN)
+            is_empty = value in (None, {}) and any(name.startswith(f"{key}.") for name in self._names)
+            return FlagOutcome(flag, NEEDS_NOTHING, "it is empty") if is_empty else FlagOutcome(flag, UNKNOWN)
         row = self.rows[at[0]]
+        if value is None and (row.kind == "without" or (row.kind == "set" and row.rules[at[1]] is None)):
+            return FlagOutcome(flag, NEEDS_NOTHING, _ABSENT)
+        if value is False and row.kind == "without" and not _NEGATIVE.search(key):
+            return FlagOutcome(flag, NEEDS_NOTHING, "it is off")
         if row.kind != "set":
             return FlagOutcome(flag, NEEDS_NOTHING if row.kind == "nothing" else REFUSES, row.remark)
         rules = row.rules[at[1]]
@@ -198,7 +232,7 @@ def _applied(
         if (reason := _does_not_hold(rule, values)) or (reason := rule.why):
             reasons.append(reason)
         elif value is None and "null" not in (rule.values or {}):
-            reasons.append("null: it is absent")
+            reasons.append(_ABSENT)
         else:
             settings = _settings(rule, value, values, star)
             recipe.settings |= settings
@@ -222,8 +256,11 @@ def _does_not_hold(rule: KeyRule, values: Values) -> str:
 
 
 def _fits(value: str, pattern: str) -> bool:
-    is_not = pattern.startswith("!")
-    return fnmatchcase(value.lower(), pattern.removeprefix("!").lower()) != is_not
+    is_not, pattern = pattern.startswith("!"), pattern.removeprefix("!").lower()
+    try:
+        return (float(value) == float(pattern)) != is_not
+    except ValueError:
+        return fnmatchcase(value.lower(), pattern) != is_not
 
 
 def _settings(rule: KeyRule, value: Any, values: Values, star: str) -> Settings:

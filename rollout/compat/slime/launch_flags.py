@@ -128,6 +128,9 @@ SETTINGS: dict[str, Setting] = {
     "rm-url": ("rollout.hooks.rm_url", _text),
     "reward-key": ("rollout.reward_key", _text),
     "custom-config-path": ("rollout.hooks.custom_config_path", _text),
+    "gradient-checkpointing": ("actor.recompute", lambda text: "full" if _yes(text) else "none"),
+    "lora-rank": ("actor.lora.rank", _whole),
+    "lora-alpha": ("actor.lora.alpha", _whole),
     "transformer-impl": (
         "actor.layer_spec",
         _one_of(transformer_engine="transformer_engine", local="local"),
@@ -240,6 +243,7 @@ NEEDLESS = {
         """
         update-weight-transport update-weight-disk-dir update-weight-disk-keep-files
         update-weight-local-checkpoint-dir update-weight-delta-encoding update-weight-delta-checksum
+        update-weight-transfer-mode
         """,
     ),
     "loss-mask-type": "the loss covers exactly the tokens that the policy sampled",
@@ -258,13 +262,16 @@ NEEDLESS = {
     ),
     **_each(
         "checkpoints of Hugging Face have no steps",
-        "ref-ckpt-step opd-teacher-ckpt-step",
+        "ref-ckpt-step opd-teacher-ckpt-step auto-detect-ckpt-format",
     ),
+    "megatron-to-hf-mode": "ranks read the checkpoint of Hugging Face",
     **_each(
         "the run's processes find each other",
         "http-proxy use-distributed-post distributed-backend rollout-data-transport",
     ),
     "distributed-timeout-minutes": "run.step_timeout_s bounds a step",
+    "use-lora": "--lora-rank says it",
+    "tensorboard-dir": _TENSORBOARD,
     "start-rollout-id": "`--resume` goes on where the run has ended",
     "recompute-loss-function": "the LM head never holds all logits",
     "data-pad-size-multiplier": "packs are as long as their tokens",
@@ -274,6 +281,7 @@ NEEDLESS = {
     "optimizer": "",
     "attention-dropout": "",
     "hidden-dropout": "",
+    "lora-dropout": "",
     "kl-loss-type": "",
     "kl-loss-coef": "",
     "kl-coef": "",
@@ -312,6 +320,10 @@ REFUSED = {
         freeze-params-name-list only-train-params-name-list freeze-indexer reset-optimizer-states
         use-stateless-adam
         """,
+    ),
+    **_each(
+        "set actor.lora.targets, in Megatron's names: linear_qkv, linear_proj, linear_fc1, linear_fc2",
+        "target-modules lora-target-modules",
     ),
     "use-rollout-entropy": "entropies are those of the trainer: train/entropy",
     "mask-offpolicy-in-partial-rollout": "set rollout.consumption.on_stale: mask",

@@ -52,6 +52,15 @@ _WANDB = {
 }
 """Settings in `log.wandb` of slime's flags for Weights & Biases."""
 
+_FALLBACKS = {
+    "model.path": "models/policy",
+    "data.path": "set/this/path.jsonl",
+    "rollout.batch_size": 1,
+    "rollout.n_samples_per_prompt": 8,
+    "rollout.reward": "slipstream.rollout.reward.FinalAnswer",
+}
+"""Settings that a recipe cannot be without, where the loader refuses what the script says."""
+
 _USUAL_BOUND = 4
 """Bound on the lag for scripts of slime's fully asynchronous rollout, which has none."""
 
@@ -81,7 +90,7 @@ def recipe_of(script: LaunchScript, name: str) -> ImportedRecipe:
 
 class _Import:
     def __init__(self, script: LaunchScript, name: str) -> None:
-        self.recipe = ImportedRecipe("slime", "--{} {}", notes=list(script.notes))
+        self.recipe = ImportedRecipe("slime", "--{} {}", notes=list(script.notes), fallbacks=dict(_FALLBACKS))
         self._settings = self.recipe.settings
         self._all_flags = script.flags
         self._flags = FlagValues(script.flags)
@@ -167,6 +176,7 @@ class _Import:
             "optimizer": lambda: self._expected(flag, "adam", "the optimizer is Adam"),
             "attention-dropout": lambda: self._no_dropout(flag),
             "hidden-dropout": lambda: self._no_dropout(flag),
+            "lora-dropout": lambda: self._no_dropout(flag),
             "kl-loss-type": self._objective.kl,
             "kl-loss-coef": self._objective.kl,
             "kl-coef": self._objective.kl,
@@ -428,6 +438,8 @@ class _Import:
             defaults["actor.objective.clip_low"] = clip
         if {"eval.path", "eval.sets"} & self._settings.keys():
             defaults["eval.sampling.temperature"] = self._flags.number("rollout-temperature", 1.0)
+        if self._objective.has_critic():
+            defaults["critic.value_clip"] = 0.2
         if self._objective.caps_weights():
             defaults |= {"actor.correction.token.type": "cap", "actor.correction.token.cap": 2.0}
         if self._settings.get("rollout.engine.args.enable_deterministic_inference"):
