@@ -133,7 +133,9 @@ class Output:
 
 _ENDED, _NOT_STARTED = b"E", b"F"
 """Begin of a report: of the wait status of a command, and of why it could not be started."""
-_STATUS = struct.Struct("<ci")
+_STATUS = struct.Struct("<ciq")
+"""A report of an end: its begin, the wait status, and the bytes that a process of the command held at most,
+which are 0 if that is not known."""
 
 _FIRST_LOOK_S, _LONGEST_BETWEEN_S = 0.01, 0.05
 """Seconds until the use of memory, time and processes is looked at, which double up to the second. A process
@@ -272,8 +274,11 @@ class Run:
             len(self._report) < _STATUS.size
         ):  # it was killed, or has killed init where nothing keeps it from that
             return -signal.SIGKILL
-        _, status = _STATUS.unpack_from(self._report)
-        return os.waitstatus_to_exitcode(status)
+        _, status, peak = _STATUS.unpack_from(self._report)
+        code = os.waitstatus_to_exitcode(status)
+        if code != 0 and self._limit is None and peak > self._limits.memory:
+            self._limit = "memory"  # the kernel failed an allocation between two looks
+        return code
 
     def _reason(self, code: int) -> LimitName | None:
         """Return the limit that has ended the command. A shell reports a signal N of its child as 128 + N."""
@@ -301,11 +306,14 @@ class Run:
             os.close(fd)
         while True:
             try:
-                pid, wait_status = os.wait()
+                pid, wait_status, used = os.wait4(-1, 0)
             except ChildProcessError:
                 break
             if pid == command:
-                os.write(status, _STATUS.pack(_ENDED, wait_status))
+                # A process that is spawned counts the memory of init, until it runs its program.
+                own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                peak = used.ru_maxrss << 10 if used.ru_maxrss > own else 0
+                os.write(status, _STATUS.pack(_ENDED, wait_status, peak))
         while True:
             signal.pause()
 

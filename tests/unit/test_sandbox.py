@@ -221,6 +221,20 @@ def test_a_full_sandbox_refuses_an_upload_and_goes_on():
     in_sandbox(use, Limits(5.0, 5.0, 1 << 28, 64, 64, 8 << 20, 2 << 20, 1 << 10))
 
 
+def test_memory_that_is_filled_between_two_looks_is_named():
+    """The kernel fails an allocation before the sandbox looks, and the program says so in its own way."""
+    fills = "x = []\nwhile True: x.append(b'x' * 2**20)"
+
+    async def use(sandbox):
+        for _ in range(15):
+            ended = await sandbox.exec(["python", "-c", fills])
+            assert (ended.limit, ended.failed) == ("memory", True), ended
+        ended = await sandbox.exec(["sh", "-c", "exit 7"])
+        assert (ended.limit, ended.exit_code) == (None, 7)
+
+    in_sandbox(use, Limits(5.0, 5.0, 24 << 20, 64, 64, 8 << 20, 2 << 20, 1 << 10))
+
+
 @pytest.mark.parametrize("command", ["ls", [], [""], ["echo", "a\0b"]])
 def test_what_is_no_command_is_refused(command: list[str]):
     async def use(sandbox: LocalSandbox) -> None:
