@@ -64,7 +64,8 @@ class Usage:
 
 
 def _slime(checkout: Path, usage: Usage) -> None:
-    from slipstream.rollout.compat.imports.launch_script import UnreadableScript, read_launch_script
+    from slipstream.rollout.compat.imports.launch_script import read_launch_script
+    from slipstream.rollout.compat.imports.shell_words import UnreadableScript
     from slipstream.rollout.compat.slime.launch_flags import is_supervised
 
     for path in _files(checkout, "*.sh", "scripts", "examples"):

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -441,3 +442,24 @@ def test_unknown_keys_of_a_fork_can_be_left_out(tmp_path):
     assert result.exit_code == 0 and load_recipe(out, list(WITHOUT_INPUTS))
     assert outcomes["trainer.save_frequ"][0] == outcomes["zzz.a"][0] == "refused"
     assert "did you mean trainer.save_freq?" in outcomes["trainer.save_frequ"][1]
+
+
+ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefghij")
+)
+
+
+@pytest.mark.parametrize("system", ["verl", "areal"])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (ALIASES, "has more than 100,000 values"),
+        ("a: &a [*a]\n", "has more than 100,000 values"),
+        ("a: " + "[" * 5000 + "]" * 5000 + "\n", "nested too deeply"),
+    ],
+)
+def test_a_configuration_that_would_fill_the_memory_is_refused(tmp_path, system, text, expected):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    made = CliRunner().invoke(app, ["import", system, str(path), "-o", str(tmp_path / "recipe.yaml")])
+    assert made.exit_code == 2 and expected in " ".join(made.output.split())

@@ -11,7 +11,8 @@ from slipstream.backend.cli.app import app
 from slipstream.configs.load import load_recipe
 from slipstream.configs.rules import trainer
 from slipstream.configs.rules.inputs import NO_INPUTS
-from slipstream.rollout.compat.imports.launch_script import Flag, UnreadableScript, read_launch_script
+from slipstream.rollout.compat.imports.launch_script import Flag, read_launch_script
+from slipstream.rollout.compat.imports.shell_words import UnreadableScript
 
 SCRIPT = r"""#!/bin/bash
 touch /tmp/this-script-was-run-and-must-not-be
@@ -586,3 +587,27 @@ def test_a_path_in_a_variable_without_a_value_is_refused_and_filled_in(script):
     flags = {each["flag"]: each for each in json.loads(result.stdout)["flags"]}
     assert flags["hf-checkpoint"]["value"] == "${BASE_DIR}/tiny"
     assert all("variables are not read" in flags[name]["reason"] for name in ("hf-checkpoint", "prompt-data"))
+
+
+ENDLESS = {
+    "a value that doubles": "A=aaaaaaaaaa\n" + "A=$A$A\n" * 60 + "python3 train.py --hf-checkpoint $A\n",
+    "an array that doubles": "A=(a b)\n" + 'A+=("${A[@]}")\n' * 60 + "python3 train.py ${A[@]}\n",
+    "a value that names itself": "python3 train.py --hf-checkpoint $OF_ITSELF\n",
+}
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_a_script_whose_values_grow_without_end_is_refused(tmp_path, kind, monkeypatch):
+    monkeypatch.setenv("OF_ITSELF", "x$OF_ITSELF")
+    path = tmp_path / "run.sh"
+    path.write_text(ENDLESS[kind])
+    made = CliRunner().invoke(app, ["import", "slime", str(path), "-o", str(tmp_path / "recipe.yaml")])
+    assert made.exit_code == 2
+    assert "without end" in made.output or "characters in all" in made.output
+
+
+def test_a_number_beyond_those_of_bash_stays_as_it_is_written(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text("A=9\n" + "A=$(( A * A ))\n" * 60 + "python3 train.py --num-rollout $A --seed 3\n")
+    script = read_launch_script(path, {})
+    assert Flag("seed", ("3",)) in script.flags

@@ -5,12 +5,14 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
-from slipstream.rollout.compat.imports.launch_script import UnreadableScript, read_launch_script
+from slipstream.rollout.compat.imports.launch_script import read_launch_script
+from slipstream.rollout.compat.imports.shell_words import UnreadableScript
 
 OVERRIDE = re.compile(r"(?:~|(?=[^=]+=)\+{0,2})([A-Za-z_][\w.]*(?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)
 """An override as Hydra reads it: ``trainer.nnodes=2``, ``+reward.num_workers=8``, ``~trainer.logger``."""
@@ -24,6 +26,10 @@ _TABLE = re.compile(r"([{,]\s*[\w.\"'-]+:)(?=[^\s/])")
 
 PROGRAM = "-m"
 """The key that stands for the program which a script starts."""
+
+
+_MOST_NODES = 100_000
+"""Values of a document in YAML with those that its aliases repeat: a few lines can make billions."""
 
 
 class Several(list[Any]):
@@ -76,6 +82,8 @@ def read_configuration(
             _read_file(path, starts, read)
         except UnreadableScript as error:
             wrong.append(str(error))
+        except RecursionError:
+            wrong.append(f"{path} cannot be read: its values are nested too deeply")
         except (yaml.YAMLError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             wrong.append(f"{path} cannot be read: {error}")
     for word in overrides:
@@ -92,7 +100,7 @@ def _read_file(path: Path, starts: re.Pattern[str], read: Configuration) -> None
         _read_script(path, starts, read)
         return
     text = path.read_text(encoding="utf-8")
-    content: Any = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    content: Any = tomllib.loads(text) if path.suffix == ".toml" else _in_yaml(text)
     if not isinstance(content, dict):
         raise UnreadableScript(
             f"{path}: expected a table of settings, in YAML, TOML or a launch script (.sh)"
@@ -200,9 +208,29 @@ def scalar(text: str) -> Any:
     if text.startswith("{"):
         text = _TABLE.sub(r"\1 ", text)
     try:
-        return yaml.safe_load(text) if text and "\n" not in text and "${" not in text else text
-    except (yaml.YAMLError, ValueError):
+        return _in_yaml(text) if text and "\n" not in text and "${" not in text else text
+    except (yaml.YAMLError, ValueError, RecursionError):
         return text
+
+
+def _in_yaml(text: str) -> Any:
+    """Return what a text in YAML holds. Raises YAMLError, ValueError and RecursionError."""
+    root = cast("yaml.Node | None", yaml.compose(text, yaml.SafeLoader))  # pyright: ignore[reportUnknownMemberType]
+    if root is not None and _nodes(root, {}) > _MOST_NODES:
+        raise yaml.YAMLError(f"with what its aliases repeat it has more than {_MOST_NODES:,} values")
+    return yaml.safe_load(text)
+
+
+def _nodes(node: yaml.Node, counted: dict[int, float]) -> float:
+    """Return the number of values below a node, each as often as it is repeated."""
+    if id(node) in counted:
+        return counted[id(node)]
+    counted[id(node)] = inf  # until it is counted: one that holds itself has no end
+    below: list[yaml.Node] = node.value if isinstance(node, yaml.SequenceNode) else []
+    if isinstance(node, yaml.MappingNode):
+        below = [part for pair in node.value for part in pair]
+    counted[id(node)] = 1 + sum(_nodes(each, counted) for each in below)
+    return counted[id(node)]
 
 
 def _resolved(value: Any, read: Configuration, at: str, depth: int = 0) -> Any:

@@ -11,8 +11,8 @@ from slipstream.configs.rules.inputs import NO_INPUTS
 from slipstream.configs.violations import RecipeError
 from slipstream.rollout.compat.hooks import slime_recipe
 from slipstream.rollout.compat.imports.configurations import OVERRIDE, read_configuration
-from slipstream.rollout.compat.imports.launch_script import UnreadableScript
 from slipstream.rollout.compat.imports.recipe import MAPPED, NEEDS_NOTHING, FlagOutcome, ImportedRecipe
+from slipstream.rollout.compat.imports.shell_words import UnreadableScript
 from slipstream.rollout.compat.imports.table import KeyTable
 
 MOST_ROUNDS = 20

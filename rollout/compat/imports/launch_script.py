@@ -23,6 +23,7 @@ from slipstream.rollout.compat.imports.shell_words import (
     OR,
     REDIRECTION,
     Array,
+    UnreadableScript,
     tokens,
 )
 
@@ -40,10 +41,6 @@ _DEEPEST = 8
 
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
 """Variables of the environment that no recipe or report may show."""
-
-
-class UnreadableScript(ValueError):
-    """The script starts no trainer, or cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -442,7 +439,7 @@ class _Reader:
             whole = EXPANSION.fullmatch(word)
             if whole and whole[1] in self._variables.arrays and not whole[2]:
                 self._variables.used.add(whole[1])
-                expanded += self._variables.arrays[whole[1]]
+                expanded += self._variables.array(whole[1])
                 continue
             if _ARGUMENTS.fullmatch(word):
                 continue

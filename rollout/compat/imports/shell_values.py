@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase, translate
 
-from slipstream.rollout.compat.imports.shell_words import AND, LITERAL_DOLLAR, OR
+from slipstream.rollout.compat.imports.shell_words import AND, LITERAL_DOLLAR, OR, UnreadableScript
 
 EXPANSION = re.compile(r"\$\{(\w+)(?:\[[@*]\])?([^{}]*)\}|\$(\w+)")
 """A variable, and what bash changes in it: ``${NAME:-otherwise}``, ``${NAME##*/}``."""
@@ -17,6 +17,13 @@ _DOCUMENT = re.compile(r"\$\(\s*cat\s*<<-?\s*['\"]?(\w+)['\"]?\n(.*)\n\s*\1\s*\)
 _CHANGE = re.compile(r"(:?[-=+]|%%?|##?|//?|,,|\^\^)(.*)", re.DOTALL)
 _UNSET = re.compile("([\x01\x03])(.*?)\x02")
 """Stands for a variable without a value: ``$NAME`` with the first mark, ``${NAME}`` with the other."""
+
+_MOST_CHARACTERS = 1 << 24
+"""Of all values that stand for variables in the course of a script: one can double with each assignment."""
+_DEEPEST = 50
+"""Variables whose values name one another."""
+_LARGEST = 1 << 63
+"""Whole numbers of bash are smaller."""
 
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: int.__add__,
@@ -36,7 +43,10 @@ _COMPARED: dict[str, Callable[[int, int], bool]] = {
 
 
 class ShellVariables:
-    """Variables by name. ``environment``: those that a script may read without setting them."""
+    """Variables by name. ``environment``: those that a script may read without setting them.
+
+    Methods raise UnreadableScript where values grow without end.
+    """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.arrays: dict[str, list[str]] = {}
@@ -46,6 +56,12 @@ class ShellVariables:
         self.used: set[str] = set()
         """Variables that words have named."""
         self._environment = environment
+        self._left = _MOST_CHARACTERS
+
+    def array(self, name: str) -> list[str]:
+        """Return the words of an array."""
+        self._spend(name, sum(map(len, self.arrays[name])))
+        return self.arrays[name]
 
     def text(self, word: str, missing: list[str]) -> str:
         """Return a word with its variables, also those within defaults of others, and with its sums.
@@ -54,8 +70,11 @@ class ShellVariables:
         """
         word = _DOCUMENT.sub(lambda match: match[2], word)
         text, before = re.sub(r"\$#|\$\{#\}", "0", re.sub(r"\$\(pwd\)|`pwd`", "${PWD}", word)), ""
+        rounds = 0
         while text != before:
-            before = text
+            before, rounds = text, rounds + 1
+            if rounds > _DEEPEST:
+                raise UnreadableScript(f"{word}: its variables name one another without end")
             text = EXPANSION.sub(self._value, before)
             text = _CALCULATION.sub(self._calculated, text)
         missing += [name for _, name in _UNSET.findall(text)]
@@ -97,10 +116,19 @@ class ShellVariables:
         value = self.scalars[name] if name in self.scalars else self._environment.get(name) or None
         if value is None and name in self.arrays:
             value = " ".join(self.arrays[name])
+        self._spend(name, len(value or ""))
         if change:
             changed = self._changed(name, value, change)
             return unset if changed is None else changed
         return unset if value is None else value
+
+    def _spend(self, name: str, characters: int) -> None:
+        self._left -= characters + 1
+        if self._left < 0:
+            raise UnreadableScript(
+                f"{name}: the values of variables have more than {_MOST_CHARACTERS:,} characters in all, "
+                "expected a script that starts a trainer"
+            )
 
     def _changed(self, name: str, value: str | None, change: str) -> str | None:
         """Return a variable as ``${NAME...}`` changes it. None: it has no value, or not even bash could."""
@@ -133,7 +161,10 @@ class ShellVariables:
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self._number(operand)
             case ast.BinOp(left, kind, right) if type(kind) in _OPERATORS:
-                return _OPERATORS[type(kind)](self._number(left), self._number(right))
+                number = _OPERATORS[type(kind)](self._number(left), self._number(right))
+                if abs(number) >= _LARGEST:
+                    raise ValueError(f"{number:#x} is too large")
+                return number
             case _:
                 raise ValueError(ast.unparse(node))
 

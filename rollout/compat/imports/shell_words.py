@@ -26,6 +26,10 @@ _REDIRECTS = re.compile(r"\d*(?:&?>>?|<)(?![<(])(&[\d-]+)?[ \t]*")
 _OPERATORS = {"&&": AND, "||": OR, ";;": CASE_END}
 
 
+class UnreadableScript(ValueError):
+    """The script starts no trainer, or cannot be read."""
+
+
 @dataclass(frozen=True)
 class Array:
     """``name=(words)`` or ``name+=(words)``."""
