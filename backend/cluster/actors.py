@@ -36,10 +36,13 @@ class ActorOptions(TypedDict):
     max_restarts: int
 
 
-def on_node(node: Node, gpus: int, cpus: int = 1) -> ActorOptions:
-    """Return the options that place an actor on ``node`` with ``gpus`` GPUs of its own."""
+def on_node(node: Node, gpus: int) -> ActorOptions:
+    """Return the options that place an actor on ``node`` with ``gpus`` GPUs of its own.
+
+    It takes none of the node's CPUs from Ray: where all are taken, Ray would let an actor wait for ever.
+    """
     strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node.id, soft=False)
-    return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy, "max_restarts": 0}
+    return {"num_cpus": 0, "num_gpus": gpus, "scheduling_strategy": strategy, "max_restarts": 0}
 
 
 def check_nodes(nodes: Sequence[Node]) -> None:
@@ -76,7 +79,7 @@ class CollectorActors:
 
     def create(self, number: int) -> CollectorActorHandle:
         """Return the handle of a new actor for collector ``number``."""
-        options = on_node(self._nodes[number], gpus=0, cpus=0)
+        options = on_node(self._nodes[number], gpus=0)
         return cast(CollectorActorHandle, ray.remote(CollectorActor).options(**options).remote())
 
     def check_node(self, number: int) -> None:

@@ -87,7 +87,7 @@ class NodeUsages:
         """``is_local``: the driver has started Ray, and all processes of the run descend from it."""
         remote: Any = ray.remote(UsageReader)
         self._actors: list[Any] = [
-            remote.options(**on_node(node, gpus=0, cpus=0)).remote() for node in nodes if not is_local
+            remote.options(**on_node(node, gpus=0)).remote() for node in nodes if not is_local
         ]
         self._here = UsageReader(os.getpid()) if is_local else None
         self._driver = UsageSampler(os.getpid(), "driver")

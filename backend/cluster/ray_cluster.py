@@ -97,7 +97,7 @@ def _start_local(actors: int, folder: Path, batch_bytes: int, note: Callable[[st
         note(store.note)
     ray.init(
         address="local",
-        # Logical CPUs: on a small machine trainer and engines share the cores.
+        # Logical CPUs, for each of which Ray starts a process that an actor may have. No actor takes one.
         num_cpus=actors,
         object_store_memory=store.size,
         include_dashboard=False,

@@ -8,6 +8,7 @@ import pytest
 SCRIPT = """
 import asyncio
 
+from slipstream.backend.cluster.actors import on_node
 from slipstream.backend.cluster.placement import Placement
 from slipstream.backend.cluster.ray_cluster import alive_nodes
 from slipstream.backend.driver.processes.places import EnginePlaces
@@ -47,6 +48,15 @@ async def main(cluster, first):
     assert after.id != before.id
     places.check("engine-0")
     print("placed again")
+    # More actors than the node has CPUs, such as the trainer's ranks beside an engine.
+    probes = [ray.remote(Probe).options(**on_node(after, gpus=1)).remote() for _ in range(2)]
+    assert await asyncio.wait_for(asyncio.gather(*(probe.answer.remote() for probe in probes)), 240) == [1, 1]
+    print("side by side")
+
+
+class Probe:
+    def answer(self):
+        return 1
 
 
 cluster = Cluster(
@@ -69,4 +79,4 @@ def test_an_engine_whose_node_is_killed_waits_for_a_node_that_is_added():
     """In a process of its own, because a process has one Ray."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "Ray has lost" in done.stdout and "placed again" in done.stdout
+    assert all(text in done.stdout for text in ("Ray has lost", "placed again", "side by side"))
