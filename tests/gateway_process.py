@@ -1,9 +1,8 @@
 """A gateway with scripted tokens as a process of its own, which tests and benchmarks talk to over HTTP.
 
-    python -m tests.gateway_process FOLDER '{"tool_parser": "qwen25"}'
-
 It prints its port, and ends with its standard input. Beside the application for users it has /control, which
-tells what it has seen and lets it stand still.
+tells what it has seen and lets it stand still. Gateways are forks of one process, which takes six seconds
+of a core to import what they are made of.
 """
 
 import asyncio
@@ -11,12 +10,16 @@ import gc
 import json
 import logging
 import os
+import select
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -70,26 +73,26 @@ class GatewayProcess:
     """The process, as the tests see it."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gateway_process", str(folder), json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment() | _with_path(environment_without_gpu()),
-        )
-        port = self._port()
+        standard_input, self._lifeline = os.pipe()
+        self._output, standard_output = os.pipe()
+        request = json.dumps([str(folder), settings]).encode()
+        socket.send_fds(_nursery(), [request], [standard_input, standard_output])
+        os.close(standard_input)
+        os.close(standard_output)
+        port, self._pid = self._started()
         self.url = f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.url, timeout=60)
 
-    def _port(self) -> int:
-        assert self._process.stdout is not None
-        timer = threading.Timer(START_TIMEOUT_S, self._process.kill)
-        timer.start()
-        try:
-            for line in self._process.stdout:
-                if line.startswith(b"port "):
-                    return int(line.split()[1])
-        finally:
-            timer.cancel()
+    def _started(self) -> tuple[int, int]:
+        """Return the port, and the id of the process."""
+        printed = b""
+        while select.select([self._output], [], [], START_TIMEOUT_S)[0] and (
+            data := os.read(self._output, 4096)
+        ):
+            printed += data
+            for line in printed.splitlines(keepends=True):
+                if line.startswith(b"port ") and line.endswith(b"\n"):
+                    return int(line.split()[1]), int(line.split()[2])
         raise RuntimeError(f"the gateway has not started within {START_TIMEOUT_S} s; its error is above")
 
     def control(self, **orders: Any) -> dict[str, Any]:
@@ -105,12 +108,27 @@ class GatewayProcess:
 
     def __exit__(self, *exc: object) -> None:
         self.http.close()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(10)
-        self._process.kill()
-        self._process.wait()
+        os.close(self._lifeline)
+        if not select.select([self._output], [], [], 10)[0]:  # readable at its end, and by what it prints
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+        while os.read(self._output, 4096):
+            """Until it has ended."""
+        os.close(self._output)
+
+
+@cache
+def _nursery() -> socket.socket:
+    """Return the connection to the process that gateways are forks of. It ends with this one."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gateway_process", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=environment() | _with_path(environment_without_gpu()),
+        )
+    return ours
 
 
 def _with_path(variables: dict[str, str]) -> dict[str, str]:
@@ -234,7 +252,7 @@ async def _serve(folder: Path, settings: dict[str, Any]) -> None:
     serve = asyncio.ensure_future(server.serve())
     while not server.started and not serve.done():
         await asyncio.sleep(0.01)  # uvicorn announces its start by this flag alone
-    print("port", server.servers[0].sockets[0].getsockname()[1], flush=True)
+    print("port", server.servers[0].sockets[0].getsockname()[1], os.getpid(), flush=True)
     await serve
     looking.cancel()
     await serving.close()
@@ -304,6 +322,29 @@ def _end_with_owner() -> None:
     os._exit(0)
 
 
+def _fork_gateways(requests: socket.socket) -> None:
+    """Start a gateway for each request, with the ends of pipes that come with it as its input and output."""
+    import uvicorn  # noqa: F401
+    from transformers import AutoTokenizer  # noqa: F401
+
+    from slipstream.rollout.gateway.serving import assemble  # noqa: F401
+
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    while (message := socket.recv_fds(requests, 1 << 16, 2))[0]:
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number, end in enumerate(message[1]):
+                os.dup2(end, number)
+                os.close(end)
+            requests.close()
+            folder, settings = json.loads(message[0])
+            threading.Thread(target=_end_with_owner, name="end-with-owner", daemon=True).start()
+            asyncio.run(_serve(Path(folder), settings))
+            os._exit(0)
+        for end in message[1]:
+            os.close(end)
+
+
 if __name__ == "__main__":
-    threading.Thread(target=_end_with_owner, name="end-with-owner", daemon=True).start()
-    asyncio.run(_serve(Path(sys.argv[1]), json.loads(sys.argv[2])))
+    _fork_gateways(socket.socket(fileno=int(sys.argv[1])))
