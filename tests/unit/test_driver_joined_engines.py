@@ -271,6 +271,35 @@ def test_an_engine_that_is_still_leaving_when_the_run_ends_has_left(tmp_path: Pa
     asyncio.run(main())
 
 
+def test_a_question_that_is_never_answered_because_the_run_has_ended_says_so(tmp_path: Path):
+    async def main() -> None:
+        asked = asyncio.Event()
+
+        async def told(request: web.Request) -> web.Response:
+            return web.json_response({"name": "joined-0", "joined": True, "leaving": True})
+
+        async def closing(request: web.Request) -> web.Response:
+            asked.set()
+            await asyncio.get_running_loop().create_future()
+            raise AssertionError
+
+        app = web.Application()
+        app.router.add_delete("/engines/joined-0", told)
+        app.router.add_get("/engines/joined-0", closing)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        file = tmp_path / ENGINES
+        file.write_text(json.dumps({"url": f"http://127.0.0.1:{runner.addresses[0][1]}", "key": "key"}))
+        leaving = asyncio.create_task(EngineService(tmp_path).remove("joined-0", 1.0))
+        await asked.wait()
+        file.unlink()
+        assert (await leaving).left == "the run has ended"
+        await runner.cleanup()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_a_command_has_not_failed_whose_engine_has_served_until_the_run_ends(tmp_path: Path, is_heard: bool):
     async def main() -> None:

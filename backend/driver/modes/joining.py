@@ -127,6 +127,7 @@ class EngineService:
         except ConnectionError:
             if not self.is_over:
                 raise
+        if state.left is None and self.is_over:  # a question that came at its end may have no answer
             state.left = RUN_ENDED
         return state
 
