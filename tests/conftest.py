@@ -12,10 +12,12 @@ import pytest
 with suppress(ImportError):  # a machine for the tests on GPUs may lack it
     from hypothesis import settings
 
-    from tests.tries import profile
+    from tests.tries import EXAMPLES, tries
 
     # Where CI is set, hypothesis has loaded a profile that draws the same examples each time.
-    settings.register_profile("ours", profile(settings.get_profile(settings.get_current_profile_name())))
+    loaded = settings.get_profile(settings.get_current_profile_name())
+    # No deadline: an example may wait for a busy core.
+    settings.register_profile("ours", tries(EXAMPLES, loaded, deadline=None))
     settings.load_profile("ours")
 
 os.environ["SLIPSTREAM_SITE"] = ""  # no test depends on the site of who runs it

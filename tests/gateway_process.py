@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -32,6 +33,7 @@ from tests.environment import environment
 CONTEXT = 2048
 TEMPERATURE = 0.9
 START_TIMEOUT_S = 600
+END_TIMEOUT_S = 10
 
 
 class Recorded:
@@ -109,11 +111,13 @@ class GatewayProcess:
     def __exit__(self, *exc: object) -> None:
         self.http.close()
         os.close(self._lifeline)
-        if not select.select([self._output], [], [], 10)[0]:  # readable at its end, and by what it prints
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while select.select([self._output], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not os.read(self._output, 4096):  # it has ended
+                break
+        else:
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
-        while os.read(self._output, 4096):
-            """Until it has ended."""
         os.close(self._output)
 
 

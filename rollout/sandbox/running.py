@@ -216,8 +216,8 @@ class Run:
             was_cut = [output.finish() for output in (stdout, stderr)]
         if any(was_cut) and self._limit is None:
             self._limit = "output"
-        code = self._exit_code()
-        return ExecResult(code, stdout.text(), stderr.text(), self._reason(code), round(seconds, 6))
+        code, peak = self._end()
+        return ExecResult(code, stdout.text(), stderr.text(), self._reason(code, peak), round(seconds, 6))
 
     # -- In the box
 
@@ -267,22 +267,22 @@ class Run:
         if self._limit is None:
             self._limit = self._exceeded(usage.below(init))
 
-    def _exit_code(self) -> int:
+    def _end(self) -> tuple[int, int]:
+        """Return the exit code of the command, and the bytes that one of its processes held at most."""
         if self._report.startswith(_NOT_STARTED):
             raise SandboxFailed(f"the command cannot be started: {self._report[1:].decode(errors='replace')}")
         if (
             len(self._report) < _STATUS.size
         ):  # it was killed, or has killed init where nothing keeps it from that
-            return -signal.SIGKILL
+            return -signal.SIGKILL, 0
         _, status, peak = _STATUS.unpack_from(self._report)
-        code = os.waitstatus_to_exitcode(status)
-        if code != 0 and self._limit is None and peak > self._limits.memory:
-            self._limit = "memory"  # the kernel failed an allocation between two looks
-        return code
+        return os.waitstatus_to_exitcode(status), peak
 
-    def _reason(self, code: int) -> LimitName | None:
+    def _reason(self, code: int, peak: int) -> LimitName | None:
         """Return the limit that has ended the command. A shell reports a signal N of its child as 128 + N."""
         if self._limit is None and code != 0:
+            if peak > self._limits.memory:  # the kernel failed an allocation between two looks
+                return "memory"
             return _BY_SIGNAL.get(-code if code < 0 else code - 128) or self._disk.exceeded(thorough=True)
         return self._limit
 

@@ -41,8 +41,9 @@ TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_temporary_folder() -> Iterator[None]:
+def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep sandboxes of other processes from coming and going where these tests look for leftovers."""
+    tmp_path_factory.getbasetemp()  # before the folder below is that of temporary files
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)

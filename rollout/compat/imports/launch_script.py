@@ -117,11 +117,11 @@ class _Choice:
     """An ``if``, ``case`` or loop whose end has not been read. None: only a shell can tell."""
 
     around: bool | None
-    """Whether the shell comes to it."""
+    """Whether the shell reaches the statement."""
     reads: bool | None = False
-    """Whether the shell runs the commands that come next."""
+    """Whether the shell runs the branch that is being read."""
     has_chosen: bool | None = False
-    """Whether a branch before has been run."""
+    """Whether an earlier branch was taken."""
     asks: bool = True
     """The condition, or the pattern of a ``case``, comes next."""
     value: bool | None = True

@@ -16,7 +16,7 @@ from slipstream.configs.schema.paths import model_settings
 from slipstream.rollout.compat.imports.launch_script import Flag
 
 MAPPED, NEEDS_NOTHING, REFUSES, UNKNOWN = "mapped", "ours by default", "refused", "unknown"
-"""What becomes of a flag or key. An import with one that is unknown fails, or refuses it if it is told to."""
+"""What becomes of a flag or key. An unknown one fails the import; with `--without-unknown` it is refused."""
 
 Settings = dict[str, Any]
 

@@ -19,7 +19,7 @@ _UNSET = re.compile("([\x01\x03])(.*?)\x02")
 """Stands for a variable without a value: ``$NAME`` with the first mark, ``${NAME}`` with the other."""
 
 _MOST_CHARACTERS = 1 << 24
-"""Of all values that stand for variables in the course of a script: one can double with each assignment."""
+"""Limit on what all expansions of a script put in together: a value can double with each assignment."""
 _DEEPEST = 50
 """Variables whose values name one another."""
 _LARGEST = 1 << 63

@@ -11,7 +11,7 @@ LITERAL_DOLLAR = "\0"
 """Stands for a dollar sign that is not expanded, such as one between single quotes."""
 
 END, AND, OR, CASE_END = "\n", "\n&&", "\n||", "\n;;"
-"""What stands between commands. Line ends, ``;``, ``|`` and ``&`` are all END."""
+"""Tokens between commands. A line end, ``;``, ``|`` and ``&`` each become END."""
 
 DOCUMENT = "\n<"
 """Stands for a here-document. Its text follows in the same token."""
